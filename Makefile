@@ -1,0 +1,50 @@
+# Every target starts with setup, which does nothing when .venv is up to date.
+#   make setup PYTHON=python3.12             another Python
+#   make setup PIP_FLAGS="--index-url URL"   another build of torch (README, "Install")
+#   make setup CONSTRAINTS=                  the newest versions instead of the pinned ones
+PYTHON ?= python3
+PIP_FLAGS ?=
+CONSTRAINTS ?= constraints.txt
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := labs,notebooks,test,browser,bench,dev
+
+.PHONY: setup gates test browser lessons tour bench soak format clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+gates: setup
+	$(BIN)/python tools/gates.py
+
+test: gates
+	$(BIN)/python -m pytest -m "not soak" --ignore tests/architecture
+	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout 60 --timeout 300 lessons
+
+browser: setup
+	bash tools/install_browser.sh
+
+lessons: setup
+	$(BIN)/distlab lesson start
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+tour: setup
+	$(BIN)/distlab tour
+
+bench: setup
+	$(BIN)/distlab bench --save benchmarks/results.json
+	$(BIN)/python tools/bench_table.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis

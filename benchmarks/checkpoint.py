@@ -1,0 +1,162 @@
+"""Kill training runs, and kill them while they save: does every run go on, and end with the same bits?
+
+Two promises, each with a count of failures that must be 0: a run killed by SIGKILL at random moments and resumed ends
+bitwise equal to the uninterrupted one; and after a kill while saving the newest checkpoint is whole and no older than
+the last that a rank knew to be saved. Moments come from a fixed seed; where in the code they fall differs each time.
+
+    python benchmarks/checkpoint.py            # 100 kills of training, 200 kills while saving: minutes
+    python benchmarks/checkpoint.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from distlab.checkpoint import load, newest, save
+from distlab.comm import RankError, Ranks
+from distlab.data import ByteCorpus, python_documentation
+from distlab.data_parallel import DataParallel, train_step
+from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator, seed_rank
+
+CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
+NUM_STEPS = 60
+KILLS_A_RUN = 10
+
+
+def kill_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def train(directory: Path, victim: int | None, delay_s: float) -> tuple[str, float]:
+    """Run on each rank: resume, train to the end; return a digest of all that has a state, and the seconds it took."""
+    begin = time.monotonic()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    seed_rank(0, rank)
+    corpus = ByteCorpus(python_documentation(), CONFIG.context)
+    model = GPT(CONFIG, generator(0, rank, "weights"))
+    replicas = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parts = {"model": model, "optimizer": optimizer}
+    if rank == victim:
+        kill_after(delay_s)
+    resumed = load(directory, parts=parts)
+    for step in range(resumed.step if resumed else 0, NUM_STEPS):
+        inputs, targets = corpus.batch(step, 6, rank=rank, world_size=world_size)
+        train_step(model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=replicas.synchronize)
+        if step % 3 == 0:
+            save(directory, step + 1, parts=parts, data_position=step + 1)
+    state = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values()), torch.rand(2)]
+    bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in state)
+    return hashlib.sha256(bits).hexdigest(), time.monotonic() - begin
+
+
+def count_wrong_endings(num_kills: int, world_size: int) -> tuple[int, int, int]:
+    """Kill training at random moments; return runs that ended otherwise than the uninterrupted one, runs, kills."""
+    chance = random.Random(1)
+    num_wrong = num_runs = killed = 0
+    with Ranks(world_size, timeout_s=120, echo=False) as ranks, tempfile.TemporaryDirectory() as folder:
+        ranks.run(train, Path(folder, "warm"), None, 0.0)
+        uninterrupted = ranks.run(train, Path(folder, "uninterrupted"), None, 0.0)
+        expected, longest_s = [digest for digest, _ in uninterrupted], uninterrupted[0][1]
+        while killed < num_kills:
+            num_runs += 1
+            final, kills_here = None, 0
+            while final is None:
+                victim = chance.randrange(world_size) if kills_here < KILLS_A_RUN and killed < num_kills else None
+                try:
+                    final = ranks.run(train, Path(folder, str(num_runs)), victim, chance.uniform(0, longest_s))
+                except RankError as error:
+                    require_kill(error)
+                    killed += 1
+                    kills_here += 1
+            num_wrong += [digest for digest, _ in final] != expected
+    return num_wrong, num_runs, killed
+
+
+def save_for_ever(directory: Path, victim: int, delay_s: float) -> None:
+    """Run on each rank: save step after step; a rank notes each step that it knows to be saved."""
+    rank = dist.get_rank()
+    model = torch.nn.Linear(200, 200)
+    found = load(directory, parts={"model": model})
+    step = found.step if found else 0
+    if found:
+        assert bool((model.weight == step).all()), f"the weights of step {step} hold {model.weight[0, 0].item()}"
+    if rank == victim:
+        kill_after(delay_s)
+    while True:
+        step += 1
+        torch.nn.init.constant_(model.weight, step)
+        save(directory, step, parts={"model": model}, keep=2)
+        (directory / f"known-{rank}").write_text(str(step))
+
+
+def count_lost_checkpoints(num_kills: int, world_size: int) -> int:
+    """Kill a rank while it saves, again and again in one directory; return kills after which something was lost."""
+    chance = random.Random(2)
+    num_lost = 0
+    with Ranks(world_size, timeout_s=60, echo=False) as ranks, tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        for _ in range(num_kills):
+            try:
+                ranks.run(save_for_ever, directory, chance.randrange(world_size), chance.uniform(0, 0.05))
+            except RankError as error:
+                require_kill(error)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                try:
+                    found = newest(directory)
+                except (RuntimeError, ValueError, UserWarning):
+                    num_lost += 1
+                    continue
+            known = [int(path.read_text() or 0) for path in directory.glob("known-*")]
+            num_lost += max(known, default=0) > (found.step if found else 0)
+    return num_lost
+
+
+def require_kill(error: RankError) -> None:
+    """Let a kill pass; anything else that stops a run is a failure of its own."""
+    if "SIGKILL" not in str(error):
+        raise error
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Yield one row a promise."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    wrong, num_runs, kills = count_wrong_endings(4 if quick else 100, 2)
+    claim = f"runs not bitwise equal to the uninterrupted one, after {kills} SIGKILLs in {num_runs} runs on 2 ranks"
+    yield absolute(claim, [wrong], bar=0, unit="runs")
+    for world_size in (1, 4):
+        kills = 4 if quick else 100
+        lost = count_lost_checkpoints(kills, world_size)
+        claim = f"kills while saving after which the newest checkpoint was lost, of {kills}, {world_size} ranks"
+        yield absolute(claim, [lost], bar=0, unit="kills")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    for row in rows(parser.parse_args().quick):
+        print(format_rows([row]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""All-reduce over send and receive against torch's own, on 2 and 4 ranks, and bus bandwidths as nccl-tests prints them.
+
+The bar: the ring at 16 and 64 MB of float32 takes at most as long as the backend's all-reduce. Ranks meet in a barrier
+before each timed call, and a call's time is that of its slowest rank. Recording is off for both.
+
+    python benchmarks/collectives.py            # rows, then the table
+    python benchmarks/collectives.py --quick    # few blocks: shows that it runs
+    python benchmarks/collectives.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distlab import collectives
+from distlab.comm import Ranks
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
+
+WORLD_SIZES = (2, 4)
+JUDGED_MIB = (16, 64)
+TABLE_BYTES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
+PROGRAMS = ("all_reduce", "ring_all_reduce", "halving_doubling_all_reduce", "double_tree_all_reduce")
+
+
+def time_programs(names: tuple[str, ...], num_bytes: int, blocks: int, device_type: str) -> list[list[float]]:
+    """Run on each rank: time programs in interleaved blocks on a tensor of float32, after checking them."""
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else "cpu"
+    source = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank)).to(device)
+    tensor, expected = source.clone(), source.clone()
+    dist.all_reduce(expected)
+
+    def call(name: str) -> None:
+        dist.all_reduce(tensor) if name == "all_reduce" else getattr(collectives, name)(tensor)
+
+    def program(name: str) -> Callable[[], float]:
+        def timed() -> float:
+            tensor.copy_(source)
+            if device_type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            call(name)
+            if device_type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
+        return timed
+
+    for name in names:
+        tensor.copy_(source)
+        call(name)
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
+    return interleave([program(name) for name in names], blocks)
+
+
+def slowest(per_rank: list[list[list[float]]]) -> list[list[float]]:
+    """Return each program's time in each block: that of the rank that took longest."""
+    return [[float(time_s) for time_s in block] for block in np.asarray(per_rank).max(axis=0)]
+
+
+def ranks_for(world_size: int, device: str) -> Ranks:
+    """Return ranks that can move tensors of the device: nccl where each rank has its own GPU, else gloo.
+
+    Raises:
+        ValueError: cuda was asked for and this machine has none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
+    own_gpu = device == "cuda" and torch.cuda.device_count() >= world_size
+    return Ranks(world_size, timeout_s=300, backend="nccl" if own_gpu else "gloo", record=False)
+
+
+def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
+    """Yield the judged rows, what the peer's own noise is, and the bus bandwidths reached."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    blocks = 4 if quick else MIN_BLOCKS + 4
+    for world_size in WORLD_SIZES:
+        with ranks_for(world_size, device) as ranks:
+            for mib in JUDGED_MIB:
+                names = ("all_reduce", "ring_all_reduce", "all_reduce")
+                num_bytes = mib << 20
+                peer, ours, again = slowest(ranks.run(time_programs, names, num_bytes, blocks, device))
+                what = f"{mib} MiB float32 on {world_size} ranks ({device}, {ranks.backend})"
+                ours_gb, peer_gb = (bus_bandwidth(num_bytes, world_size, times) for times in (ours, peer))
+                yield compare(
+                    f"ring all-reduce of {what} against torch's all_reduce",
+                    ours,
+                    peer,
+                    note=f"bus bandwidth {ours_gb:.2f} and {peer_gb:.2f} GB/s",
+                )
+                yield noise(f"torch's all_reduce of {what}", again, peer)
+
+
+def bus_bandwidth(num_bytes: int, world_size: int, times_s: list[float]) -> float:
+    """Return GB/s as nccl-tests defines it: S/t times 2 (n-1)/n, so that it compares with one link's speed at any n."""
+    return num_bytes / float(np.median(times_s)) * 2 * (world_size - 1) / world_size / 1e9
+
+
+def table(quick: bool = False, device: str = "cpu") -> Iterator[str]:
+    """Yield lines as nccl-tests' all_reduce_perf prints them: time, algorithm and bus bandwidth, by size."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for world_size in WORLD_SIZES:
+        yield f"\n# {world_size} ranks, {device}, float32, sum: time us | algbw GB/s | busbw GB/s (median of blocks)"
+        yield f"{'bytes':>10}" + "".join(f"{name.removesuffix('_all_reduce'):>28}" for name in PROGRAMS)
+        with ranks_for(world_size, device) as ranks:
+            for num_bytes in TABLE_BYTES:
+                blocks = 4 if quick else MIN_BLOCKS
+                measured = slowest(ranks.run(time_programs, PROGRAMS, num_bytes, blocks, device))
+                cells = []
+                for times in measured:
+                    median_s = float(np.median(times))
+                    algorithm = num_bytes / median_s / 1e9
+                    bus = bus_bandwidth(num_bytes, world_size, times)
+                    cells.append(f"{median_s * 1e6:>12.0f}{algorithm:>8.3f}{bus:>8.3f}")
+                yield f"{num_bytes:>10}" + "".join(cells)
+
+
+def main() -> None:
+    """Print rows and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few blocks")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    try:
+        for row in rows(arguments.quick, arguments.device):
+            print(format_rows([row]), flush=True)
+        for line in table(arguments.quick, arguments.device):
+            print(line, flush=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

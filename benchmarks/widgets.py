@@ -1,0 +1,49 @@
+"""How long a reader waits for a Panel and a Timeline, in a real browser: from key press or assignment to painted frame.
+
+The harness and the exact meaning of the times are those of the browser tests (tests/browser/speed.py). The browser is
+headless and paints without a GPU, so a frame costs more here than on a reader's screen.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from distlab.measure.ratio import Row, absolute, format_rows
+
+HARNESS = Path(__file__).resolve().parents[1] / "tests" / "browser"
+REPEATS, QUICK_REPEATS = 20, 4
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Measure the widgets one after the other; without a browser say so and give no row."""
+    sys.path.insert(0, str(HARNESS))
+    try:
+        import browser_lab
+        import speed
+    finally:
+        sys.path.remove(str(HARNESS))
+    if lacks := browser_lab.missing():
+        print(f"widgets are not measured: {lacks}", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory(prefix="distlab-widgets-") as folder:
+        root = Path(folder) / "root"
+        root.mkdir()
+        browser_lab.write_notebook(root / "speed.ipynb", speed.CELLS)
+        with browser_lab.open_lab(root, "speed.ipynb", Path(folder)) as notebook:
+            notebook.run_all()
+            for claim, waits_s, bar_s in speed.measure(notebook, QUICK_REPEATS if quick else REPEATS):
+                slow = speed.slowdown(notebook)
+                note = f"headless Chromium, no GPU; other work made the kernel {slow:.1f} times slower"
+                yield absolute(claim, waits_s, bar=bar_s, unit="s", note=note)
+
+
+def main() -> None:
+    """Print the rows."""
+    print(format_rows(list(rows())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A checkpoint on disk: a directory that is there whole, or not there.
+
+A job may be killed between any two instructions, and a disk may lose what was not flushed. So a checkpoint is written
+in an order that leaves no moment at which a half-written one can be taken for a good one:
+
+1. a new directory, under a name that no reader looks at (`.saving-...`);
+2. its files, each flushed to the disk (fsync), its SHA-256 computed on the way;
+3. `manifest.json`, which names every file with its size and SHA-256, and is flushed too;
+4. the directory is flushed, then renamed to `step-0000000040` (a rename happens whole or not at all), and the parent is
+   flushed, so that the new name is on the disk.
+
+Nothing is ever overwritten: a step that is saved again gets a directory of its own, `step-0000000040-1`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+
+from distlab.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+
+_CHUNK_BYTES = 1 << 20
+_NAME = re.compile(r"step-(\d{10})(?:-([1-9]\d*))?")
+
+
+class _HashingFile:
+    """A new file that computes its SHA-256 while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_bytes = 0
+        self.error: OSError | None = None
+        self._digest = hashlib.sha256()
+        self._pending = bytearray()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._pending += view
+        if len(self._pending) >= _CHUNK_BYTES:
+            self._write_pending()
+        return view.nbytes
+
+    def _write_pending(self) -> None:
+        self._digest.update(self._pending)
+        self.num_bytes += len(self._pending)
+        rest = bytes(self._pending)
+        self._pending.clear()
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:  # torch.save would hide it behind an error of its own
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Do nothing: data is flushed once, at the end."""
+
+    def finish(self, name: str) -> FileRecord:
+        self._write_pending()
+        os.fsync(self._descriptor)
+        return FileRecord(name, self.num_bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
+    """Write a state to a new file of a directory and flush it to the disk.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    file = _HashingFile(directory / name)
+    try:
+        torch.save(state, cast(IO[bytes], file))  # it calls write and flush, and never seeks
+        return file.finish(name)
+    except RuntimeError:
+        if file.error is not None:
+            raise file.error from None
+        raise
+    finally:
+        file.close()
+
+
+def write_bytes(directory: Path, name: str, data: bytes) -> None:
+    """Write bytes to a new file of a directory and flush it to the disk."""
+    file = _HashingFile(directory / name)
+    try:
+        file.write(data)
+        file.finish(name)
+    finally:
+        file.close()
+
+
+def flush_directory(directory: Path) -> None:
+    """Flush a directory: which names are in it is data too."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the directory in which a checkpoint is prepared, under a name that no reader looks at."""
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        flush_directory(directory.parent)
+    discard(directory)
+    prepared = directory / f".saving-{step:010d}"
+    os.mkdir(prepared)
+    return prepared
+
+
+def publish(prepared: Path, manifest: Manifest) -> Path:
+    """Write the manifest and give the prepared directory its name: with the rename the checkpoint comes to exist."""
+    directory = prepared.parent
+    write_bytes(prepared, MANIFEST, manifest.to_bytes())
+    flush_directory(prepared)
+    attempts = [attempt for step, attempt, _ in saved(directory) if step == manifest.step]
+    suffix = f"-{max(attempts) + 1}" if attempts else ""
+    path = directory / f"step-{manifest.step:010d}{suffix}"
+    os.rename(prepared, path)
+    flush_directory(directory)
+    return path
+
+
+def saved(directory: Path) -> list[tuple[int, int, Path]]:
+    """Return (step, attempt, path) of every checkpoint directory, the newest first: by number, never by file time."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    found = [(int(match[1]), int(match[2] or 0), directory / match[0]) for match in matches]
+    return sorted(found, reverse=True)
+
+
+def prune(directory: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` of the checkpoints up to a step.
+
+    Later steps stay and do not count: a run that went back to `step` found them damaged. Each directory is renamed
+    first: a deletion that is cut off must not leave a checkpoint that is there in part.
+    """
+    reached = [path for its_step, _, path in saved(directory) if its_step <= step]
+    for path in reached[keep:]:
+        os.rename(path, directory / f".removing-{path.name}")
+    discard(directory)
+
+
+def discard(directory: Path) -> None:
+    """Delete what interrupted saves and deletions left behind."""
+    for name in os.listdir(directory):
+        if name.startswith((".saving-", ".removing-")):
+            shutil.rmtree(directory / name)

@@ -1,0 +1,71 @@
+"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `bench`.
+
+A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import distlab
+from distlab.cli import bench, calibrate, check, doctor, lab, lesson, simulate, tour
+
+COMMANDS = {
+    "doctor": doctor,
+    "tour": tour,
+    "calibrate": calibrate,
+    "simulate": simulate,
+    "bench": bench,
+    "lab": lab,
+    "lesson": lesson,
+    "check": check,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, and where help is."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = _Parser(prog="distlab", description=distlab.__doc__.splitlines()[0] if distlab.__doc__ else None)
+    top.add_argument("--version", action="version", version=f"distlab {distlab.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, module in COMMANDS.items():
+        lines = (module.__doc__ or "").strip().splitlines()
+        command = commands.add_parser(name, help=lines[0].rstrip("."), description=(module.__doc__ or "").strip())
+        module.add_arguments(command)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = parser().parse_args(argv)
+    prog = f"distlab {arguments.command}"
+    try:
+        return COMMANDS[arguments.command].main(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("distlab", "simulator"):
+            raise
+        print(f"{prog}: needs {error.name}, which is not installed; see Install in README.md", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; every rank was stopped", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())

@@ -1,0 +1,97 @@
+"""Check the answers to a lesson, or to one exercise, on real ranks.
+
+Answers come from your working copy of the lesson's notebook, or from --impl: a module's name, the path of a .py file
+or a notebook, or "reference". Exits with status 0 when all are right, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.grading.check import examine
+from distlab.grading.exercise import Exercise
+from distlab.grading.lesson import Lesson, lessons_folder, load_lesson
+from distlab.grading.progress import keep, work_folder
+from distlab.grading.report import SCHEMA, Report
+from distlab.grading.submission import isolated_submission
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab check`."""
+    command.add_argument("lesson", metavar="NN", help="a lesson's number, such as 03, or an exercise, such as 03.flat")
+    command.add_argument("--impl", metavar="MODULE|FILE", help="where the answers are (default: your working copy)")
+    command.add_argument("--exercise", metavar="NAME", help="check one exercise, such as flat")
+    command.add_argument("--json", action="store_true", help="print the reports as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Check, print a report an exercise, and return 0 when all are right, else 1."""
+    lesson = load_lesson(arguments.lesson)
+    exercises = _chosen(lesson, arguments.lesson, arguments.exercise)
+    impl = arguments.impl or str(_working_copy(lesson))
+    functions, notes = isolated_submission(impl, lesson)
+    if not arguments.json:
+        print("\n".join([f"Lesson {lesson.number}, {lesson.title}: answers of {impl}", *notes]), flush=True)
+    start = Path.cwd() if arguments.impl else Path(impl).parent
+    reports: list[Report] = []
+    told: list[str] = []
+    for exercise in exercises:
+        report = examine(exercise, functions[exercise.name])
+        told += [keep(report, start)] if impl != "reference" else []
+        again = bool(reports) and report.fault == "not loaded" and report.message == reports[0].message
+        reports.append(report)
+        if not arguments.json:
+            print(f"\n{exercise.name}  {'Wrong, as above.' if again else report}", flush=True)
+    passed = sum(report.passed for report in reports)
+    if arguments.json:
+        print(json.dumps(_as_dict(lesson, impl, notes, reports), indent=2))
+    else:
+        print("\n".join([f"\n{passed} of {len(reports)} exercises right.", *filter(None, dict.fromkeys(told))]))
+    return 0 if passed == len(reports) else 1
+
+
+def _chosen(lesson: Lesson, name: str, exercise: str | None) -> tuple[Exercise, ...]:
+    """Return the exercises to check.
+
+    Raises:
+        ValueError: the lesson has none of this name.
+    """
+    asked = exercise or (name if "." in name else None)
+    if asked is None:
+        return lesson.exercises
+    number, _, topic = asked.rpartition(".")
+    if number and number.zfill(2) != lesson.number:
+        raise ValueError(f"exercise {asked} is not of lesson {lesson.number}")
+    return (lesson.exercise(f"{lesson.number}.{topic}"),)
+
+
+def _working_copy(lesson: Lesson) -> Path:
+    """Return the path of the learner's own copy of the lesson's notebook.
+
+    Raises:
+        ValueError: there is none.
+    """
+    candidates = [work_folder(), lessons_folder().parent / "work", Path.cwd() / "work"]
+    for folder in candidates:
+        if folder is not None and (folder / lesson.folder.name / "lesson.ipynb").is_file():
+            return folder / lesson.folder.name / "lesson.ipynb"
+    raise ValueError(
+        f"there is no working copy of lesson {lesson.number} yet: `distlab lesson start` makes one; or say where your "
+        "answers are, with --impl MODULE, --impl FILE.py or --impl NOTEBOOK.ipynb"
+    )
+
+
+def _as_dict(lesson: Lesson, impl: str, notes: Sequence[str], reports: Sequence[Report]) -> dict[str, object]:
+    return {
+        "schema": SCHEMA,
+        "lesson": lesson.number,
+        "title": lesson.title,
+        "impl": impl,
+        "notes": list(notes),
+        "passed": sum(report.passed for report in reports),
+        "total": len(reports),
+        "reports": [report.as_dict() for report in reports],
+    }

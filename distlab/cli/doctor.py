@@ -1,0 +1,174 @@
+"""Say what this machine has and what of distlab will work here.
+
+Checks versions, backends, GPUs, loopback ports, the notebook's packages and a browser, then starts two real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from distlab.measure.machine import gpu_names, memory_bytes, num_cores, this_machine, version_of
+
+MIN_TORCH = (2, 11)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, whether it is there, what it is, and what its absence means."""
+
+    name: str
+    ok: bool
+    found: str
+    without: str = ""
+    needed: bool = False
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab doctor`."""
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the findings; exit 0 when the ranks of a laptop's labs run here, else 1."""
+    checks = []
+    for check in all_checks():
+        checks.append(check)
+        if not arguments.json:
+            print(_line(check), flush=True)
+    works = what_works(checks)
+    healthy = all(check.ok for check in checks if check.needed)
+    if arguments.json:
+        facts = {"machine": this_machine().as_dict(), "healthy": healthy, "works": works}
+        print(json.dumps(facts | {"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print("\nWhat will work here:")
+        print("\n".join(f"  {'yes' if yes else 'no '}  {what}" for what, yes in works.items()))
+    return 0 if healthy else 1
+
+
+def all_checks() -> Iterator[Check]:
+    """Yield the findings, the quick ones first."""
+    yield _system()
+    python = platform.python_version()
+    yield Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer", needed=True)
+    gib = f"{memory_bytes() / 2**30:.0f} GiB"
+    yield Check("machine", True, f"{num_cores()} cores, {gib} of memory")
+    yield _package("numpy", "pip install numpy", needed=True)
+    yield _torch()
+    yield _package("cloudpickle", "ranks cannot start; pip install 'distlab[labs]'", needed=True)
+    yield _package("matplotlib", "no pictures; pip install 'distlab[labs]'")
+    yield from _backends()
+    gpus = gpu_names()
+    yield Check("gpus", bool(gpus), ", ".join(gpus) or "none", "all labs run on the CPU; nccl needs one GPU a rank")
+    yield _loopback()
+    for name in ("jupyterlab", "ipywidgets", "anywidget"):
+        yield _package(name, "no lessons in the notebook; pip install 'distlab[notebooks]'")
+    yield _browser()
+    yield _two_ranks()
+
+
+def what_works(checks: list[Check]) -> dict[str, bool]:
+    """Conclude from the findings what a learner can do here."""
+    ok = {check.name: check.ok for check in checks}
+    ranks = ok.get("two ranks", False)
+    notebook = ok.get("jupyterlab", False) and ok.get("ipywidgets", False) and ok.get("anywidget", False)
+    gpus = len(gpu_names())
+    return {
+        "simulate, on any laptop": ok.get("numpy", False),
+        "ranks on the CPU with gloo (distlab tour)": ranks,
+        "the tour's picture": ranks and ok.get("matplotlib", False),
+        "notebooks with widgets": notebook,
+        "tests in a real browser": ok.get("browser", False) and version_of("playwright") is not None,
+        "one rank on a GPU with nccl": ok.get("nccl", False) and gpus >= 1,
+        "several ranks that share a GPU, with gloo": ranks and gpus >= 1,
+        "several GPUs with nccl": ok.get("nccl", False) and gpus >= 2,
+    }
+
+
+def _line(check: Check) -> str:
+    mark = "ok     " if check.ok else ("MISSING" if check.needed else "-      ")
+    return f"{mark} {check.name:<12} {check.found}{'' if check.ok else f': {check.without}' if check.without else ''}"
+
+
+def _system() -> Check:
+    system = platform.system()
+    without = "use WSL2: ranks need POSIX processes and signals"
+    return Check("system", system in ("Linux", "Darwin"), f"{system} {platform.machine()}", without, needed=True)
+
+
+def _package(name: str, without: str, *, needed: bool = False) -> Check:
+    version = version_of(name)
+    return Check(name, version is not None, version or "missing", without, needed)
+
+
+def _torch() -> Check:
+    version = version_of("torch")
+    wanted = ".".join(map(str, MIN_TORCH))
+    if version is None:
+        return Check("torch", False, "missing", "pip install 'distlab[labs]'", needed=True)
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return Check("torch", number >= MIN_TORCH, version, f"distlab needs {wanted} or newer", needed=True)
+
+
+def _backends() -> Iterator[Check]:
+    if version_of("torch") is None:
+        return
+    import torch.distributed as dist
+
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Check(
+        "gloo", gloo, "in this torch" if gloo else "missing", "install a torch build that has gloo", needed=True
+    )
+    nccl = dist.is_available() and dist.is_nccl_available()
+    yield Check("nccl", nccl, "in this torch" if nccl else "not in this torch", "needed for GPUs only")
+
+
+def _loopback() -> Check:
+    try:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=2):
+                return Check("loopback", True, f"a port opens on 127.0.0.1 (tried {port})", needed=True)
+    except OSError as error:
+        without = "allow processes to talk on 127.0.0.1 (a firewall or a sandbox forbids it)"
+        return Check("loopback", False, str(error), without, needed=True)
+
+
+def _browser() -> Check:
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return Check("browser", path is not None, path or "no Chromium", "browser tests are skipped")
+
+
+def _two_ranks() -> Check:
+    if version_of("torch") is None or version_of("cloudpickle") is None:
+        return Check("two ranks", False, "not tried", "needs torch and cloudpickle", needed=True)
+    from distlab.comm import run
+
+    start = time.monotonic()
+    try:
+        sums = run(_sum_of_ranks, 2, timeout_s=60.0)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        return Check("two ranks", False, reason, "two processes must exchange a number with gloo", needed=True)
+    took = f"two processes summed their ranks in {time.monotonic() - start:.1f} s, start included"
+    return Check("two ranks", sums == [1, 1], took, "gloo gave a wrong sum", needed=True)
+
+
+def _sum_of_ranks() -> int:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(dist.get_rank())
+    dist.all_reduce(value)
+    return int(value)

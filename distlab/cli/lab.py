@@ -1,0 +1,116 @@
+"""Run a lesson's lab on ranks of this machine: measure, compare with the prediction and with the reference output.
+
+`distlab lab 03 --help` lists that lab's own flags. `--impl work/03_data_parallel/lesson.ipynb` runs your functions
+instead of the reference's. The plain torchrun command that does the same is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.cli.arguments import MAX_RANKS, whole_number
+
+if TYPE_CHECKING:
+    from distlab.lab import CommonSettings
+
+PARENT_GRACE_S = 45.0  # the ranks end themselves at their limit; this ends those that cannot
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `distlab lab`."""
+    command.add_argument("number", metavar="NN", help="which lesson's lab, such as 03")
+    command.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="...", help="--ranks N and the lab's own flags (see NN --help)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
+    number, script = find_lab(arguments.number)
+    num_ranks, settings = _read_flags(number, script, arguments.flags)
+    from distlab.comm.torchrun import plain_command, run_script
+    from distlab.lab.settings import as_arguments
+
+    given = as_arguments(settings)
+    shown = os.path.relpath(script)
+    if not settings.json:
+        print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
+
+    def echo(rank: int | None, line: str) -> None:
+        if not settings.json:
+            print(f"[rank {rank}] {line}", flush=True)
+        elif rank == 0 and line.startswith('{"schema"'):
+            print(line, flush=True)
+        else:
+            print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+
+    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
+
+
+def find_lab(name: str) -> tuple[str, Path]:
+    """Return a lab's number and its script.
+
+    Raises:
+        ValueError: no lesson of that number has a lab; the text lists those that have.
+    """
+    from distlab.grading.lesson import lesson_number, lessons_folder
+
+    number = lesson_number(name)
+    labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
+    if number not in labs:
+        raise ValueError(f"there is no lab {name}; labs are {', '.join(labs) or 'none yet'}")
+    return number, labs[number]
+
+
+def default_num_ranks() -> int:
+    """Return one rank a GPU where there are any; else up to four, two a core."""
+    import torch
+
+    from distlab.measure.machine import num_cores
+
+    return torch.cuda.device_count() or min(4, 2 * num_cores())
+
+
+def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
+    """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
+    from distlab.lab.settings import parser_of
+
+    kind = load_settings(number, script)
+    parser = parser_of(kind, f"distlab lab {number}")
+    ranks = whole_number("ranks", most=MAX_RANKS)
+    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes to start (default: one a GPU, else 4)")
+    values = vars(parser.parse_args(flags))
+    num_ranks = values.pop("ranks") or default_num_ranks()
+    try:
+        return num_ranks, _checked(kind(**values))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def load_settings(number: str, script: Path) -> type[CommonSettings]:
+    """Load a lab's script without running it, and return the dataclass of its settings."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"distlab_lab_{number}", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.Settings  # type: ignore[no-any-return]
+
+
+def _checked(settings: CommonSettings) -> CommonSettings:
+    """Refuse an --impl that is a file which does not exist, before any rank starts.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    is_file = settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl
+    if is_file and not Path(settings.impl).is_file():
+        raise ValueError(f"--impl {settings.impl}: there is no such file; pass reference, a module, a .py or an .ipynb")
+    return settings

@@ -1,0 +1,151 @@
+"""Train a small GPT on real ranks, compare it with one process, and lay its measured timeline over the predicted one.
+
+First one process makes ten updates. Then the ranks make the same ten on the same batches, each with its share of the
+samples: the weights must be the same. Then the ranks go on in timed windows, with a calibration of this machine before
+and after each, and the simulator predicts the step from the calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distlab.cli.arguments import MAX_RANKS, whole_number
+from distlab.cli.progress import progress_file, report
+
+if TYPE_CHECKING:
+    from distlab.cli.findings import Findings
+    from distlab.comm.records import Records
+    from distlab.measure.training import RankReport, Training
+    from distlab.trace import Trace
+
+SAMPLES_A_RANK = 4
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab tour`."""
+    ranks = whole_number("ranks", most=MAX_RANKS)
+    command.add_argument("--ranks", type=ranks, default=4, metavar="N", help="processes to train on (default 4)")
+    command.add_argument("--data", metavar="FILE", help="a text file to train on (default: Python's documentation)")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
+    command.add_argument("--output", type=Path, default=Path("tour"), metavar="DIR", help="folder for the two files")
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank runs; rank 0 reports how far it is."""
+
+    training: Training
+    data: bytes
+    progress: Path
+
+    def __call__(self) -> RankReport:
+        import torch.distributed as dist
+
+        from distlab.measure.training import train
+
+        path = self.progress if dist.get_rank() == 0 else None
+        return train(self.training, self.data, functools.partial(report, path))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the tour; exit 0 when the ranks equal one process, else 1."""
+    start = time.monotonic()
+    training, data = prepare(arguments)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    findings, measured, predicted = run_tour(arguments.ranks, training, data, echo=not arguments.json)
+    files = write_files(arguments.output, findings, measured, predicted)
+    if arguments.json:
+        facts = findings.as_dict() | {"files": [str(file) for file in files], "seconds": time.monotonic() - start}
+        print(json.dumps(facts, indent=2))
+    else:
+        print(findings.table())
+        print(f"\nSaved {' and '.join(map(str, files))} in {time.monotonic() - start:.0f} s.")
+    return 0 if findings.equal else 1
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Training, bytes]:
+    """Check what the user asked for before any process starts, and read the data.
+
+    Raises:
+        ValueError: the data file cannot be used, or there is no GPU.
+    """
+    from distlab.data import python_documentation, read_text
+    from distlab.measure.training import Training, device_of
+    from distlab.models import GPTConfig
+
+    model = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
+    data = python_documentation() if arguments.data is None else read_text(arguments.data, model.context)
+    device_of(arguments.device, 0)
+    return Training(model, SAMPLES_A_RANK * arguments.ranks, device=arguments.device), data
+
+
+def run_tour(num_ranks: int, training: Training, data: bytes, *, echo: bool) -> tuple[Findings, Trace, Trace]:
+    """Run one process, then the ranks; return what was found, and the measured and predicted trace of one step."""
+    from distlab.cli.findings import compare_runs
+
+    one_process, reports, records = run_training(num_ranks, training, data, echo=echo)
+    return (
+        compare_runs(training, one_process, reports, records),
+        measured_step(reports),
+        predicted_step(training, reports[0], num_ranks),
+    )
+
+
+def run_training(
+    num_ranks: int, training: Training, data: bytes, *, echo: bool
+) -> tuple[RankReport, list[RankReport], Records]:
+    """Train in one process, then on the ranks; return both reports and what the ranks' calls were."""
+    from dataclasses import replace
+
+    from distlab.comm import Ranks, run
+
+    backend = "gloo" if training.device == "cpu" else None
+    alone = replace(training, num_windows=0)
+    with progress_file(training.num_updates, "one process") as path:
+        one_process = run(_Job(alone, data, path), 1, timeout_s=600.0, backend=backend, echo=echo)[0]
+    with (
+        Ranks(num_ranks, timeout_s=600.0, backend=backend, echo=echo) as ranks,
+        progress_file(training.num_updates + training.num_windows, f"{num_ranks} ranks") as path,
+    ):
+        reports = ranks.run(_Job(training, data, path))
+        return one_process, reports, ranks.records()
+
+
+def measured_step(reports: list[RankReport]) -> Trace:
+    """Cut the timed step of median length out of what the ranks marked, each rank by its own clock marks."""
+    from distlab.trace import Trace
+
+    lengths = [end - start for start, end in reports[0].step_ns]
+    middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
+    parts = []
+    for seen in reports:
+        start, end = seen.step_ns[middle]
+        parts.append(seen.trace.select((seen.trace.start_ns >= start) & (seen.trace.end_ns <= end)))
+    return Trace.concatenate(parts).from_zero()
+
+
+def predicted_step(training: Training, report: RankReport, num_ranks: int) -> Trace:
+    """Simulate the step from the median of all calibration rounds."""
+    from distlab.measure.calibrate import median_round
+    from distlab.measure.training import predict
+
+    assert report.workload is not None, "windows were timed, so the workload was counted"
+    return predict(training, report.workload, median_round(report.rounds), num_ranks).trace.from_zero()
+
+
+def write_files(folder: Path, findings: Findings, measured: Trace, predicted: Trace) -> list[Path]:
+    """Save the overlaid timeline as a picture, and for Chrome or Perfetto."""
+    from distlab.trace.chrome import write_chrome
+    from simulator.viz import draw_timeline
+
+    picture, chrome = folder / "timeline.png", folder / "timeline.json"
+    draw_timeline(measured, predicted, title=findings.headline()).savefig(picture, dpi=150)
+    write_chrome(chrome, measured=measured, predicted=predicted)
+    return [picture, chrome]

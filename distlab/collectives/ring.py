@@ -1,0 +1,251 @@
+"""The ring: how n ranks add up their tensors while each one sends only to its neighbour.
+
+Every rank holds a tensor of S bytes, and all want the sum. Read from top to bottom:
+
+1. `naive_ring_all_reduce` passes whole tensors around: right, but (n-1) S bytes a rank, more with every rank added.
+2. `plain_ring_all_reduce` cuts the tensor into n chunks. All chunks travel at once, each on its own part of the ring,
+   so that every link is busy all the time and a rank sends less than 2 S bytes whatever n is.
+3. `ring_all_reduce` is the same ring, made fast: a chunk travels in pieces, so that a rank adds up one piece while
+   the next is on its way.
+
+The first half of an all-reduce is useful alone (`ring_reduce_scatter`), and so is the second (`ring_all_gather`).
+
+In every Cost below S_c is the size of chunk c in bytes (see `chunks.py`; the sum of all S_c is S), n the number of
+ranks, and r this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from distlab.collectives.chunks import Flat, Reduction, check_piece_bytes, check_root, cut, flatten, num_pieces, prepare
+from distlab.comm.p2p import Pending, Receive, Send, exchange, needs_batches, start
+
+# Large enough that the cost of one message vanishes, small enough to stay in a cache while it is added up.
+PIECE_BYTES = 4 << 20
+
+
+def naive_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum over all ranks in place by passing whole tensors around the ring: the version to improve on.
+
+    Shapes: any shape; contiguous; returns `tensor`.
+    Cost: (n-1) S bytes sent per rank, n-1 steps: eight ranks send seven tensors each.
+    Error: whole numbers are exact. Floating point sums differ in the last bits *between ranks*, because each rank
+        adds up in another order: replicas trained on them drift apart.
+
+    Raises:
+        ValueError: see `chunks.flatten`.
+    """
+    flat, reduction = prepare(tensor, group, "sum", "naive_ring_all_reduce")
+    after, before = _neighbours(flat)
+    travelling = flat.values.clone()
+    for _ in range(flat.num_ranks - 1):
+        received = torch.empty_like(travelling)
+        exchange(Receive(received, before), Send(travelling, after), group=group)
+        reduction.combine(flat.values, received)
+        travelling = received
+    return tensor
+
+
+def plain_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum over all ranks in place, one chunk a step: the ring as textbooks draw it.
+
+    Chunk c starts at rank c+1 and goes around once, every rank adding its own part, until rank c has the whole sum
+    (reduce-scatter). Then the sums go around once more, and every rank keeps a copy (all-gather).
+
+    Shapes: any shape; contiguous; returns `tensor`.
+    Cost: 2 S - S_r - S_(r+1) bytes sent per rank, which is 2 (n-1)/n S where n divides the length; 2 (n-1) steps.
+    Error: as `ring_all_reduce`.
+
+    Raises:
+        ValueError: see `chunks.flatten`.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009, section 3.
+    """
+    flat, reduction = prepare(tensor, group, "sum", "plain_ring_all_reduce")
+    rank, n = flat.rank, flat.num_ranks
+    after, before = _neighbours(flat)
+    chunks = cut(flat.values, n)
+    received = torch.empty_like(chunks[0])  # the first chunk is never shorter than another
+    for step in range(
+        n - 1
+    ):  # reduce-scatter: what I send has my part added; what I receive lacks only mine and later ranks'
+        own = chunks[(rank - step - 2) % n]
+        into = received[: own.numel()]
+        exchange(Receive(into, before), Send(chunks[(rank - step - 1) % n], after), group=group)
+        reduction.combine(own, into)
+    for step in range(n - 1):  # all-gather: finished chunks, starting with the one that ended here
+        exchange(Receive(chunks[(rank - step - 1) % n], before), Send(chunks[(rank - step) % n], after), group=group)
+    return tensor
+
+
+def ring_all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: str = "sum",
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Reduce over all ranks in place; every rank ends with the same bits.
+
+    Shapes: any shape, 0-dim and empty too; contiguous; returns `tensor`. `op` is sum, mean, max, min or prod.
+    Cost: 2 S - S_r - S_(r+1) bytes sent per rank, which is 2 (n-1)/n S where n divides the length; 2 (n-1) steps of
+        k = ceil(S_0 / piece_bytes) messages each, empty chunks unsent. Memory: at most two pieces.
+    Error: whole numbers are exact (they wrap as torch's do). Floating point: chunk c is added up once, in the order
+        c+1, c+2, ..., c, rounding to the dtype at each step, and all others copy that sum. So all ranks end with
+        equal bits, and the same input gives the same bits again; another number of ranks or torch's own all-reduce
+        adds in another order and differs by at most about n roundings.
+
+    Raises:
+        ValueError: before any message, see `chunks.prepare`.
+    Source: Patarasuk and Yuan, 2009, section 3; cut into pieces as NCCL does.
+    """
+    flat, reduction = prepare(tensor, group, op, "ring_all_reduce")
+    check_piece_bytes(piece_bytes, flat, "ring_all_reduce")
+    rank, n = flat.rank, flat.num_ranks
+    route = [(rank - 1 - step) % n for step in range(2 * n - 1)]  # the last message brings chunk rank + 1
+    _relay(flat, route, n - 1, reduction, piece_bytes, group)
+    return tensor
+
+
+def ring_reduce_scatter(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: str = "sum",
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Reduce over all ranks, leaving each rank with its own chunk of the result.
+
+    Shapes: tensor of L elements (any shape, contiguous) -> this rank's chunk, a row of L/n elements that is a view
+        into `tensor` (the first L % n ranks have one more). The rest of `tensor` holds partial sums afterwards.
+    Cost: S - S_r bytes sent per rank, which is (n-1)/n S where n divides L; n-1 steps.
+    Error: as `ring_all_reduce`: the chunk is bitwise what `ring_all_reduce` puts there.
+
+    Raises:
+        ValueError: before any message, see `chunks.prepare`.
+    """
+    flat, reduction = prepare(tensor, group, op, "ring_reduce_scatter")
+    check_piece_bytes(piece_bytes, flat, "ring_reduce_scatter")
+    rank, n = flat.rank, flat.num_ranks
+    route = [(rank - 1 - step) % n for step in range(n)]  # ends with this rank's own chunk
+    return _relay(flat, route, n - 1, reduction, piece_bytes, group)[rank]
+
+
+def ring_all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, piece_bytes: int = PIECE_BYTES
+) -> torch.Tensor:
+    """Fill a tensor in place from the ranks' chunks: each rank passes in its own chunk, filled, and gets the others'.
+
+    Shapes: tensor of L elements (any shape, contiguous), of which this rank has filled its chunk (as
+        `ring_reduce_scatter` cuts it); returns `tensor`, whole and equal on every rank.
+    Cost: S - S_(r+1) bytes sent per rank, which is (n-1)/n S where n divides L; n-1 steps.
+    Error: exact: bytes are copied.
+
+    Raises:
+        ValueError: before any message, see `chunks.flatten`.
+    """
+    flat = flatten(tensor, group, "ring_all_gather")
+    check_piece_bytes(piece_bytes, flat, "ring_all_gather")
+    rank, n = flat.rank, flat.num_ranks
+    route = [(rank - step) % n for step in range(n)]
+    _relay(flat, route, 0, None, piece_bytes, group)
+    return tensor
+
+
+def ring_broadcast(
+    tensor: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None, *, piece_bytes: int = PIECE_BYTES
+) -> torch.Tensor:
+    """Copy the root's tensor to every rank along a chain, piece by piece, so that all links carry data at once.
+
+    Shapes: any shape; contiguous; the same on all ranks; returns `tensor`. `root` is a rank of the group.
+    Cost: S bytes sent per rank, none by the last of the chain; k + n - 2 steps for k = ceil(S / piece_bytes) pieces,
+        so about S / bandwidth however many ranks there are (a tree needs log2(n) times that), but n-1 latencies.
+    Error: exact: bytes are copied.
+
+    Raises:
+        ValueError: before any message, see `chunks.flatten`; a root outside the group.
+    """
+    flat = flatten(tensor, group, "ring_broadcast")
+    check_root(root, flat, "ring_broadcast")
+    check_piece_bytes(piece_bytes, flat, "ring_broadcast")
+    n = flat.num_ranks
+    place = (flat.rank - root) % n
+    after, before = _neighbours(flat)
+    pieces = cut(flat.values, num_pieces(flat.values, piece_bytes))
+    started: list[Pending] = []
+    for index in range(len(pieces) + 1 if n > 1 else 0):
+        operations: list[Send | Receive] = []
+        if place > 0 and index < len(pieces):
+            operations.append(Receive(pieces[index], before))
+        if place < n - 1 and index > 0:
+            operations.append(Send(pieces[index - 1], after))
+        started.append(start(*operations, group=group))
+        started[-1].wait_received()
+    for pending in started:
+        pending.wait()
+    return tensor
+
+
+def _neighbours(flat: Flat) -> tuple[int, int]:
+    return (flat.rank + 1) % flat.num_ranks, (flat.rank - 1) % flat.num_ranks
+
+
+def _relay(
+    flat: Flat,
+    route: list[int],
+    num_reducing: int,
+    reduction: Reduction | None,
+    piece_bytes: int,
+    group: dist.ProcessGroup | None,
+) -> list[torch.Tensor]:
+    """Send chunk route[0] on, and in step s receive chunk route[s + 1], then send that on in step s + 1.
+
+    In the first `num_reducing` steps what arrives is combined with this rank's own values; later it replaces them.
+    Message t is a piece of step t // k, and what it carries depends on message t - k of the step before. So the k
+    pieces of a step can be on their way at once, and receives are posted two ahead: one fills while one is added up.
+
+    A finished chunk may arrive in memory that this rank once sent from: it can only be finished after that old value
+    was received and added up elsewhere, so nothing is overwritten too early.
+    """
+    after, before = _neighbours(flat)
+    chunks = cut(flat.values, flat.num_ranks)
+    k = num_pieces(chunks[0], piece_bytes)
+    pieces = [cut(chunk, k) for chunk in chunks]
+    num_messages = (len(route) - 1) * k
+    num_combined = num_reducing * k
+    # A batch ends when all of it has ended, so there message t is sent and received in the same batch everywhere.
+    receives_ahead, sends_ahead = (min(2, k),) * 2 if needs_batches(flat.values, group) else (2, k)
+    scratch = [torch.empty_like(pieces[0][0]) for _ in range(min(receives_ahead, num_combined))]
+    arriving: list[Pending] = []
+    started: list[Pending] = []
+
+    def landing(message: int) -> torch.Tensor:
+        own = pieces[route[message // k + 1]][message % k]
+        return scratch[message % receives_ahead][: own.numel()] if message < num_combined else own
+
+    def start_messages(receive: int, send: int) -> None:
+        operations: list[Receive | Send] = []
+        if receive < num_messages:
+            operations.append(Receive(landing(receive), before))
+        if send < num_messages:
+            operations.append(Send(pieces[route[send // k]][send % k], after))
+        started.append(start(*operations, group=group))
+        if receive < num_messages:
+            arriving.append(started[-1])
+
+    for first in range(max(receives_ahead, sends_ahead)):
+        start_messages(
+            first if first < receives_ahead else num_messages, first if first < sends_ahead else num_messages
+        )
+    for message in range(num_messages):
+        arriving[message].wait_received()
+        if reduction is not None and message < num_combined:
+            own = pieces[route[message // k + 1]][message % k]
+            reduction.combine(own, landing(message))
+            if message >= num_combined - k:  # the last time around: the piece is finished
+                reduction.finish(own, flat.num_ranks)
+        start_messages(message + receives_ahead, message + sends_ahead)
+    for pending in started:
+        pending.wait()
+    return chunks

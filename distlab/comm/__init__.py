@@ -1,0 +1,59 @@
+"""Real ranks on this machine or under torchrun: start them, group them, watch what they send, explain how they fail.
+
+Start at `launch.run`. Names load on first use, so that importing the package does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distlab.comm.agree import agree  # first, or the name would come to mean the submodule of the same name
+
+if TYPE_CHECKING:
+    from distlab.comm.failures import RankError, RankTimeout
+    from distlab.comm.groups import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group
+    from distlab.comm.launch import run, warm
+    from distlab.comm.ranks import Ranks
+    from distlab.comm.recorder import Recorder, recorded
+    from distlab.comm.records import Records, read_records
+
+_HOMES = {
+    "run": "launch",
+    "warm": "launch",
+    "Ranks": "ranks",
+    "RankError": "failures",
+    "RankTimeout": "failures",
+    "process_group": "groups",
+    "entry": "groups",
+    "mesh_groups": "groups",
+    "clock_offsets_ns": "groups",
+    "choose_backend": "groups",
+    "Recorder": "recorder",
+    "recorded": "recorder",
+    "Records": "records",
+    "read_records": "records",
+}
+__all__ = [
+    "RankError",
+    "RankTimeout",
+    "Ranks",
+    "Recorder",
+    "Records",
+    "agree",
+    "choose_backend",
+    "clock_offsets_ns",
+    "entry",
+    "mesh_groups",
+    "process_group",
+    "read_records",
+    "recorded",
+    "run",
+    "warm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"distlab.comm.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'distlab.comm' has no attribute {name!r}")

@@ -1,0 +1,121 @@
+"""Check that every rank has the same value, before a difference becomes a hang or a wrong number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # loaded where it is needed: `import distlab.comm` loads this file, and should not load torch
+    import torch
+    import torch.distributed as dist
+
+MAX_SHOWN = 300
+_ABSENT = object()
+
+
+def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = "value") -> None:
+    """Make sure that every rank of the group passes the same value; every rank calls this, or none.
+
+    The value is anything JSON holds: numbers, text, None, lists and dicts of them; tuples count as lists. No pickle
+    travels.
+
+    Cost: one all-gather of 40 bytes a rank; a second one, of the values, only when they differ.
+
+    Raises:
+        ValueError: on every rank, when ranks differ or one has a value that JSON cannot hold; the text names the ranks
+            and the values.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"!{error}"  # no JSON begins so; the other ranks must hear of it, or they would wait for ever
+    data = text.encode()
+    mine = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
+    everyone = _all_gather(mine, group)
+    if text[0] != "!" and all(other == mine for other in everyone):
+        return
+    longest = max(int.from_bytes(other[32:], "big") for other in everyone)
+    texts = [other.rstrip(b"\0").decode() for other in _all_gather(data.ljust(longest, b"\0"), group)]
+    raise ValueError(_explain(texts, _names(group), what))
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Device whose tensors this group moves: the current GPU for nccl, the CPU for anything else."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _all_gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return [tensor.cpu().numpy().tobytes() for tensor in gathered]
+
+
+def _names(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of the group's members, which are what a user knows."""
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def _explain(texts: list[str], names: list[int], what: str) -> str:
+    """Say which ranks have which value, and for a long value where the first difference is."""
+    refused = [(name, text[1:]) for name, text in zip(names, texts, strict=True) if text.startswith("!")]
+    if refused:
+        rank, reason = refused[0]
+        return f"{what} on rank {rank} cannot be compared ({reason}); pass numbers, text, lists and dicts only"
+    holders: dict[str, list[int]] = {}
+    for name, text in zip(names, texts, strict=True):
+        holders.setdefault(text, []).append(name)
+    place = ""
+    shown = {text: text for text in holders}
+    if max(map(len, holders)) > MAX_SHOWN:
+        values = {text: json.loads(text) for text in holders}
+        first, *others = holders
+        path = first_difference(values[first], values[next(iter(others))])
+        place = f" at {''.join(f'[{json.dumps(step)}]' for step in path)}" if path else ""
+        shown = {text: _look_up(value, path) for text, value in values.items()}
+    parts = [f"{_ranks(ranks)} {_shorten(shown[text])}" for text, ranks in holders.items()]
+    return f"ranks disagree on {what}{place}: {'; '.join(parts)}. Pass the same on every rank"
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} has" if len(ranks) == 1 else f"ranks {names} have"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def first_difference(one: object, other: object) -> tuple[str | int, ...]:
+    """Keys and indices that lead to the first place where two JSON values differ; () at the top."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [key for key in sorted(one.keys() | other.keys()) if one.get(key, _ABSENT) != other.get(key, _ABSENT)]
+        if keys:
+            return (keys[0], *first_difference(one.get(keys[0], _ABSENT), other.get(keys[0], _ABSENT)))
+    if isinstance(one, list) and isinstance(other, list):
+        index = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        if index is not None:
+            return (index, *first_difference(one[index], other[index]))
+        return (min(len(one), len(other)),)
+    return ()
+
+
+def _look_up(value: object, path: tuple[str | int, ...]) -> str:
+    """The value at a path of `first_difference`, as text."""
+    for step in path:
+        try:
+            value = value[step]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return "nothing there"
+    return json.dumps(value)

@@ -1,0 +1,200 @@
+"""Process groups: make one under torchrun and always destroy it; one group for each axis of a mesh.
+
+A training script is a function under `entry` whose body stands in one `with process_group()`:
+
+    @entry
+    def main() -> None:
+        with process_group() as member:
+            model.to(member.device)
+            ...
+
+It runs as `torchrun --nproc-per-node 4 script.py`, on several machines, and as plain `python script.py` on one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.checks import check_backend, check_timeout
+from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
+from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
+from distlab.plan import Mesh
+from distlab.trace import SpanWriter, Trace
+from distlab.trace.merge import rank_file, save_clocks, save_trace
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process's place in its job.
+
+    Attributes:
+        rank: its rank.
+        world_size: number of ranks.
+        local_rank: its rank among those of this machine.
+        device: where its tensors live.
+        group: the group of all ranks.
+        spans: where it notes what it computes; saved with the communication when a trace is asked for.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup
+    spans: SpanWriter
+
+
+def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make torchrun show this function's traceback when it raises (else it says only that a process failed)."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(main)  # type: ignore[return-value]
+
+
+def choose_backend(local_world_size: int) -> str:
+    """Choose nccl for GPU tensors when each local rank has a GPU of its own, and gloo for all others.
+
+    nccl refuses two ranks on one GPU; there gloo moves GPU tensors too. CPU tensors always work.
+    """
+    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+@contextlib.contextmanager
+def process_group(
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    timeout_s: float = 600.0,
+    trace_dir: str | Path | None = None,
+) -> Iterator[Member]:
+    """Join the process group that the environment describes (torchrun sets it), and always destroy it.
+
+    Args:
+        backend: "gloo", "nccl", or None: nccl when each rank of this machine has its own GPU, else gloo.
+        device: where this rank computes; None: its own GPU with nccl, else the CPU.
+        timeout_s: how long a collective may wait.
+        trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
+            `distlab.trace.load_folder`; None records nothing.
+
+    Raises:
+        ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
+        RuntimeError: a group exists already, the port is taken, or rank 0 does not answer.
+    """
+    timeout_s = check_timeout(timeout_s)
+    address = read_environment()
+    chosen = check_backend(backend, address.local_world_size) or choose_backend(address.local_world_size)
+    place = _device(device, chosen, address)
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
+    if address.has_parent:
+        _follow_parent()
+    with network_interface(address):
+        dist.init_process_group(
+            chosen,
+            store=make_store(address, timeout_s),
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        try:
+            world = dist.group.WORLD
+            assert world is not None, "init_process_group makes the group of all ranks"
+            spans = SpanWriter(address.rank)
+            member = Member(address.rank, address.world_size, address.local_rank, place, world, spans)
+            with _tracing(member, trace_dir):
+                yield member
+        finally:
+            dist.destroy_process_group()  # no barrier before it: a rank that failed would make the others wait
+
+
+def _device(device: torch.device | str | None, backend: str, address: Address) -> torch.device:
+    """Choose this rank's device, and make a GPU the current one."""
+    if device is None:
+        place = torch.device("cuda", address.local_rank) if "nccl" in backend else torch.device("cpu")
+    else:
+        try:
+            place = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
+        place = torch.device("cuda", address.local_rank % count if place.index is None else place.index)
+        torch.cuda.set_device(place)
+    return place
+
+
+@contextlib.contextmanager
+def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
+    """Record this rank's calls, and save them with its spans at the end, also after an error."""
+    if trace_dir is None:
+        yield
+        return
+    from distlab.comm.recorder import Recorder
+    from distlab.comm.records import read_records
+
+    folder = Path(trace_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if member.rank == 0:
+        for path in folder.glob("rank*.trace.npz"):  # a former run's, perhaps with more ranks
+            path.unlink(missing_ok=True)
+    offsets = clock_offsets_ns(member.group)  # also holds the others back until the folder is clean
+    if member.rank == 0:
+        save_clocks(offsets, folder)
+    recorder = Recorder(folder, member.rank)
+    try:
+        with recorder:
+            yield
+    finally:
+        calls = read_records(folder).rank(member.rank).to_trace()
+        save_trace(Trace.concatenate([member.spans.trace(), calls]), rank_file(folder, member.rank))
+
+
+def _follow_parent() -> None:
+    """Kill this process when the one that started it (torchrun) is gone: it would wait for its peers for ever."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def mesh_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """Make a group for each axis of the mesh and return, by axis, the ones that this rank is in.
+
+    Every rank calls this: making a group is collective, also for ranks outside it.
+
+    Raises:
+        ValueError: the mesh does not have as many places as there are ranks.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if mesh.size != world_size:
+        raise ValueError(f"the mesh {mesh} has {mesh.size} places and there are {world_size} ranks; they must be equal")
+    groups: dict[str, dist.ProcessGroup] = {}
+    for axis in mesh.coordinates(rank):
+        for members in mesh.groups(axis):
+            group = dist.new_group(list(members), group_desc=f"{axis} {members}")
+            if rank in members:
+                groups[axis] = group
+    return groups

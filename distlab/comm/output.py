@@ -1,0 +1,55 @@
+"""What a rank prints, line by line, as it comes."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import sys
+from collections import deque
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
+MAX_READ = 1 << 20  # bytes a call: a rank that prints without end must not keep its launcher from all else
+
+
+class Output:
+    """A rank's standard output and error, split into whole lines."""
+
+    def __init__(self, rank: int, fd: int, echo: bool) -> None:
+        self.rank, self.fd, self.echo = rank, fd, echo
+        self.last = deque[str](maxlen=20)
+        self.num_bytes = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._partial = ""
+        os.set_blocking(fd, False)
+
+    def read(self) -> bool:
+        """Pass on what has arrived, at most about MAX_READ bytes, and return whether more may come."""
+        limit = self.num_bytes + MAX_READ
+        while self.num_bytes < limit:
+            try:
+                data = os.read(self.fd, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                self.flush()
+                return False
+            self.num_bytes += len(data)
+            *lines, self._partial = _LINE_END.split(self._partial + self._decode(data))
+            for line in lines:
+                self._pass_on(line)
+            if len(self._partial) > MAX_LINE:
+                self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Pass on a last line that has no line end."""
+        if self._partial:
+            self._pass_on(self._partial)
+            self._partial = ""
+
+    def _pass_on(self, line: str) -> None:
+        self.last.append(line)
+        if self.echo:
+            sys.stdout.write(f"[rank {self.rank}] {line}\n")

@@ -1,0 +1,247 @@
+"""Messages between two ranks: the one place that knows how gloo and nccl differ.
+
+Three facts are hidden here, so that an algorithm only says what goes where:
+
+- Ranks are numbered inside the group. `to=1` is the second rank of the group, whatever its global rank is.
+- On gloo a send and a receive are two requests that complete on their own; a caller waits for the receive first,
+  because that is the data it needs. On nccl a send and a receive posted one after the other can block each other
+  (each is a kernel on the same stream, and each waits for its partner), so they are posted as one batch.
+- gloo cannot send CUDA tensors. Ranks that share a GPU must use gloo, so there a message goes through the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.agree import agree
+
+
+class Send(NamedTuple):
+    """Send `tensor` to rank `to` of the group."""
+
+    tensor: torch.Tensor
+    to: int
+
+
+class Receive(NamedTuple):
+    """Receive into `tensor` from rank `from_` of the group; the sender's message has the same number of bytes."""
+
+    tensor: torch.Tensor
+    from_: int
+
+
+class Pending:
+    """Messages on their way: wait for what arrives, or for everything.
+
+    A tensor being sent must not be written before `wait()`; a tensor being received must not be read before
+    `wait_received()`.
+    """
+
+    __slots__ = ("_landings", "_receives", "_sends")
+
+    def __init__(
+        self, receives: list[dist.Work], sends: list[dist.Work], landings: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._receives = receives
+        self._sends = sends
+        self._landings = landings
+
+    def wait_received(self) -> None:
+        """Wait until everything that this rank receives is in place."""
+        for work in self._receives:
+            work.wait()
+        self._receives = []
+        for tensor, landing in self._landings:
+            tensor.copy_(landing)
+        self._landings = []
+
+    def wait(self) -> None:
+        """Wait until everything is received, and everything sent may be overwritten."""
+        self.wait_received()
+        for work in self._sends:
+            work.wait()
+        self._sends = []
+
+
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Return this rank's number inside the group.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this rank is not in the group.
+    """
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised; run this inside distlab.comm.run or process_group()")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group that it was given; call this on members only")
+    return rank
+
+
+def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> Pending:
+    """Start messages together and return at once.
+
+    Messages between two ranks arrive in the order in which they were started. An empty tensor carries nothing and is
+    not sent; both sides know its length. On nccl each start is one batch, and the ranks must start batches that match
+    in the same order.
+
+    Raises:
+        ValueError: a rank outside the group, this rank itself, or a tensor that cannot be sent as it lies in memory;
+            nothing has been sent then.
+    """
+    rank, size = group_rank(group), dist.get_world_size(group)
+    for operation in operations:
+        _check(operation, rank, size)
+    filled = [operation for operation in operations if operation.tensor.numel()]
+    if not filled:
+        return Pending([], [], [])
+    if needs_batches(filled[0].tensor, group):
+        return _start_batch(filled, group)
+    return _start_each(filled, group)
+
+
+def needs_batches(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a start's messages end only all together (nccl), so that starts must pair up between ranks one to one."""
+    return _backend(dist.get_backend_config(group), tensor.device.type) == "nccl"
+
+
+def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> None:
+    """Do messages together and wait for all of them: none can block another.
+
+    Raises:
+        ValueError: as `start`.
+    """
+    start(*operations, group=group).wait()
+
+
+def send_receive(
+    send: torch.Tensor, to: int, receive: torch.Tensor, from_: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Send one tensor and receive another at the same time; ranks are those of the group.
+
+    Cost: the bytes of `send`, one step. Each rank of a ring may call this at once: nobody waits to be received from
+    before it receives.
+
+    Raises:
+        ValueError: as `start`; or the two tensors lie on different devices, or share memory.
+    """
+    if send.device != receive.device:
+        rank = group_rank(group)
+        raise ValueError(
+            f"rank {rank}: sends from {send.device} and receives on {receive.device}; put both on one device"
+        )
+    if send.data_ptr() == receive.data_ptr() and send.numel() and receive.numel():
+        rank = group_rank(group)
+        raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into another tensor")
+    start(Receive(receive, from_), Send(send, to), group=group).wait()
+
+
+def require_same(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, what: str = "tensor") -> None:
+    """Refuse, on every rank, tensors whose shape or dtype differ between ranks.
+
+    A collective cannot see this on its own: a rank knows only its own tensor, and a different length elsewhere is a
+    hang, an error deep in the backend or a wrong tail. This asks once; call it when a model is set up or a shape
+    changes, not in every step.
+
+    Cost: one small exchange (some hundred bytes a rank), far more than a fast collective would like to pay.
+
+    Raises:
+        ValueError: on every rank, naming the ranks that differ and both values.
+    """
+    agree({"shape": list(tensor.shape), "dtype": str(tensor.dtype)}, group, what=what)
+
+
+def require_sendable(tensor: torch.Tensor, who: str) -> None:
+    """Refuse a tensor that does not lie in memory as one dense block; `who` begins the message ("rank 2: all_reduce").
+
+    Raises:
+        ValueError: sparse, non-contiguous or meta tensors, or no tensor at all.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{who}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{who}: got a sparse tensor ({tensor.layout}); pass .to_dense() or send indices and values")
+    if not tensor.is_contiguous():
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise ValueError(
+            f"{who}: got a non-contiguous tensor of shape {shape}, stride {stride}, whose bytes are no one block; "
+            "call .contiguous(), communicate, and copy back"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{who}: got a meta tensor, which has no data; materialise it first")
+
+
+def _check(operation: Send | Receive, rank: int, size: int) -> None:
+    """Refuse what cannot be sent. This runs for every message, so what is right passes quickly."""
+    tensor, peer = operation
+    receives = isinstance(operation, Receive)
+    if not 0 <= peer < size or peer == rank:
+        words = "receive from" if receives else "send to"
+        why = "itself; copy the tensor" if peer == rank else f"rank {peer}, but the group has ranks 0 to {size - 1}"
+        raise ValueError(f"rank {rank}: {words} {why}")
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or not tensor.is_contiguous():
+        require_sendable(tensor, f"rank {rank}: {'receive from' if receives else 'send to'} rank {peer}")
+    if receives and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"rank {rank}: receive from rank {peer} would overwrite a tensor that requires grad; "
+            "pass tensor.detach() or call under torch.no_grad()"
+        )
+
+
+def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> Pending:
+    """Start requests that complete on their own; what does not lie on the CPU goes through it."""
+    landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+    receives: list[dist.Work] = []
+    sends: list[dist.Work] = []
+    for operation in operations:
+        tensor = operation.tensor
+        if isinstance(operation, Receive):
+            if not tensor.is_cpu:
+                landings.append((tensor.detach(), landing := torch.empty_like(tensor, device="cpu")))
+                tensor = landing
+            receives.append(_started(dist.irecv(tensor, group=group, group_src=operation.from_)))
+        else:
+            if not tensor.is_cpu:
+                tensor = tensor.cpu()  # waits for the kernels that write it
+            sends.append(_started(dist.isend(tensor, group=group, group_dst=operation.to)))
+    return Pending(receives, sends, landings)
+
+
+def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> Pending:
+    batch = []
+    for operation in operations:
+        tensor = operation.tensor.detach()
+        if tensor.is_complex():  # nccl knows no complex numbers: two real ones each
+            tensor = torch.view_as_real(tensor)
+        if isinstance(operation, Send):
+            batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=operation.to))
+        else:
+            batch.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=operation.from_))
+    # nccl returns one request for the whole batch: what is received is there when it is done.
+    return Pending(list(dist.batch_isend_irecv(batch)), [], [])
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only ranks outside the group get no request, and those were refused"
+    return work
+
+
+@lru_cache(maxsize=64)
+def _backend(config: str, device: str) -> str:
+    """Return the backend that moves tensors of a device type, from a text such as "cpu:gloo,cuda:nccl".
+
+    gloo stands in for CUDA through the CPU.
+
+    Raises:
+        ValueError: no backend of the group can move them.
+    """
+    backends = dict(pair.split(":") for pair in config.split(","))
+    if device in backends:
+        return backends[device]
+    if "cpu" in backends and device == "cuda":
+        return backends["cpu"]
+    raise ValueError(f"the group's backends ({config}) cannot move {device} tensors; move the tensor or pass a group")

@@ -1,0 +1,288 @@
+"""The record of one rank: rows in a file mapped into memory, which a launcher can read while the rank hangs.
+
+`rank{r}.rec` holds a header, one line of totals an operation, and a ring of rows, one row a call. `rank{r}.names` holds
+the texts (call sites, shapes, groups), one a line; a row names them by line number. Only the rank writes, and a row's
+`state` is written last; anyone may read at any time, and no lock is shared between processes.
+
+When more calls are made than there are slots, old rows are overwritten; the totals keep their counts and bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+OPS: tuple[str, ...] = ("", *_COLLECTIVES, "barrier", "send", "recv")
+SEND, RECV = OPS.index("send"), OPS.index("recv")
+
+# Life of a call. WAITING: the rank is blocked in it; ASIDE: a thread that need not block the rank is.
+ISSUED, WAITING, DONE, FAILED, ASIDE = 1, 2, 3, 4, 5
+
+ROW = np.dtype(
+    [
+        ("n", "u8"),  # 1 for the first call that this file ever held; tells a row from the one that it overwrote
+        ("start", "i8"),  # clock of time.monotonic_ns, which all processes of a machine share
+        ("end", "i8"),  # 0 while unknown
+        ("open", "i8"),  # the last look that found the call unfinished
+        ("wait", "i8"),  # when wait() was entered, or 0
+        ("seq", "u4"),  # number of the call on its channel, from 1
+        ("label", "u4"),  # text: the parameter that was moved (0: unknown)
+        ("bytes", "u8"),  # payload; from here to `op` the same for every call from one line with one shape
+        ("ring", "u8"),  # bytes that the rank would have sent in a ring
+        ("channel", "u8"),  # group, or group, source, destination and tag: calls of one channel meet in order
+        ("fp", "u4"),  # what must agree between the calls that meet
+        ("site", "u4"),  # texts: the learner's line,
+        ("via", "u4"),  # the line of distlab that made the call for it (0: none),
+        ("what", "u4"),  # dtype and shape,
+        ("group", "u4"),  # name and ranks of the group
+        ("peer", "i4"),  # global rank of the root or of the other end, or -1
+        ("parties", "u2"),  # how many calls meet: the group's size, 2 for send and recv, 0 where the source is open
+        ("op", "u2"),
+        ("unused", "u4"),
+        ("state", "u8"),  # written last
+    ]
+)
+ROW_BYTES = ROW.itemsize
+_KNOWN = struct.Struct("<QQQIIIIIiHHI")
+_PACK = struct.Struct(f"<QqqqqII{_KNOWN.size}sQ")
+_TIMES = struct.Struct("<qq")
+_COUNT = struct.Struct("<q")
+_KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
+_END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
+
+# magic, slots, job (how many times the record was begun), n of the job's first row, n of the newest row,
+# start of the job, whether a thread that need not block the rank made a call, n of the first row not in the totals
+HEADER = struct.Struct("<8sQQQQqQQ")
+MAGIC = b"distrec1"
+_COUNT_AT, _ASIDE_AT, _COUNTED_AT = HEADER.size - 32, HEADER.size - 16, HEADER.size - 8
+TOTALS_AT = 128
+TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
+ROWS_AT = 1024
+
+
+class Known(NamedTuple):
+    """What every call from one line with one shape has in common: worked out once, written many times.
+
+    Attributes:
+        key: tells the numberings of calls apart.
+        packed: the middle of a row, from `bytes` to `op`, as it stands in the file.
+    """
+
+    key: int
+    packed: bytes
+
+
+def known_call(
+    channel: int,
+    fingerprint: int,
+    *,
+    op: str,
+    num_bytes: tuple[int, int],
+    texts: tuple[int, int, int, int],
+    peer: int,
+    parties: int,
+) -> Known:
+    """Pack what calls have in common.
+
+    Args:
+        channel: where the call meets others.
+        fingerprint: what must agree.
+        op: plain name of the operation.
+        num_bytes: payload, and what a ring would have sent.
+        texts: numbers of the texts of site, via, what and group.
+        peer: global rank of the root or the other end, or -1.
+        parties: how many calls meet.
+    """
+    code = OPS.index(op)
+    packed = _KNOWN.pack(*num_bytes, channel, fingerprint, *texts, peer, parties, code, 0)
+    return Known(channel ^ code if code == RECV else channel, packed)
+
+
+def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
+    """Add the calls and bytes of rows to totals, an entry an operation."""
+    for code in np.unique(rows["op"]).tolist():
+        of_op = rows[rows["op"] == code]
+        totals["calls"][code] += len(of_op)
+        totals["bytes"][code] += of_op["bytes"].sum()
+        totals["ring"][code] += of_op["ring"].sum()
+
+
+class Header(NamedTuple):
+    """Header of a rank's file, as read.
+
+    Attributes:
+        slots: rows that the ring holds.
+        job: how many times the record was begun: rows of different jobs never meet.
+        first: number of the job's first row.
+        newest: number of the newest row; first - 1 where there is none.
+        start_ns: start of the job.
+        aside: whether a thread that need not block the rank made a call.
+        counted: number of the first row that is not in the totals.
+    """
+
+    slots: int
+    job: int
+    first: int
+    newest: int
+    start_ns: int
+    aside: bool
+    counted: int
+
+
+class RecordWriter:
+    """Write a rank's rows; called only by that rank, on any of its threads."""
+
+    def __init__(self, folder: str | Path, rank: int, slots: int) -> None:
+        if slots < 1:
+            raise ValueError(f"rank {rank}: a recorder with {slots} slots can hold no call; pass slots >= 1")
+        path = Path(folder) / f"rank{rank}.rec"
+        size = ROWS_AT + slots * ROW.itemsize
+        with open(path, "w+b") as file:
+            file.truncate(size)
+            self._map = mmap.mmap(file.fileno(), size)
+        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open as long as the rank)
+        self._ids: dict[str, int] = {}
+        self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
+        self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new job: no rows, no totals, numbers from 1."""
+        with self._lock:
+            self._first = self._counted = self._newest + 1
+            self._job += 1
+            self._numbers: defaultdict[int, int] = defaultdict(int)
+            self._map[TOTALS_AT:ROWS_AT] = bytes(ROWS_AT - TOTALS_AT)
+            now = time.monotonic_ns()
+            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted)
+            HEADER.pack_into(self._map, 0, MAGIC, *numbers)
+
+    def text(self, text: str) -> int:
+        """Return the number of a text; the text reaches the file before any row that names it."""
+        with self._lock:
+            number = self._ids.get(text)
+            if self._names.closed:
+                return 0
+            if number is None:
+                number = len(self._ids) + 1
+                self._names.write(" ".join(text.splitlines()).encode("utf-8", "replace") + b"\n")
+                self._ids[text] = number
+        return number
+
+    def begin(self, known: Known, label: int, aside: bool) -> int:
+        """Write the row of a call that starts now and return its number."""
+        key, packed = known
+        with self._lock:
+            self._newest = n = self._newest + 1
+            if n < self._first:  # closed while the call was on its way
+                return n
+            self._numbers[key] = sequence = self._numbers[key] + 1
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            if n - self._counted >= self.slots:
+                self._drop()
+            _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, 0, sequence, label, packed, ISSUED)
+            _COUNT.pack_into(self._map, _COUNT_AT, n)
+            if aside:
+                self._map[_ASIDE_AT] = 1
+        return n
+
+    def _drop(self) -> None:
+        """Add the oldest quarter of the ring to the totals, before it is overwritten."""
+        stop = self._counted + max(1, self.slots // 4)
+        numbers = np.arange(self._counted, stop, dtype=np.int64) % self.slots
+        rows = np.frombuffer(self._map, ROW, self.slots, ROWS_AT)[numbers]
+        totals = np.frombuffer(self._map, TOTALS, len(OPS), TOTALS_AT)
+        add_to_totals(totals, rows)
+        self._counted = stop
+        _COUNT.pack_into(self._map, _COUNTED_AT, stop)
+
+    def withdraw(self, n: int) -> None:
+        """Note that call n was refused before it began: it meets no other, and the next takes its number."""
+        with self._lock:
+            if n < self._first or self._newest - n >= self.slots:
+                return
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            row = np.frombuffer(self._map, ROW, 1, at)[0]
+            channel, op = int(row["channel"]), int(row["op"])
+            self._numbers[channel ^ op if op == RECV else channel] -= 1
+            struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
+        self.end(n, FAILED)
+
+    def wait(self, n: int, state: int) -> None:
+        """Note that somebody waits for call n from now on."""
+        if self._first <= n and self._newest - n < self.slots:
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())
+            self._map[at + _STATE_AT] = state
+
+    def end(self, n: int, state: int, open_ns: int = 0) -> None:
+        """Note that call n is over, and the last look that found it unfinished."""
+        if self._first <= n and self._newest - n < self.slots:
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            _TIMES.pack_into(self._map, at + _END_AT, time.monotonic_ns(), open_ns)
+            self._map[at + _STATE_AT] = state
+
+    def close(self) -> None:
+        """Close the files; what they hold stays readable. Calls that are still under way end unrecorded."""
+        with self._lock:
+            self._first = 1 << 62
+            self._names.close()  # the mapping goes with its last user: a call may be on its way in another thread
+
+
+class RecordReader:
+    """Read a rank's file from any process, at any time, without disturbing the rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes: NDArray[np.uint8] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        self._rows: NDArray[Any] = self._bytes[ROWS_AT:].view(ROW)
+        self._names_file = open(path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
+        self._tail = b""
+        self.names: list[str] = [""]
+        self.rank = int(path.stem.removeprefix("rank"))
+
+    @staticmethod
+    def is_ready(path: Path) -> bool:
+        """Tell whether the rank has written its header."""
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+
+    def close(self) -> None:
+        """Close the texts; the mapping goes with the reader."""
+        self._names_file.close()
+
+    def header(self) -> Header:
+        """Return the header as it stands."""
+        _, slots, job, first, newest, start_ns, aside, counted = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
+        return Header(slots, job, first, newest, start_ns, bool(aside), counted)
+
+    def totals(self) -> NDArray[Any]:
+        """Return calls, payload bytes and ring bytes an operation of the rows before header.counted."""
+        return self._bytes[TOTALS_AT : TOTALS_AT + len(OPS) * TOTALS.itemsize].view(TOTALS).copy()
+
+    def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
+        """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
+        start = max(header.first, header.newest - header.slots + 1, after + 1)
+        return self.pick(header, np.arange(start, header.newest + 1, dtype=np.uint64))
+
+    def pick(self, header: Header, numbers: NDArray[np.uint64]) -> NDArray[Any]:
+        """Copy the job's rows with these numbers, as far as they are there."""
+        rows: NDArray[Any] = self._rows[numbers % np.uint64(header.slots)]
+        now = self.header()
+        intact = (rows["n"] == numbers) & (rows["state"] > 0) & (numbers + np.uint64(header.slots) > now.newest)
+        return np.asarray(rows[intact & (now.job == header.job)])
+
+    def read_names(self) -> list[str]:
+        """Return the texts, those written since the last look included."""
+        lines = (self._tail + self._names_file.read()).split(b"\n")
+        self._tail = lines.pop()
+        self.names += [line.decode("utf-8", "replace") for line in lines]
+        return self.names

@@ -1,0 +1,184 @@
+"""How ranks started by torchrun, by Slurm or by hand find each other: what the environment says, and the store.
+
+A job whose ranks are all on this machine keeps to the loopback interface. torch's own TCPStore listens on every
+interface even when it is given 127.0.0.1; here the store's socket is bound to the named address before torch gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Address:
+    """A rank's place in a job, as the environment gives it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+    restart: int
+    uses_agent_store: bool
+    has_parent: bool
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether no rank is on another machine, so that the loopback interface does."""
+        return self.local_world_size == self.world_size or is_loopback(self.master_address)
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> Address:
+    """Read RANK, WORLD_SIZE and the rest; without any of them this is the only rank (`python script.py`).
+
+    Raises:
+        ValueError: a variable is missing, no whole number, or out of range.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return Address(0, 1, 0, 1, "127.0.0.1", 0, 0, uses_agent_store=False, has_parent=False)
+    world_size = _number(env, "WORLD_SIZE", 1)
+    rank = _number(env, "RANK", 0)
+    if rank >= world_size:
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0 to {world_size - 1}")
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1, default=world_size)
+    local_rank = _number(env, "LOCAL_RANK", 0, default=rank)
+    if local_rank >= local_world_size:
+        raise ValueError(f"LOCAL_RANK={local_rank} does not fit LOCAL_WORLD_SIZE={local_world_size}")
+    alone = world_size == 1 and "MASTER_PORT" not in env
+    if not alone and not env.get("MASTER_ADDR"):
+        raise ValueError(
+            "MASTER_ADDR is not set; start with torchrun, or set it to rank 0's address, such as 127.0.0.1"
+        )
+    port = 0 if alone else _number(env, "MASTER_PORT", 1)
+    if port > 65535:
+        raise ValueError(f"MASTER_PORT={port} is no port; ports are 1 to 65535")
+    return Address(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_address=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=port,
+        restart=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
+        uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_parent="TORCHELASTIC_RUN_ID" in env,
+    )
+
+
+def _number(env: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise ValueError(f"{name} is not set; start the script with torchrun --nproc-per-node N, or set {name}")
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no whole number; torchrun sets it, or set it yourself") from None
+    if number < least:
+        raise ValueError(f"{name}={number} is too small; it is at least {least}")
+    return number
+
+
+def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignore[name-defined]
+    """Open the store through which ranks find each other, apart for each restart.
+
+    After a restart the store still holds the addresses of ranks that have died; a prefix a restart keeps the living
+    from calling them.
+
+    Raises:
+        RuntimeError: rank 0 cannot listen on the address, or nobody answers there.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if address.world_size == 1 and address.master_port == 0:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    serves = address.rank == 0 and not address.uses_agent_store
+    where = f"{address.master_address}:{address.master_port}"
+    listen_fd = _listen(address, where) if serves else None
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address.master_address,
+            address.master_port,
+            address.world_size,
+            serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {address.rank}: nobody answers at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s; "
+            "is rank 0 running, and is the address right?"
+        ) from error
+    return dist.PrefixStore(f"restart{address.restart}", store)  # type: ignore[attr-defined]
+
+
+def _listen(address: Address, where: str) -> int | None:
+    """Listen on the named address alone; None lets torch listen, where the name is not an address of this machine."""
+    try:
+        family, kind, protocol, _, bind_to = socket.getaddrinfo(
+            address.master_address, address.master_port, type=socket.SOCK_STREAM
+        )[0]
+    except socket.gaierror as error:
+        raise ValueError(f"MASTER_ADDR={address.master_address!r} is no known address: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(bind_to)
+        listener.listen(address.world_size + 16)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise RuntimeError(
+                f"port {address.master_port} on {address.master_address} is taken by another program; set MASTER_PORT "
+                "to a free one, or start with torchrun --standalone, which finds one"
+            ) from error
+        if error.errno == errno.EADDRNOTAVAIL:  # a name that leads here from outside, as in Kubernetes
+            return None
+        raise RuntimeError(f"rank 0 cannot listen on {where}: {error}") from error
+    return listener.detach()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address stays inside this machine."""
+    if name == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(name)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
+    return False
+
+
+def loopback_interface() -> str:
+    """Name this system's loopback network interface."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+@contextlib.contextmanager
+def network_interface(address: Address) -> Iterator[None]:
+    """Keep gloo and nccl of a job on one machine to the loopback interface; other jobs choose their own."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()
+    before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        os.environ[name] = loopback_interface()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,120 @@
+"""What an exercise is: what to build, how it is driven on real ranks, and how its faults are named.
+
+A lesson's `checks.py` holds its exercises and `mutants.py` wrong versions of their solutions, each with the fault that
+a check must name. Everything here is data and plain functions, so that a check is itself code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from distlab.comm import RankError, Records
+
+
+class NotYet(Exception):  # noqa: N818 (a state of the exercise, not an error of anybody)
+    """The body of an exercise that nobody has written yet; a check answers it kindly."""
+
+    def __init__(self, exercise: str) -> None:
+        super().__init__(f"{exercise} is yours to write: replace this line, then run the check below")
+        self.exercise = exercise
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        code: a few fixed words that name the kind of fault, such as "sum not mean".
+        message: what was expected, what was got and what to do, with numbers and ranks.
+    """
+
+    code: str
+    message: str
+
+
+class Evidence(NamedTuple):
+    """What a run on `world_size` ranks left behind.
+
+    Attributes:
+        world_size: number of ranks.
+        results: what `Exercise.drive` returned on each rank.
+        records: every call to torch.distributed that the ranks made.
+    """
+
+    world_size: int
+    results: Sequence[Any]
+    records: Records
+
+
+Drive = Callable[[Callable[..., Any]], Any]
+Judge = Callable[[Evidence], Iterable[Fault]]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function for the learner to write, and how it is checked.
+
+    Attributes:
+        name: lesson and topic, such as "03.flat".
+        title: one line: what the function does.
+        source: the reference: "solutions:average_flat" in the lesson's folder, or "distlab.module:function".
+        drive: runs on every rank, calls the learner's function and returns plain values or tensors.
+        judge: looks at all ranks' results and records; yields faults, the most telling first; none means right.
+        imports: the import lines that the body may rely on.
+        hints: three, each more telling; the last is the plan in words.
+        worlds: world sizes to run, in this order; the first fault ends the check.
+        timeout_s: for one world size.
+        memory_limit_bytes: how much a rank may take beyond what it has at its start.
+        on_failure: names the fault of a run that raised or hung, or returns None for the general words.
+        budget: what a right solution is told that it used, in short lines.
+        broken: a wrong version to be repaired, "mutants:name" or "solutions:name": spot the bug.
+    """
+
+    name: str
+    title: str
+    source: str
+    drive: Drive
+    judge: Judge
+    imports: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
+    timeout_s: float = 20.0
+    memory_limit_bytes: int = 2 << 30
+    on_failure: Callable[[RankError, int], Fault | None] | None = None
+    budget: Callable[[Evidence], Sequence[str]] | None = None
+    broken: str | None = None
+
+    @property
+    def function(self) -> str:
+        """Name of the function to write."""
+        return self.source.rpartition(":")[2]
+
+    @property
+    def lesson(self) -> str:
+        """Number of the lesson, two digits."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A realistic wrong version of a solution, which a check must reject by naming its fault.
+
+    Attributes:
+        exercise: which exercise it answers.
+        name: what is wrong, in a few words.
+        fn: the wrong function.
+        fault: code of the fault that the check must name.
+        says: a phrase that the message must contain.
+        world: the world size that reveals it.
+        source: where the fault was seen, such as "bug museum 9".
+    """
+
+    exercise: str
+    name: str
+    fn: Callable[..., Any]
+    fault: str
+    says: str
+    world: int
+    source: str

@@ -1,0 +1,93 @@
+"""What an answer may do while it is checked, enforced inside each rank: memory, files, processes, the group.
+
+A rank is a process of its own that is killed afterwards, so this need not hold against malice. It turns what goes wrong
+by accident into a sentence: a function that eats all memory, starts processes or leaves the group is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MAX_FILE_BYTES = 256 << 20
+_STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
+
+
+class Refused(BaseException):
+    """Something that a check does not let a function do; not an Exception, so that `except Exception` lets it pass."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+
+
+def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int) -> Any:
+    """Drive a learner's function on this rank under limits, and return what the drive returns."""
+    limit_process(memory_limit_bytes)
+    forbid_processes()
+    streams = sys.stdout, sys.stderr
+    try:
+        return drive(guarded(fn))
+    finally:
+        sys.stdout, sys.stderr = streams  # or the rank could not flush what was printed
+
+
+def limit_process(memory_limit_bytes: int) -> None:
+    """Limit memory beyond what this process has now, the size of a file, and core dumps."""
+    with contextlib.suppress(OSError, ValueError):  # systems other than Linux have no /proc, or refuse a limit
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[5])  # written to or kept for it; not what is only mapped or reserved
+        _lower(resource.RLIMIT_DATA, pages * resource.getpagesize() + memory_limit_bytes)
+    with contextlib.suppress(OSError, ValueError):
+        _lower(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
+        _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(which: int, limit: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def forbid_processes() -> None:
+    """Refuse, from now on, to start a process or to signal another one."""
+    own = os.getpid()
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        if event in _STARTS_A_PROCESS:
+            raise Refused("forked", f"it starts a process ({event}); a check gives each rank one process: use that one")
+        if event in ("os.kill", "os.killpg") and args[0] not in (own, 0) and os.getpid() == own:
+            raise Refused("forked", f"it sends a signal to process {args[0]}, which is not its own")
+
+    sys.addaudithook(refuse)
+
+
+def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that what it must leave as it was is looked at after each call."""
+    import torch
+    import torch.distributed as dist
+
+    dtype, group = torch.get_default_dtype(), dist.group.WORLD
+
+    def call(*args: Any, **named: Any) -> Any:
+        result = fn(*args, **named)
+        if not dist.is_initialized() or dist.group.WORLD is not group:
+            raise Refused(
+                "left the group",
+                "it destroyed or replaced the process group (dist.destroy_process_group), which belongs to the caller: "
+                "leave it as it is",
+            )
+        if torch.get_default_dtype() != dtype:
+            raise Refused(
+                "default dtype",
+                f"it changed torch's default dtype to {torch.get_default_dtype()}, for everything that comes after; "
+                "give the dtype to the tensors that you make",
+            )
+        return result
+
+    with contextlib.suppress(Exception):
+        functools.update_wrapper(call, fn)
+    return call

@@ -1,0 +1,200 @@
+"""Find a lesson's folder and load it by path: its name, such as 03_data_parallel, is no module's name.
+
+A lesson's modules live in sys.modules as the package `distlab_lesson_03`; inside checks.py,
+`from distlab_lesson_03 import solutions` works. Ranks cannot import that name, so its functions travel by value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from distlab.grading.exercise import Exercise, Mutant
+
+_FOLDER = re.compile(r"(\d\d)_\w+")
+_loaded: dict[
+    str, tuple[Path, tuple[tuple[str, int], ...]]
+] = {}  # package name -> where it came from, and when written
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson's exercises and what it says about itself.
+
+    Attributes:
+        number: two digits.
+        folder: where its files are.
+        title: a few words.
+        minutes: how long it takes.
+        needs: numbers of the lessons that come before it.
+        aims: what you can do afterwards, a sentence each.
+        exercises: in the order in which they are met.
+        mutants: wrong versions, each with the fault that a check must name.
+    """
+
+    number: str
+    folder: Path
+    title: str
+    minutes: int
+    needs: tuple[str, ...]
+    aims: tuple[str, ...]
+    exercises: tuple[Exercise, ...]
+    mutants: tuple[Mutant, ...]
+
+    def exercise(self, name: str) -> Exercise:
+        """Return the exercise of this name.
+
+        Raises:
+            ValueError: the lesson has none of this name.
+        """
+        for exercise in self.exercises:
+            if exercise.name == name:
+                return exercise
+        names = ", ".join(exercise.name for exercise in self.exercises)
+        raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {names}")
+
+
+def lessons_folder(start: Path | None = None) -> Path:
+    """Return the folder that holds the lessons: at or above the working directory, else beside this package.
+
+    Raises:
+        ValueError: there is none.
+    """
+    here = (start or Path.cwd()).resolve()
+    beside = Path(__file__).resolve().parents[2]
+    for folder in (*(parent / "lessons" for parent in (here, *here.parents)), beside / "lessons"):
+        if any(_folders(folder)):
+            return folder
+    raise ValueError(
+        f"no folder lessons/ with a lesson in it is at or above {here}, nor beside distlab ({beside}); "
+        "run this inside a checkout of distlab"
+    )
+
+
+def lessons(folder: Path | None = None) -> tuple[str, ...]:
+    """Return the numbers of the lessons that have exercises, in order."""
+    return tuple(path.name[:2] for path in _folders(folder or lessons_folder()))
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if _FOLDER.fullmatch(path.name) and (path / "checks.py").is_file():
+                yield path
+
+
+def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
+    """Load a lesson by its number ("03", 3), its folder's name or the name of one of its exercises ("03.flat").
+
+    It is loaded anew when one of its files has changed.
+
+    Args:
+        name: which lesson.
+        folder: the folder of all lessons; by default the one that `lessons_folder` finds.
+
+    Raises:
+        ValueError: there is no such lesson, or its files do not hold what a lesson needs.
+    """
+    everywhere = folder or lessons_folder()
+    number = lesson_number(name)
+    found = next((path for path in _folders(everywhere) if path.name[:2] == number), None)
+    if found is None:
+        raise ValueError(f"there is no lesson {name}; lessons are {', '.join(lessons(everywhere))}")
+    package = _package(number, found.resolve())
+    checks = importlib.import_module(f"{package}.checks")
+    has_mutants = (found / "mutants.py").is_file()
+    mutants = importlib.import_module(f"{package}.mutants") if has_mutants else types.ModuleType("none")
+    try:
+        return Lesson(
+            number=number,
+            folder=found.resolve(),
+            title=checks.TITLE,
+            minutes=checks.MINUTES,
+            needs=tuple(checks.NEEDS),
+            aims=tuple(checks.AIMS),
+            exercises=tuple(checks.EXERCISES),
+            mutants=tuple(getattr(mutants, "MUTANTS", ())),
+        )
+    except AttributeError as error:
+        raise ValueError(
+            f"{found / 'checks.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}"
+        ) from None
+
+
+def lesson_number(name: str | int) -> str:
+    """Return the two digits of a lesson's number, from "3", 3, "03_data_parallel" or "03.flat".
+
+    Raises:
+        ValueError: it begins with no number.
+    """
+    match = re.match(r"(\d{1,2})(?=$|[._])", str(name).strip())
+    if match is None:
+        raise ValueError(f"{name!r} names no lesson; write its number, such as 03, or an exercise, such as 03.flat")
+    return match[1].zfill(2)
+
+
+def _package(number: str, folder: Path) -> str:
+    """Make the lesson's package importable; forget what was loaded when its files have changed."""
+    import cloudpickle
+
+    name = f"distlab_lesson_{number}"
+    state = (folder, tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.py"))))
+    if _loaded.get(name) == state and name in sys.modules:
+        return name
+    for module in [module for module in sys.modules if module == name or module.startswith(name + ".")]:
+        del sys.modules[module]
+    importlib.invalidate_caches()
+    package = types.ModuleType(name, f"Lesson {number}, loaded from {folder}.")
+    package.__path__ = [str(folder)]
+    package.__spec__ = ModuleSpec(name, None, is_package=True)
+    package.__spec__.submodule_search_locations = package.__path__
+    sys.modules[name] = package
+    if name not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(package)
+    _loaded[name] = state
+    return name
+
+
+def resolve(exercise: Exercise, source: str) -> Callable[..., Any]:
+    """Return the function that "solutions:name", "mutants:name" or "distlab.module:name" names.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module_name, _, name = source.rpartition(":")
+    if module_name in ("solutions", "mutants", "checks"):
+        package = f"distlab_lesson_{exercise.lesson}"
+        if package not in sys.modules:
+            load_lesson(exercise.lesson)
+        module_name = f"{package}.{module_name}"
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"exercise {exercise.name}: {source!r} leads to no function: {error}") from error
+    return found  # type: ignore[no-any-return]
+
+
+def reference_of(exercise: Exercise) -> Callable[..., Any]:
+    """Return the exercise's reference: the function that a right answer behaves like."""
+    return resolve(exercise, exercise.source)
+
+
+def broken_of(exercise: Exercise) -> Callable[..., Any] | None:
+    """Return the wrong version that a spot-the-bug exercise starts from, or None."""
+    return None if exercise.broken is None else resolve(exercise, exercise.broken)
+
+
+def source_text(fn: Callable[..., Any]) -> str:
+    """Return the text of a function, or "" where there is none to read."""
+    try:
+        return inspect.getsource(inspect.unwrap(fn)).rstrip()
+    except (OSError, TypeError):
+        return ""

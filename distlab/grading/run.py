@@ -1,0 +1,93 @@
+"""Run a learner's function on one number of ranks, under limits, and say what came back: evidence or a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from distlab.grading.blame import fault_of, place_in
+from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.fresh import Unavailable
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+
+MAX_OUTPUT_BYTES = 10_000_000
+LOOK_S = 0.1
+
+
+def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evidence | Fault:
+    """Drive fn on these ranks, which must be fresh, and return the evidence or the fault that ended the run.
+
+    Raises:
+        Unavailable: the ranks went for a reason that is not the function's.
+    """
+    from distlab.comm import RankError
+    from distlab.grading.guard import drive_on_rank
+
+    with _watch_output(ranks) as flooded:
+        try:
+            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes)
+        except RankError as error:
+            if flooded:
+                rank = flooded[0]
+                amount = f"rank {rank} printed more than {MAX_OUTPUT_BYTES / 1e6:.0f} MB and was stopped"
+                place = place_in(str(error), fn)
+                where = f"\n  at {place}" if place else ""
+                return Fault("output", f"{amount}: print less, and only from one rank{where}")
+            return fault_of(error, exercise, fn, ranks.world_size)
+        except ValueError as error:
+            return Fault("not sent", _why_not_sent(fn) or str(error))
+        except (RuntimeError, OSError) as error:
+            raise Unavailable(str(error)) from error
+    return Evidence(ranks.world_size, results, ranks.records())
+
+
+def _why_not_sent(fn: Callable[..., Any]) -> str:
+    """Return what of the learner's own function cannot be sent to the ranks, or "" where all of it can."""
+    from distlab.comm.messages import pack_call
+
+    try:
+        pack_call(fn, ())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def judge(exercise: Exercise, evidence: Evidence) -> Fault | None:
+    """Return the first fault that the exercise's judge finds, or None."""
+    try:
+        return next(iter(exercise.judge(evidence)), None)
+    except Exception as error:  # the judge met something that nobody returns on purpose
+        from distlab.grading.values import describe
+
+        shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
+        return Fault(
+            "returned",
+            f"what it returned cannot be judged ({type(error).__name__}: {error}); the check got {shown}",
+        )
+
+
+@contextlib.contextmanager
+def _watch_output(ranks: Ranks) -> Iterator[list[int]]:
+    """Stop the run when a rank prints without end; yields what was found."""
+    found: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            for rank, num_bytes in enumerate(ranks.output_bytes):
+                if num_bytes > MAX_OUTPUT_BYTES and not found:
+                    found.append(rank)
+                    ranks.interrupt()
+                    return
+
+    thread = threading.Thread(target=look, name="output", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,103 @@
+"""Look at an answer before it runs: is it a function at all, has anybody written it, can it be called as it will be?"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from distlab.grading.exercise import Exercise, Fault
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> Fault | None:
+    """Return what can be said about an answer without running it, or None."""
+    absent = getattr(fn, "absent", None)  # a submission that has no such function says so
+    if absent is not None:
+        return Fault("not attempted", absent)
+    found = getattr(fn, "fault", None)  # a submission was looked at where it was loaded
+    if isinstance(found, Fault):
+        return found
+    return _not_a_function(exercise, fn) or _not_written(exercise, fn) or _wrong_kind(fn) or _misfit(fn, reference)
+
+
+def _not_a_function(exercise: Exercise, fn: Any) -> Fault | None:
+    name = exercise.function
+    call = f'check("{exercise.name}", {name})'
+    if inspect.isclass(fn):
+        return Fault("not a function", f"a check wants a function: write {call}; got the class {fn.__name__}")
+    if not callable(fn):
+        got = "None" if fn is None else f"a {type(fn).__name__}"
+        return Fault(
+            "not a function", f"a check wants the function itself: write {call}, {name} without parentheses; got {got}"
+        )
+    return None
+
+
+def is_not_written(fn: Callable[..., Any]) -> bool:
+    """Whether a function's body is only `raise NotYet(...)`, `pass` or `...`, as far as its source tells."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return all(_says_nothing(statement) for statement in tree.body[0].body)
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise) and statement.exc is not None:
+        raised = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
+        return ast.unparse(raised).rpartition(".")[2] in ("NotYet", "NotImplementedError")
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _not_written(exercise: Exercise, fn: Callable[..., Any]) -> Fault | None:
+    if not is_not_written(fn):
+        return None
+    return Fault(
+        "not attempted", f"{exercise.name} is yours to write: fill in {exercise.function}, then run the check again"
+    )
+
+
+def _wrong_kind(fn: Callable[..., Any]) -> Fault | None:
+    name = getattr(fn, "__name__", "it")
+    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        return Fault("not a function", f"{name} is an async function: calling it runs nothing; write def without async")
+    if inspect.isgeneratorfunction(fn):
+        return Fault("not a function", f"{name} has a yield, so calling it runs nothing: return the result instead")
+    return None
+
+
+def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
+    """Say so where the answer cannot be called as the reference is."""
+    try:
+        own = inspect.signature(fn)
+    except (ValueError, TypeError):  # some builtins do not tell; the run will
+        return None
+    wanted = inspect.signature(reference)
+    parameters = list(wanted.parameters.values())
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    needed = [p for p in positional if p.default is p.empty]
+    named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    needed_named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    for some, names in ((needed, needed_named), (positional, named)):
+        try:
+            own.bind(*some, **names)
+        except TypeError as error:
+            name = reference.__name__
+            return Fault(
+                "signature", f"it must be callable as {name}{_plain(wanted)}, but it is {name}{_plain(own)}: {error}"
+            )
+    return None
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return a signature without annotations."""
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

@@ -1,0 +1,191 @@
+"""Where an answer's functions come from: a module, a file or a notebook; read as text, executed by whoever asks.
+
+Of a notebook only what defines something is executed: imports, functions, classes and constants. Cells that train,
+draw or check are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
+_QUIET = (ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.UnaryOp, ast.BinOp)
+_PARTS = (ast.expr_context, ast.operator, ast.unaryop, ast.Subscript, ast.Slice)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text to execute, in order.
+
+    Attributes:
+        kind: "module", "file" or "notebook".
+        name: what the learner calls it: the dotted name or the path.
+        pieces: name and text of each piece: of a notebook a cell each, of a file one, of a module none.
+        directory: where a file's or a notebook's own imports are looked for.
+        notes: what was left out, in a line each.
+    """
+
+    kind: str
+    name: str
+    pieces: tuple[tuple[str, str], ...] = ()
+    directory: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def read_source(impl: str) -> Source:
+    """Read what `impl` names, without executing any of it.
+
+    Args:
+        impl: a dotted module's name, or the path of a .py or .ipynb file.
+
+    Raises:
+        ValueError: there is no such thing, or it cannot be read; one line that says what to do.
+    """
+    path = Path(impl).expanduser()
+    if path.suffix not in (".py", ".ipynb") and not path.exists() and os.sep not in impl:
+        return _module(impl)
+    if not path.exists():
+        raise ValueError(f"there is no file {impl}; pass the path of a .py file or a notebook, or a module's name")
+    if path.is_dir():
+        raise ValueError(f"{impl} is a folder; pass a .py file or a notebook in it, such as {path / 'lesson.ipynb'}")
+    if path.suffix not in (".py", ".ipynb"):
+        raise ValueError(f"{impl} is neither a .py file nor a notebook (.ipynb)")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{impl} cannot be read: {error}") from None
+    if not text.strip():
+        raise ValueError(f"{impl} is empty")
+    if path.suffix == ".py":
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError) as error:
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
+        return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
+    pieces, notes = _notebook(impl, path, text)
+    return Source("notebook", impl, pieces, str(path.resolve().parent), notes)
+
+
+def _module(name: str) -> Source:
+    """Find a module without importing it or its parents.
+
+    Raises:
+        ValueError: there is none.
+    """
+    where: list[str] | None = None
+    parts = name.split(".")
+    spec: ModuleSpec | None = None
+    for depth in range(1, len(parts) + 1):
+        if not parts[depth - 1].isidentifier():
+            raise ValueError(f"{name!r} names no module; pass a module's name, or the path of a .py file or a notebook")
+        spec = PathFinder.find_spec(".".join(parts[:depth]), where)
+        if spec is None:
+            break
+        where = list(spec.submodule_search_locations or ())
+    if spec is None:
+        raise ValueError(
+            f"there is no module {name}; pass one that Python finds, or the path of a .py file or a notebook"
+        )
+    return Source("module", name)
+
+
+def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return the code cells of a notebook that can be parsed, and a note on each that cannot."""
+    reset = "; `distlab lesson reset NN` brings a fresh copy of a lesson and keeps yours aside"
+    try:
+        cells = json.loads(text)["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        texts = [source if isinstance(source := cell["source"], str) else "".join(source) for cell in code]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{impl} is no notebook, or a damaged one ({reason}){reset}") from None
+    pieces, notes = [], []
+    for number, cell in enumerate(texts, start=1):
+        plain = _without_magics(cell)
+        try:
+            ast.parse(plain)
+        except SyntaxError as error:
+            notes.append(f"code cell {number} of {impl} has a syntax error in its line {error.lineno}: {error.msg}")
+            continue
+        pieces.append((f"{path.name}, code cell {number}", plain))
+    return tuple(pieces), tuple(notes)
+
+
+def _without_magics(cell: str) -> str:
+    """Take out what only a notebook understands, and keep the numbers of the lines."""
+    if cell.lstrip().startswith("%%"):
+        return ""
+    try:
+        ast.parse(cell)
+    except SyntaxError:
+        kept = ["" if _is_magic(line) else line for line in cell.splitlines()]
+        return "\n".join(kept)
+    return cell
+
+
+def _is_magic(line: str) -> bool:
+    bare = line.strip()
+    return bare.startswith(("%", "!", "?")) or bare.endswith("?") or "= !" in bare or "= %" in bare
+
+
+def execute(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Execute a source in a bare namespace; return the namespace and notes on what did not work.
+
+    In a notebook's namespace are the names that its extension puts there. Whatever a module or file raises passes.
+    """
+    if source.directory and source.directory not in sys.path:
+        sys.path.insert(0, source.directory)
+    if source.kind == "module":
+        return vars(importlib.import_module(source.name)), source.notes
+    namespace: dict[str, Any] = {"__name__": NAMESPACE}
+    notes = list(source.notes)
+    if source.kind == "notebook":
+        namespace |= _names_of_extension()
+    for name, text in source.pieces:
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        tree = ast.parse(text, name)
+        if source.kind == "file":
+            exec(compile(tree, name, "exec"), namespace)
+            continue
+        for statement in _definitions(tree):
+            try:
+                exec(compile(ast.Module([statement], []), name, "exec"), namespace)
+            except Exception as error:
+                first = ast.unparse(statement).splitlines()[0]
+                notes.append(f"{name}: {first}: {type(error).__name__}: {error}")
+    return namespace, tuple(notes)
+
+
+def _definitions(tree: ast.Module) -> Iterator[ast.stmt]:
+    for statement in tree.body:
+        if isinstance(
+            statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) or (isinstance(statement, ast.Assign | ast.AnnAssign) and _is_constant(statement.value)):
+            yield statement
+
+
+def _is_constant(value: ast.expr | None) -> bool:
+    """Whether an expression only names and combines constants: it calls nothing."""
+    return value is not None and all(isinstance(node, _QUIET + _PARTS) for node in ast.walk(value))
+
+
+def _names_of_extension() -> dict[str, Any]:
+    """Return the names that `%load_ext distlab.notebook` gives a notebook and that functions may use."""
+    import torch
+    import torch.distributed as dist
+
+    from distlab.comm import Ranks, recorded, run
+    from distlab.grading.exercise import NotYet
+
+    return {"NotYet": NotYet, "Ranks": Ranks, "dist": dist, "recorded": recorded, "run": run, "torch": torch}

@@ -1,0 +1,105 @@
+"""What a run sent, from its records: bytes, calls, steps and their order, and where a budget was passed.
+
+A right result is not enough: a "ring" that sends whole tensors and a "bucket" that holds one parameter give the same
+numbers. These functions read what the ranks really did.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from distlab.comm.records import Call
+from distlab.grading.exercise import Evidence, Fault
+
+MESSAGES = ("send", "recv")
+
+
+def sent_bytes(evidence: Evidence, rank: int) -> int:
+    """Return the bytes that a rank sent: its own sends, and what its native collectives would send as rings."""
+    if rank not in evidence.records.by_rank:
+        return 0
+    return evidence.records.sent_bytes(rank) + evidence.records.ring_equivalent_bytes(rank)
+
+
+def calls(evidence: Evidence, rank: int, *ops: str) -> list[Call]:
+    """Return a rank's calls in order, all of them or those of some operations, such as "all_reduce"."""
+    if rank not in evidence.records.by_rank:
+        return []
+    return [call for call in evidence.records.calls(rank) if not ops or call.op in ops]
+
+
+def num_calls(evidence: Evidence, op: str | None = None, *, rank: int | None = None) -> int:
+    """Return the number of calls of all ranks, or of one rank, of one operation or of all."""
+    if rank is None:
+        return evidence.records.num_calls(op)
+    return evidence.records.rank(rank).num_calls(op) if rank in evidence.records.by_rank else 0
+
+
+def order(evidence: Evidence, rank: int) -> list[str]:
+    """Return the names of a rank's calls in order, such as ["send", "recv", "all_reduce"]."""
+    return [call.op for call in calls(evidence, rank)]
+
+
+def native_collectives(evidence: Evidence) -> tuple[str, ...]:
+    """Return the names of torch's own collectives that any rank called, without repeats; barriers do not count."""
+    seen = [op for rank in evidence.records.ranks for op in order(evidence, rank)]
+    return tuple(dict.fromkeys(op for op in seen if op not in (*MESSAGES, "barrier")))
+
+
+def num_steps(evidence: Evidence, rank: int) -> int:
+    """Return the number of rounds in which a rank communicated.
+
+    Sends that start before any other call has ended are one round; a send that starts after something has arrived, or
+    has been sent, begins the next. Receives count alike, and the larger number is the answer; a native collective is a
+    round of its own.
+    """
+    made = [call for call in calls(evidence, rank) if call.op != "barrier"]
+    ends = sorted(call.end_ns for call in made if call.end_ns)
+    return max(_rounds([call for call in made if call.op != skipped], ends) for skipped in MESSAGES)
+
+
+def _rounds(made: Sequence[Call], ends: Sequence[int]) -> int:
+    """Count groups of calls that start before any call has ended since the group's first."""
+    rounds, begun = 0, 0
+    for start in sorted(call.start_ns for call in made):
+        if rounds == 0 or bisect_right(ends, start) > bisect_right(ends, begun):
+            rounds, begun = rounds + 1, start
+    return rounds
+
+
+def num_started_before(evidence: Evidence, rank: int, time_ns: int, *ops: str) -> int:
+    """Return how many calls a rank had started before a moment (time.monotonic_ns): what overlaps, starts early."""
+    return sum(call.start_ns < time_ns for call in calls(evidence, rank, *ops))
+
+
+def in_megabytes(num_bytes: float) -> str:
+    """Return bytes in words: "48 bytes", "3.0 kB", "3.0 MB"."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} bytes"
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: float = 0.01) -> Fault | None:
+    """Say which rank sent more than it needed, or return None.
+
+    Args:
+        evidence: the run.
+        wanted_bytes: how many bytes a rank needs to send.
+        what: what needs so many, such as "a ring".
+        slack: how much more passes, relative.
+    """
+    ranks = evidence.records.ranks
+    most = max(ranks, key=lambda rank: sent_bytes(evidence, rank), default=0)
+    sent = sent_bytes(evidence, most)
+    if sent <= wanted_bytes * (1 + slack):
+        return None
+    text = f"right result, but {in_megabytes(sent)} sent a rank where {what} needs {in_megabytes(wanted_bytes)}"
+    many = {sent_bytes(evidence, rank) for rank in ranks}
+    return Fault("too many bytes", text + (f" (rank {most})" if len(many) > 1 else ""))
+
+
+def sent_line(evidence: Evidence, wanted_bytes: float, what: str) -> str:
+    """Return a budget's line, such as "sent 3.0 MB a rank (a ring needs 3.0 MB)"."""
+    sent = max((sent_bytes(evidence, rank) for rank in evidence.records.ranks), default=0)
+    return f"sent {in_megabytes(sent)} a rank ({what} needs {in_megabytes(wanted_bytes)})"

@@ -1,0 +1,266 @@
+"""Compare tensors with what was expected, and say the difference in words: ratios, whose part is missing, who differs.
+
+Everything takes what a learner's function returned, whatever that is, and answers with a Fault or None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.grading.exercise import Fault
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def seeded(rank: int, *shape: int, purpose: str = "") -> Tensor:
+    """Make a float64 tensor of normal numbers, the same in every run, different on every rank and for every purpose."""
+    digest = hashlib.blake2b(f"{purpose} {rank}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def explain_sum(
+    got: Any,
+    contributions: Sequence[Tensor],
+    *,
+    expected: Sequence[float],
+    what: str = "the result",
+    rank: int | None = None,
+) -> Fault | None:
+    """Say how often each rank's tensor is in `got`, where that is not what was expected.
+
+    `got` should be the sum of expected[r] * contributions[r]. Where it is not, `provenance` finds by least squares
+    which multiples it holds, first in the whole tensor, then in each of as many even chunks as there are ranks.
+
+    Args:
+        got: what the learner's function produced.
+        contributions: each rank's tensor before, in the order of ranks.
+        expected: how often each should be in it: 1 each for a sum, 1/n each for a mean.
+        what: a name for it in the message.
+        rank: whose result it is, to recognise a tensor that never met another.
+    """
+    from distlab.grading.provenance import explain
+
+    shape = contributions[0].shape
+    parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
+    wanted = torch.tensor(list(expected), dtype=torch.float64)
+    want = (wanted @ parts).reshape(shape).to(contributions[0].dtype)
+    fault = compare(got, want, what, len(contributions))
+    if fault is None or fault.code in ("returned", "shape", "dtype", "device", "layout", "nan"):
+        return fault
+    return explain(got, parts, wanted, what=what, rank=rank) or fault
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the relative difference up to which values of this dtype count as equal."""
+    return _TOLERANCE.get(dtype, 0.0)
+
+
+def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) -> Fault | None:
+    """Say how `got` differs from `want`, or return None where they are equal (1e-10 relative in float64).
+
+    Tensors, numbers, texts, None, and lists, tuples and dicts of them; a list counts as a tuple.
+
+    Args:
+        got: what there is.
+        want: what was expected.
+        what: a name for it in the message, such as "rank 2's gradient".
+        world_size: explains a constant ratio: 4x too large on 4 ranks is a sum where a mean was asked.
+    """
+    if isinstance(want, Tensor):
+        return _form(got, want, what) or _compare_tensors(got.detach(), want.detach(), what, world_size)
+    if isinstance(want, dict):
+        if not isinstance(got, dict) or got.keys() != want.keys():
+            found = f"the names {sorted(map(str, got))}" if isinstance(got, dict) else describe(got)
+            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {found}")
+        pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
+    elif isinstance(want, list | tuple):
+        if not isinstance(got, list | tuple) or len(got) != len(want):
+            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
+        pairs = [(f"{what}[{index}]", *pair) for index, pair in enumerate(zip(got, want, strict=True))]
+    elif isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
+        if isinstance(got, Tensor) and got.numel() != 1:
+            return Fault("returned", f"{what}: expected a number, got {describe(got)}")
+        number = torch.tensor(float(got), dtype=torch.float64)
+        return _compare_tensors(number, torch.tensor(want, dtype=torch.float64), what, world_size)
+    else:
+        same = type(got) is type(want) and got == want
+        return None if same else Fault("values", f"{what}: expected {describe(want)}, got {describe(got)}")
+    for name, one, other in pairs:
+        fault = compare(one, other, name, world_size)
+        if fault is not None:
+            return fault
+    return None
+
+
+def describe(value: Any) -> str:
+    """Say in a few words what a value is."""
+    if isinstance(value, Tensor):
+        return f"a {_dtype(value)} tensor of shape {list(value.shape)}"
+    if value is None:
+        return "None (is a return missing?)"
+    if isinstance(value, list | tuple):
+        text = repr(value)
+        return text if len(text) <= 80 else f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
+
+
+def first_difference_between_ranks(values: Sequence[Any], what: str = "the result") -> Fault | None:
+    """Say which rank's value first differs from rank 0's, bit for bit, or return None where all are equal.
+
+    Args:
+        values: one a rank: a tensor, or a list or dict of tensors.
+        what: a name for it, such as "weights after one step".
+    """
+    first = _leaves(values[0])
+    for rank, value in enumerate(values[1:], start=1):
+        leaves = _leaves(value)
+        if [name for name, _ in leaves] != [name for name, _ in first]:
+            return Fault("replicas differ", f"rank {rank}'s {what} has other parts than rank 0's: {describe(value)}")
+        for (name, one), (_, other) in zip(leaves, first, strict=True):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                if type(one) is not type(other) or one != other:
+                    text = f"rank {rank}'s {what}{name} is {describe(one)}, rank 0's is {describe(other)}"
+                    return Fault("replicas differ", text)
+                continue
+            if one.shape != other.shape or one.dtype != other.dtype:
+                text = f"rank {rank}'s {what}{name} is {describe(one)}, rank 0's is {describe(other)}"
+                return Fault("replicas differ", text)
+            if not torch.equal(one, other) and not bool((one.isnan() & other.isnan() | (one == other)).all()):
+                gap = float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
+                text = f"rank {rank}'s {what}{name} differs from rank 0's, by up to {gap:.3g}"
+                return Fault("replicas differ", f"{text}: all ranks must hold the same")
+    return None
+
+
+def _leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{name}[{key!r}]")]
+    if isinstance(value, list | tuple):
+        return [leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{name}[{index}]")]
+    return [(name, value)]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _form(got: Any, want: Tensor, what: str) -> Fault | None:
+    """Say what is wrong before any value is looked at."""
+    if not isinstance(got, Tensor):
+        return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
+    if got.shape != want.shape:
+        return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}")
+    if got.dtype != want.dtype:
+        return Fault("dtype", f"{what}: expected dtype {_dtype(want)}, got {_dtype(got)}")
+    if got.device != want.device:
+        return Fault("device", f"{what}: expected it on {want.device}, got it on {got.device}")
+    if got.layout != want.layout:
+        return Fault("layout", f"{what}: expected a {want.layout} tensor, got a {got.layout} one")
+    if bool(got.isnan().any()) and not bool(want.isnan().any()):
+        count = int(got.isnan().sum())
+        return Fault(
+            "nan", f"{what} has {count} NaN of {got.numel()}: was it read before it was filled, or 0 divided by 0?"
+        )
+    return None
+
+
+def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> Fault | None:
+    """Compare values of two tensors of one shape and dtype."""
+    if equal(got, want):
+        return None
+    ratio = _constant_ratio(got, want)
+    if ratio is not None:
+        code, advice = "scale", ""
+        if world_size > 1 and abs(ratio - world_size) < 1e-5:
+            code, advice = (
+                "sum not mean",
+                f": it is the sum over ranks, not the mean: divide by world_size ({world_size})",
+            )
+        elif world_size > 1 and abs(ratio * world_size - 1) < 1e-5:
+            code, advice = "divided twice", f": it was divided by world_size ({world_size}) once too often"
+        return Fault(code, f"{what} is {times_of(ratio)}{advice}")
+    if got.numel() and not bool(got.any()):
+        return Fault("zeros", f"{what} is all zeros")
+    order = _order(got, want)
+    if order is not None:
+        return Fault("order", f"{what} has the right values in the wrong order: {order}")
+    return Fault("values", _first_difference(got, want, what))
+
+
+def equal(got: Tensor, want: Tensor) -> bool:
+    """Whether two tensors of one shape are equal up to the tolerance of their dtype, relative to the largest value."""
+    if not got.is_floating_point():
+        return torch.equal(got, want)
+    if torch.equal(got, want):
+        return True
+    finite = want[want.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(got, want, rtol=0.0, atol=tolerance_of(want.dtype) * max(scale, 1e-300), equal_nan=True)
+
+
+def _constant_ratio(got: Tensor, want: Tensor) -> float | None:
+    if got.numel() == 0 or not bool(want.any()) or not bool(got.any()) or got.dtype == torch.bool:
+        return None
+    one, other = got.to(torch.float64).flatten(), want.to(torch.float64).flatten()
+    ratio = float(one @ other / (other @ other))
+    if not math.isfinite(ratio) or ratio == 0 or ratio == 1:
+        return None
+    tolerance = max(tolerance_of(got.dtype), 1e-9)
+    fits = float((one - ratio * other).abs().max()) <= 10 * tolerance * float(one.abs().max())
+    return ratio if fits and (got.numel() > 1 or _is_simple(ratio)) else None
+
+
+def times_of(ratio: float) -> str:
+    """Say by what factor something is wrong."""
+    if ratio < 0:
+        return f"{ratio:.4g} times what it should be (the sign is wrong)"
+    return f"{ratio:.4g}x too large" if ratio > 1 else f"{1 / ratio:.4g}x too small"
+
+
+def _is_simple(ratio: float) -> bool:
+    """Whether one number's ratio tells anything: a small whole number or its inverse."""
+    return any(abs(x - round(x)) < 1e-9 and 2 <= abs(round(x)) <= 64 for x in (ratio, 1 / ratio))
+
+
+def _order(got: Tensor, want: Tensor) -> str | None:
+    """Say how the values were moved about, if that is all that is wrong."""
+    if got.numel() < 2:
+        return None
+    if got.ndim == 2 and got.shape[0] == got.shape[1] and equal(got, want.T):
+        return "it is transposed"
+    for dim, size in enumerate(got.shape):
+        for shift in range(1, min(size, 64)):
+            if equal(got, want.roll(shift, dim)):
+                ahead = shift if shift <= size // 2 else shift - size
+                return f"it is rolled by {ahead} along dimension {dim}"
+        if size > 1 and equal(got, want.flip(dim)):
+            return f"it is reversed along dimension {dim}"
+    if got.dtype != torch.bool and equal(got.flatten().sort().values, want.flatten().sort().values):
+        return "sorted, they agree"
+    return None
+
+
+def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
+    gap = (got.to(torch.float64) - want.to(torch.float64)).abs().nan_to_num(nan=math.inf)
+    finite = want.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0)
+    limit = tolerance_of(want.dtype) * (float(finite.max()) if finite.numel() else 0.0)
+    wrong = gap > limit
+    index = [int(i) for i in wrong.nonzero()[0]] if bool(wrong.any()) else []
+    expected, found = want[tuple(index)].item(), got[tuple(index)].item()
+    count = f"{int(wrong.sum())} of {got.numel()} elements differ" if got.numel() > 1 else "it differs"
+    place = f"[{', '.join(map(str, index))}]" if index else ""
+    return (
+        f"{what}{place}: expected {_number(expected)}, got {_number(found)}; {count}, by up to {float(gap.max()):.3g}"
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,277 @@
+"""Run a lab on this rank: settings, the learner's functions, the process group, a watch over it, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.agree import agree
+from distlab.comm.groups import Member, process_group
+from distlab.comm.recorder import Recorder
+from distlab.comm.records import Records, read_records
+from distlab.comm.rendezvous import read_environment
+from distlab.comm.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
+from distlab.comm.watchdog import Watchdog
+from distlab.grading.exercise import NotYet
+from distlab.lab.pictures import StepWindow, write_pictures
+from distlab.lab.report import Report, read_reference, to_json
+from distlab.lab.settings import CommonSettings, parse, what_is_run
+from distlab.lab.watch import Guard, own_traceback
+from distlab.trace import Trace
+
+SettingsT = TypeVar("SettingsT", bound=CommonSettings)
+Function = Callable[..., Any]
+
+
+@dataclass
+class Watched:
+    """What a watched block leaves: every call of the ranks of this machine."""
+
+    records: Records | None = None
+
+
+@dataclass
+class Lab(Generic[SettingsT]):
+    """A lab on one rank, as its `run` function gets it.
+
+    Attributes:
+        number: two digits.
+        settings: its flags.
+        member: this rank's place, device and group.
+        functions: the learner's functions by exercise; empty with `--impl reference`.
+        report: what rank 0 prints at the end; all ranks may add to theirs.
+    """
+
+    number: str
+    settings: SettingsT
+    member: Member
+    functions: Mapping[str, Function]
+    report: Report
+    guard: Guard
+    window: StepWindow | None = None
+    _recorder: Recorder | None = field(default=None, repr=False)
+
+    def function(self, exercise: str) -> Function:
+        """Return the learner's function for an exercise, or the reference where there is none, and note which."""
+        from distlab.grading.lesson import load_lesson, reference_of
+
+        reference = reference_of(load_lesson(self.number).exercise(exercise))
+        mine = self.functions.get(exercise)
+        if mine is None:
+            if self.settings.impl != "reference":
+                self.report.note(f"{exercise}: {self.settings.impl} has none; the reference ran.")
+            return reference
+
+        @functools.wraps(mine)
+        def learners(*args: Any, **named: Any) -> Any:
+            try:
+                result = mine(*args, **named)
+            except NotYet:  # on every rank alike, before anything was sent
+                self.report.note(f"{exercise}: not yet written; the reference ran instead.")
+                return reference(*args, **named)
+            self.report.note(f"{exercise}: {getattr(mine, '__name__', 'a function')} of {self.settings.impl} ran.")
+            return result
+
+        return learners
+
+    def is_mine(self, exercise: str) -> bool:
+        """Whether the learner has a function for the exercise."""
+        return exercise in self.functions
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Watched]:
+        """Record every call in the block, and end the lab with words when its ranks wait for each other.
+
+        All ranks enter it together. Recording costs some 30 us a call: nothing is timed in here.
+        """
+        recorder, watchdog = self._begin_watch()
+        seen = Watched()
+        with self.guard.watching(watchdog):
+            with recorder:
+                yield seen
+            folder = recorder.folder
+            (folder / f"finished{self.member.rank}").touch()
+            dist.barrier()
+        seen.records = read_records(folder)
+        dist.barrier()
+        (folder / f"finished{self.member.rank}").unlink()
+
+    def _begin_watch(self) -> tuple[Recorder, Watchdog | None]:
+        """Start an empty record on every rank; rank 0 gets a watchdog where it can see all of them."""
+        alone = read_environment().is_on_one_machine
+        if self._recorder is None:
+            folder = (
+                tempfile.mkdtemp(prefix="calls-", dir=launcher_folder()) if self.member.rank == 0 or not alone else ""
+            )
+            if alone:
+                names = [folder]
+                dist.broadcast_object_list(names, src=0)
+                folder = names[0]
+            self._recorder = Recorder(folder, self.member.rank)
+            if alone:
+                self.guard.folder, self.guard.world_size = Path(folder), self.member.world_size
+        since_ns = time.monotonic_ns()
+        dist.barrier()
+        self._recorder.reset()
+        rank0_sees_all = alone and self.member.rank == 0
+        watchdog = (
+            Watchdog(self._recorder.folder, self.member.world_size, since_ns=since_ns) if rank0_sees_all else None
+        )
+        dist.barrier()
+        return self._recorder, watchdog
+
+    def now(self) -> float:
+        """Return the time in seconds once this rank's device has done all that it was asked."""
+        if self.member.device.type == "cuda":
+            torch.cuda.synchronize(self.member.device)
+        return time.perf_counter()
+
+    def now_ns(self) -> int:
+        """Return the time on the clock of traces, once this rank's device has done all that it was asked."""
+        self.now()
+        return time.monotonic_ns()
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest of all ranks' times."""
+        return self._over_ranks(seconds, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        """Return the mean of all ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.SUM) / self.member.world_size
+
+    def everywhere(self, ok: bool) -> bool:
+        """Return whether it holds on every rank."""
+        return self._over_ranks(float(ok), dist.ReduceOp.MIN) == 1.0
+
+    def _over_ranks(self, value: float, op: Any) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.member.device)
+        dist.all_reduce(tensor, op)
+        return float(tensor)
+
+    def mark_step(self, start_ns: int, end_ns: int, *, predicted: Trace | None = None, title: str = "") -> None:
+        """Choose the time that the picture shows: this rank's start and end on its own clock. All ranks call it."""
+        mine = torch.tensor([start_ns, end_ns], device=self.member.device)
+        all_ns = [torch.zeros_like(mine) for _ in range(self.member.world_size)]
+        dist.all_gather(all_ns, mine)
+        self.window = StepWindow([(int(start), int(end)) for start, end in all_ns], predicted, title)
+
+    def close(self) -> None:
+        """Remove what the watch has left on disk."""
+        if self._recorder is not None:
+            self._recorder.close()
+            shutil.rmtree(self._recorder.folder, ignore_errors=True)
+
+
+def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]], None]) -> None:
+    """Run a lab as a script: `python lab.py`, torchrun, or `distlab lab`.
+
+    The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
+    """
+    follow_launcher()
+    prog = f"lab {number}"
+    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_another_than_rank_0() else contextlib.nullcontext()
+    with quiet:
+        chosen = parse(settings, None, prog)
+    try:
+        status = _work(number, chosen, run)
+    except Exception as error:
+        if not record_failure(error, own_traceback(error)):  # nobody else will show it
+            raise
+        status = 1
+    if status:
+        sys.exit(status)
+
+
+def _is_another_than_rank_0() -> bool:
+    try:
+        return read_environment().rank > 0
+    except ValueError:  # told by process_group
+        return False
+
+
+def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
+    beside = Path(run.__code__.co_filename).resolve().parent
+    with Guard(f"lab {number}", settings.limit_s) as guard, contextlib.ExitStack() as group:
+        try:
+            functions = load_functions(settings.impl, number)
+            member = group.enter_context(_group(settings))
+            agree([number, what_is_run(settings), sorted(functions)], what=f"settings of lab {number}")
+        except ValueError as error:
+            return _refuse(number, error)
+        lab = Lab(number, settings, member, functions, _report(number, settings, member, beside), guard)
+        try:
+            run(lab)
+            wrong = _tell(lab)
+        except SystemExit as error:  # the others would wait for this rank
+            left = RuntimeError(f"rank {member.rank} left by exit({error.code}); a function returns instead")
+            raise left.with_traceback(error.__traceback__) from None
+        finally:
+            lab.close()
+    if settings.trace is not None and member.rank == 0:
+        for line in write_pictures(settings.trace, member.world_size, lab.window):
+            print(line, file=sys.stderr if settings.json else sys.stdout, flush=True)
+    return SAID if wrong else 0
+
+
+def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member]:
+    device = None if settings.device == "auto" else settings.device
+    return process_group(device=device, timeout_s=settings.limit_s + 60, trace_dir=settings.trace)
+
+
+def load_functions(impl: str, number: str) -> Mapping[str, Function]:
+    """Return the learner's functions by exercise name; none for "reference".
+
+    Raises:
+        ValueError: there is no such module, file or notebook, or it cannot be loaded.
+    """
+    if impl == "reference":
+        return {}
+    from distlab.grading.lesson import load_lesson
+    from distlab.grading.submission import load_submission
+
+    return load_submission(impl, load_lesson(number))
+
+
+def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> Report:
+    kind, count = member.device.type, member.world_size
+    what = what_is_run(settings)
+    ranks = f"{count} rank{'s' if count > 1 else ''}"
+    known, note = read_reference(beside / "lab_reference.md", f"{kind}, {ranks}", what)
+    title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
+    return Report(title, what, known, note)
+
+
+def _tell(lab: Lab[Any]) -> bool:
+    """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
+    from distlab.measure.machine import this_machine
+
+    if lab.settings.trace is not None:
+        lab.report.note(
+            "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
+        )
+    if lab.member.rank == 0:
+        facts = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        machine = {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
+        print(to_json(lab.report, facts | machine) if lab.settings.json else lab.report.table(), flush=True)
+    wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
+    dist.broadcast(wrong, 0)
+    return bool(wrong)
+
+
+def _refuse(number: str, error: ValueError) -> int:
+    """Say in one line what cannot be: to the launcher, or to the user where there is none."""
+    if not record_failure(error):
+        print(f"lab {number}: {error}", file=sys.stderr)
+    return REFUSED

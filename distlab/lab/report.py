@@ -1,0 +1,191 @@
+"""What a lab found: rows of measured, predicted and exact values, beside the reference output of the same lab.
+
+Rank 0 prints it. A fact (bytes, calls, equal or not) must be what was expected, and fails the lab where it is not; a
+time is shown beside its prediction and beside the reference machine's, and never judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+Value = float | int | str | bool
+
+
+class Row(NamedTuple):
+    """One result.
+
+    Attributes:
+        what: what it is, such as "ring, 1 MB: time".
+        value: a number, a text, or yes and no.
+        unit: "s", "B", "B/s" or "" (a count, or what the text says).
+        predicted: what a model said it would be, or None.
+        expected: what it has to be, or None where it is measured.
+    """
+
+    what: str
+    value: Value
+    unit: str = ""
+    predicted: float | None = None
+    expected: Value | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether this is a fact that is not what it has to be."""
+        return self.expected is not None and self.value != self.expected
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction, below zero where it was too low."""
+        if self.predicted is None or not isinstance(self.value, int | float) or not self.value:
+            return None
+        return self.predicted / self.value - 1
+
+    def shown(self) -> str:
+        """Write the value with its unit."""
+        return _text(self.value, self.unit)
+
+    def shown_expected(self) -> str:
+        """Write the prediction, or what a wrong fact has to be."""
+        if self.wrong:
+            return f"must be {_text(self.expected, self.unit)}" if self.expected is not None else ""
+        if self.predicted is None:
+            return ""
+        error = f" ({self.error:+.0%})" if self.error is not None else ""
+        return _text(self.predicted, self.unit) + error
+
+
+@dataclass
+class Report:
+    """Rows and remarks in the order in which a lab found them.
+
+    Attributes:
+        title: what was run.
+        settings: the settings that the numbers depend on.
+        reference: value of each row in the reference output for this device and number of ranks, as text.
+        reference_note: where the reference comes from, or why there is none.
+    """
+
+    title: str
+    settings: str = ""
+    reference: Mapping[str, str] = field(default_factory=dict)
+    reference_note: str = ""
+    rows: list[Row] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def measured(self, what: str, value: Value, unit: str = "", *, predicted: float | None = None) -> None:
+        """Add what was measured, beside what was predicted."""
+        self.rows.append(Row(what, value, unit, predicted=predicted))
+
+    def fact(self, what: str, value: Value, expected: Value, unit: str = "") -> None:
+        """Add what no machine changes; a value that is not the expected one fails the lab."""
+        self.rows.append(Row(what, value, unit, expected=expected))
+
+    def say(self, text: str) -> None:
+        """Add lines that stand above the table, such as a matrix."""
+        self.remarks.append(text)
+
+    def note(self, text: str) -> None:
+        """Add a line that stands below the table; the same line once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Facts that are not what they have to be."""
+        return [row for row in self.rows if row.wrong]
+
+    def table(self) -> str:
+        """Lay everything out for a terminal."""
+        head = ("", "here", "predicted (error)", "reference")
+        lines = [(row.what, row.shown(), row.shown_expected(), self.reference.get(row.what, "")) for row in self.rows]
+        used = [any(line[column] for line in lines) or column == 1 for column in range(4)]
+        used[0] = True
+        cells = [[cell for cell, keep in zip(line, used, strict=True) if keep] for line in (head, *lines)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join([row[0].ljust(widths[0]), *_right(row[1:], widths[1:])]).rstrip() for row in cells]
+        parts = [self.title, *self.remarks, "\n".join(rows), "\n".join([*self.notes, self.reference_note]).strip()]
+        return "\n\n".join(part for part in [*parts, self.verdict()] if part)
+
+    def verdict(self) -> str:
+        """Return the last line: whether all facts are right."""
+        facts = sum(row.expected is not None for row in self.rows)
+        if not self.wrong:
+            return f"All {facts} facts are as they must be." if facts else ""
+        first = self.wrong[0]
+        return (
+            f"WRONG: {len(self.wrong)} of {facts} facts, first: {first.what}: {first.shown()}, {first.shown_expected()}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the report as JSON-ready values."""
+        rows = [row._asdict() | {"shown": row.shown(), "wrong": row.wrong} for row in self.rows]
+        return {"schema": 1, "title": self.title, "settings": self.settings, "passed": not self.wrong} | {
+            "rows": rows,
+            "remarks": self.remarks,
+            "notes": self.notes,
+        }
+
+
+def reference_section(report: Mapping[str, object]) -> str:
+    """Write a report, as JSON gave it, as the section of a reference file that `read_reference` reads."""
+    rows = report["rows"]
+    assert isinstance(rows, Sequence)
+    lines = [f"| {row['what']} | {row['shown']} |" for row in rows]
+    return "\n".join([f"Settings: {report['settings'] or 'none'}", "", "| | value |", "|---|---|", *lines])
+
+
+def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, str], str]:
+    """Return a section's values by row, and a sentence that says where they come from or why there are none."""
+    if not path.is_file():
+        return {}, f"There is no reference output ({path.name} is missing)."
+    text = path.read_text(encoding="utf-8")
+    parts = re.split(r"^## ", text, flags=re.M)
+    body = next((part for part in parts[1:] if part.splitlines()[0].strip() == section), None)
+    if body is None or "| |" not in body:
+        return {}, f"There is no reference output for {section}: {path.name} holds none."
+    theirs = re.search(r"^Settings: (.*)$", body, re.M)
+    if theirs is None or theirs[1] != (settings or "none"):
+        return {}, f"The reference output was made with other settings ({theirs[1] if theirs else '?'}): not compared."
+    machine = re.search(r"^Measured (.*)$", parts[0], re.M)
+    rows = re.findall(r"^\| (.+?) \| (.*?) \|$", body, re.M)
+    return dict(rows), f"Reference: {machine[1] if machine else path.name}"
+
+
+def grid(corner: str, rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a rank x rank matrix, with `corner` over the row numbers."""
+    head = [corner, *(f"to {peer}" for peer in range(len(rows)))]
+    lines = [head, *([f"from {rank}", *row] for rank, row in enumerate(rows))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(_right(line, widths)) for line in lines)
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _text(value: Value, unit: str) -> str:
+    from simulator.units import format_bytes, format_bytes_per_s, format_s
+
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, str):
+        return value
+    if unit == "s":
+        return format_s(value)
+    if unit == "B/s":
+        return format_bytes_per_s(value)
+    if unit == "B":
+        return f"{value:,} B" if isinstance(value, int) else format_bytes(value)
+    number = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{number} {unit}".rstrip()
+
+
+def to_json(report: Report, facts: Mapping[str, object]) -> str:
+    """Write a report and what it was measured on as one line of JSON."""
+    return json.dumps(report.as_dict() | dict(facts))

@@ -1,0 +1,90 @@
+"""What machine a figure was measured on: processor, cores, memory, GPUs, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that belong beside every measured figure."""
+
+    date: str
+    processor: str
+    cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    system: str
+    python: str
+    torch: str
+
+    def __str__(self) -> str:
+        gpus = f", {len(self.gpus)} x {self.gpus[0]}" if self.gpus else ", no GPU"
+        memory = f"{self.memory_bytes / 2**30:.0f} GiB"
+        return (
+            f"{self.date}, {self.processor}, {self.cores} cores, {memory}{gpus}, "
+            f"{self.system}, Python {self.python}, torch {self.torch}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the facts as JSON-ready values."""
+        return asdict(self) | {"gpus": list(self.gpus)}
+
+
+def this_machine() -> Machine:
+    """Read the facts of the machine that runs this."""
+    return Machine(
+        date=date.today().isoformat(),
+        processor=_processor(),
+        cores=num_cores(),
+        memory_bytes=memory_bytes(),
+        gpus=gpu_names(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=version_of("torch") or "missing",
+    )
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Return the machine's physical memory."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of the GPUs that torch sees; none without torch."""
+    try:
+        import torch
+    except ImportError:
+        return ()
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()

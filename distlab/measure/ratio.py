@@ -1,0 +1,139 @@
+"""Benchmark rows: two programs timed in interleaved blocks, a ratio with an interval, and whether a bar holds.
+
+On a shared machine a single time says little. So the two programs take turns block by block, each block gives one
+ratio, and the median of the blocks' ratios is reported with a bootstrap interval, beside the ratio of the peer to
+itself: the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+MIN_BLOCKS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim and what was measured.
+
+    Attributes:
+        claim: the sentence that is tested.
+        ours: our median, in `unit`.
+        peer: the peer's median in `unit`, or None where the bar is absolute.
+        ratio: median of the blocks' ratios ours / peer, or None.
+        interval: 95 % interval of the ratio (or of ours where the bar is absolute).
+        unit: unit of ours and peer.
+        bar: what the claim promises, such as "<= 1.0x" or "<= 0.15 s".
+        holds: whether the measurement meets the bar; None where the row only informs (noise, context).
+        note: conditions that a reader needs.
+    """
+
+    claim: str
+    ours: float
+    peer: float | None
+    ratio: float | None
+    interval: tuple[float, float]
+    unit: str
+    bar: str
+    holds: bool | None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the row as JSON-ready values."""
+        return asdict(self) | {"interval": list(self.interval)}
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the bootstrap interval of the median, from 2,000 resamples with a fixed seed."""
+    data = np.asarray(values, dtype=float)
+    generator = np.random.default_rng(0)
+    medians = np.median(generator.choice(data, (2000, data.size)), axis=1)
+    low, high = np.quantile(medians, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Return the median of the blocks' ratios ours / peer and its 95 % interval.
+
+    Raises:
+        ValueError: the two have different numbers of blocks, or fewer than two.
+    """
+    if len(ours) != len(peer) or len(ours) < 2:
+        raise ValueError(f"{len(ours)} blocks of ours and {len(peer)} of the peer; give the same number, at least 2")
+    ratios = np.asarray(ours, dtype=float) / np.asarray(peer, dtype=float)
+    return float(np.median(ratios)), median_interval(ratios.tolist())
+
+
+def ratio_holds(ratio: float, interval: tuple[float, float], bar: float) -> bool:
+    """Judge a ratio: at a bar of 1.0 by median <= 1.05 and an interval that reaches 1.00, below by the upper end."""
+    if math.isclose(bar, 1.0):
+        return ratio <= 1.05 and interval[0] <= 1.0
+    return interval[1] <= bar
+
+
+def compare(
+    claim: str,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    *,
+    bar: float = 1.0,
+    unit: str = "s",
+    note: str = "",
+) -> Row:
+    """Make the row of a ratio from the times of interleaved blocks."""
+    ratio, interval = paired_ratio(ours, peer)
+    holds = ratio_holds(ratio, interval, bar)
+    note = note if len(ours) >= MIN_BLOCKS else f"{note} (only {len(ours)} blocks: a smoke run)".strip()
+    return Row(
+        claim, float(np.median(ours)), float(np.median(peer)), ratio, interval, unit, f"<= {bar:g}x", holds, note
+    )
+
+
+def noise(claim: str, first: Sequence[float], second: Sequence[float], *, unit: str = "s") -> Row:
+    """Make the row of the peer against itself: what the machine's noise alone does to a ratio."""
+    ratio, interval = paired_ratio(first, second)
+    return Row(
+        f"noise: {claim}",
+        float(np.median(first)),
+        float(np.median(second)),
+        ratio,
+        interval,
+        unit,
+        "-",
+        None,
+        "peer against itself",
+    )
+
+
+def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note: str = "") -> Row:
+    """Make the row of a value that has an upper limit: the median must be at most `bar`."""
+    middle = float(np.median(values))
+    interval = median_interval(values) if len(values) > 1 else (middle, middle)
+    return Row(claim, middle, None, None, interval, unit, f"<= {bar:g} {unit}", middle <= bar, note)
+
+
+def interleave(programs: Sequence[Callable[[], float]], blocks: int = MIN_BLOCKS) -> list[list[float]]:
+    """Run the programs in turn, every second block in reverse order; each call returns its own time in seconds."""
+    times: list[list[float]] = [[] for _ in programs]
+    for block in range(blocks):
+        order = range(len(programs)) if block % 2 == 0 else reversed(range(len(programs)))
+        for index in order:
+            times[index].append(programs[index]())
+    return times
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """Lay rows out for a terminal, two lines a row: the verdict, then the figures."""
+    lines = []
+    for row in rows:
+        verdict = {True: "holds", False: "FALLS SHORT", None: "info"}[row.holds]
+        peer = "" if row.peer is None else f", peer {row.peer:.4g} {row.unit}"
+        ratio = "" if row.ratio is None else f", ratio {row.ratio:.3f}"
+        lines.append(f"{verdict:<11} {row.claim}  [bar {row.bar}]")
+        figures = f"ours {row.ours:.4g} {row.unit}{peer}{ratio}, 95 % {row.interval[0]:.3g} to {row.interval[1]:.3g}"
+        lines.append(f"            {figures}{'  ' + row.note if row.note else ''}")
+    return "\n".join(lines)

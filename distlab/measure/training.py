@@ -1,0 +1,241 @@
+"""Train the small GPT on real ranks in windows, with a calibration round before and after each window.
+
+The machine's speed drifts, so a prediction is only as good as the calibration beside it: round, window, round, window,
+..., round. What a window measures is compared with what its two neighbouring rounds predict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from distlab.data import ByteCorpus
+from distlab.data_parallel import DataParallel
+from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round, now
+from distlab.measure.windows import Window
+from distlab.measure.workload import workload_from_module
+from distlab.models import GPT, GPTConfig
+from distlab.plan.records import Plan, Work, Workload
+from distlab.trace import SpanWriter, Trace
+from simulator import Step, simulate
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+LEARNING_RATE = 0.03
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run of the small GPT, the same in one process and on any number of ranks.
+
+    Attributes:
+        model: sizes of the GPT.
+        batch_size: samples of a step over all ranks.
+        seed: of the weights and of the order of the data.
+        device: where ranks compute: "cpu" or "cuda".
+        num_updates: updates after which weights are compared with one process.
+        num_windows: calm windows of steps to time after that; 0 for none.
+        steps_a_window: steps in a window.
+        budget_s: seconds after which no further window starts.
+        bucket_bytes: capacity of a gradient bucket.
+        first_bucket_bytes: capacity of the first bucket.
+    """
+
+    model: GPTConfig
+    batch_size: int
+    seed: int = 0
+    device: str = "cpu"
+    num_updates: int = 10
+    num_windows: int = 10
+    steps_a_window: int = 4
+    budget_s: float = 36.0
+    bucket_bytes: int = 1_000_000
+    first_bucket_bytes: int = 250_000
+
+
+@dataclass
+class RankReport:
+    """What one rank saw.
+
+    Attributes:
+        losses: mean loss over all ranks, before each update and after each window.
+        weights: a copy of the model's parameters after num_updates updates, by name, on the CPU.
+        workload: what the model asks of a device at this rank's batch.
+        rounds: calibration rounds, one more than windows.
+        measured_s: seconds of a step in each window, the mean over its steps and over all ranks.
+        step_ns: start and end of each timed step on the machine's monotonic clock.
+        trace: what the rank did: forward, backward, optimizer, waiting, and each bucket's way.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    workload: Workload | None = None
+    rounds: list[Round] = field(default_factory=list)
+    measured_s: list[float] = field(default_factory=list)
+    step_ns: list[tuple[int, int]] = field(default_factory=list)
+    trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
+
+
+def train(training: Training, data: bytes, progress: Callable[[int], None] = lambda done: None) -> RankReport:
+    """Run on every rank: train, keep the weights after num_updates updates, then time windows of further steps."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = device_of(training.device, rank)
+    model = GPT(training.model, torch.Generator().manual_seed(training.seed + rank)).to(device)
+    spans = SpanWriter(rank)
+    replica = DataParallel(  # starts from rank 0's weights
+        model, bucket_bytes=training.bucket_bytes, first_bucket_bytes=training.first_bucket_bytes, spans=spans
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    batches = _batches(training, data, rank, world_size, device)
+    report = RankReport()
+
+    def step(batch: Batch) -> torch.Tensor:
+        inputs, targets = batch
+        replica.zero_grad()
+        with _on_device(spans, "forward", "F", device):
+            loss = model.loss(model(inputs), targets)
+        with _on_device(spans, "backward", "B", device):
+            loss.backward()
+        with _on_device(spans, "synchronize", "wait", device):
+            replica.synchronize()
+        with _on_device(spans, "optimizer", "optimizer", device):
+            optimizer.step()
+        return loss.detach()
+
+    for update in range(training.num_updates):
+        report.losses.append(_mean_over_ranks(step(next(batches))))
+        progress(update + 1)
+    report.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    if training.num_windows:
+        report.workload = _count(training, *next(batches))
+        _time_windows(training, report, step, batches, progress=progress)
+    report.trace = spans.trace()
+    return report
+
+
+def _count(training: Training, inputs: torch.Tensor, targets: torch.Tensor) -> Workload:
+    """Count the work of a rank's step on a model of its own, which no hook of DataParallel watches."""
+    model = GPT(training.model).to(inputs.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    return workload_from_module(
+        model, lambda: model.loss(model(inputs), targets), optimizer=optimizer, samples=len(inputs), name="small GPT"
+    )
+
+
+def _time_windows(
+    training: Training,
+    report: RankReport,
+    step: Callable[[Batch], torch.Tensor],
+    batches: Iterator[Batch],
+    *,
+    progress: Callable[[int], None],
+) -> None:
+    """Time windows between calibration rounds until enough of them are calm, or time is up."""
+    device = device_of(training.device, dist.get_rank())
+    works: dict[str, Work] = {}
+    deadline = time.monotonic() + training.budget_s
+    report.rounds.append(measure_round(device, works=works))
+    while not _finished(training, report, deadline, device):
+        step(next(batches))  # a warm cache, as in the middle of training
+        ready = [next(batches) for _ in range(training.steps_a_window)]
+        dist.barrier()
+        begin = now(device)
+        for batch in ready:
+            start_ns = time.monotonic_ns()
+            loss = step(batch)
+            report.step_ns.append((start_ns, time.monotonic_ns()))
+        seconds = torch.tensor((now(device) - begin) / training.steps_a_window, dtype=torch.float64)
+        report.losses.append(_mean_over_ranks(loss))
+        report.rounds.append(measure_round(device, works=works))
+        report.measured_s.append(_mean_over_ranks(seconds.to(device)))
+        progress(training.num_updates + len(report.measured_s))
+
+
+def windows_of(training: Training, report: RankReport, num_ranks: int) -> list[Window]:
+    """Predict each window from the calibrations around it.
+
+    A window's speeds come from the two rounds before it and the two after it. How much computing and communicating slow
+    each other down is a ratio, the hardest to measure and the least to drift: it is the median of all rounds.
+    """
+    contention = median_round(report.rounds).contention
+    assert report.workload is not None, "windows are timed after the workload was counted"
+    workload = report.workload
+
+    def predicted_s(rounds: list[Round]) -> float:
+        speeds = replace(median_round(rounds), contention=contention)
+        return predict(training, workload, speeds, num_ranks).duration_s
+
+    windows = []
+    for index, measured_s in enumerate(report.measured_s):  # round `index` stands before window `index`
+        before, after = report.rounds[max(0, index - 1) : index + 1], report.rounds[index + 1 : index + 3]
+        windows.append(Window(measured_s, predicted_s(before + after), predicted_s(before), predicted_s(after)))
+    return windows
+
+
+def _finished(training: Training, report: RankReport, deadline: float, device: torch.device) -> bool:
+    """Decide on rank 0, since clocks differ, whether enough windows are calm or time is up."""
+    done = time.monotonic() > deadline
+    if dist.get_rank() == 0 and len(report.measured_s) >= training.num_windows:
+        done |= (
+            sum(window.calm for window in windows_of(training, report, dist.get_world_size())) >= training.num_windows
+        )
+    agreed = torch.tensor(int(done), device=device)
+    dist.broadcast(agreed, 0)
+    return bool(agreed)
+
+
+def predict(training: Training, workload: Workload, measured: Round, num_ranks: int) -> Step:
+    """Simulate a data-parallel step of the workload on this machine, as a calibration round saw it."""
+    plan = Plan(
+        data=num_ranks,
+        gradient_sync="overlapped",
+        bucket_bytes=training.bucket_bytes,
+        first_bucket_bytes=training.first_bucket_bytes,
+    )
+    return simulate(workload, fit_cluster(measured, num_ranks), plan)
+
+
+@contextlib.contextmanager
+def _on_device(spans: SpanWriter, name: str, kind: str, device: torch.device) -> Iterator[None]:
+    """Mark a span that ends when the device has done the work, not when the work has been handed to it."""
+    with spans.span(name, kind=kind):
+        yield
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _batches(training: Training, data: bytes, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
+    """Yield this rank's slice of the global batches, the same global batches whatever the number of ranks."""
+    corpus = ByteCorpus(data, training.model.context)
+    step = 0
+    while True:
+        inputs, targets = corpus.batch(step, training.batch_size, training.seed, rank=rank, world_size=world_size)
+        yield inputs.to(device), targets.to(device)
+        step += 1
+
+
+def _mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def device_of(kind: str, rank: int) -> torch.device:
+    """Return a rank's device; ranks share GPUs in turn where there are fewer GPUs than ranks.
+
+    Raises:
+        ValueError: a GPU is wanted and there is none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {kind!r} was asked for, and torch sees no GPU here; pass --device cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,105 @@
+"""Judge predictions against measurements, window by window, on a machine whose speed drifts.
+
+Each window of steps has a calibration before it and one after. Where the two predict step times that differ by more
+than 5 %, the machine changed under our feet and the window says nothing: it is dropped, and counted. The bar is met
+when the median error over at least ten kept windows is at most the bar, or twice what repeats of a step differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_DRIFT = 0.05
+MIN_WINDOWS = 10
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of equal steps and what the calibrations around it predict for a step, in seconds."""
+
+    measured_s: float
+    predicted_s: float
+    predicted_before_s: float
+    predicted_after_s: float
+
+    @property
+    def drift(self) -> float:
+        """How far the two calibrations are apart, relative to the prediction."""
+        return abs(self.predicted_after_s - self.predicted_before_s) / self.predicted_s
+
+    @property
+    def calm(self) -> bool:
+        """Whether the machine kept its speed during the window."""
+        return self.drift <= MAX_DRIFT
+
+    @property
+    def error(self) -> float:
+        """Signed relative error of the prediction: below zero is too optimistic."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the windows say together.
+
+    Attributes:
+        num_kept: windows that count; `num_dropped` are those in which the machine drifted.
+        median_error: median of the absolute relative errors.
+        signed_error: median of the signed ones.
+        repeat_spread: median distance of a window from the median window, relative: the noise of the measurement.
+        bar: what was promised for median_error.
+        holds: whether median_error <= max(bar, 2 x repeat_spread), or None with fewer than ten windows.
+    """
+
+    num_kept: int
+    num_dropped: int
+    measured_s: float
+    predicted_s: float
+    median_error: float
+    signed_error: float
+    repeat_spread: float
+    bar: float
+    holds: bool | None
+
+    def __str__(self) -> str:
+        judged = {True: "holds", False: "falls short", None: f"not judged: needs {MIN_WINDOWS} calm windows"}[
+            self.holds
+        ]
+        return (
+            f"median error {self.median_error:.1%} over {self.num_kept} windows, {self.num_dropped} dropped for drift; "
+            f"bar {self.bar:.0%} or twice the repeat spread of {self.repeat_spread:.1%}: {judged}"
+        )
+
+
+def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
+    """Judge windows against a bar for the median error.
+
+    With fewer than ten calm windows all are used for the figures, and `holds` is None.
+
+    Raises:
+        ValueError: there is no window.
+    """
+    if not windows:
+        raise ValueError("no window was measured; measure at least one")
+    calm = [window for window in windows if window.calm]
+    used = calm if len(calm) >= MIN_WINDOWS else list(windows)
+    measured = np.array([window.measured_s for window in used])
+    errors = np.array([window.error for window in used])
+    middle = float(np.median(measured))
+    spread = float(np.median(np.abs(measured - middle))) / middle
+    median_error = float(np.median(np.abs(errors)))
+    holds = median_error <= max(bar, 2 * spread) if len(calm) >= MIN_WINDOWS else None
+    return Verdict(
+        num_kept=len(calm),
+        num_dropped=len(windows) - len(calm),
+        measured_s=middle,
+        predicted_s=float(np.median([window.predicted_s for window in used])),
+        median_error=median_error,
+        signed_error=float(np.median(errors)),
+        repeat_spread=spread,
+        bar=bar,
+        holds=holds,
+    )

@@ -1,0 +1,65 @@
+"""Put the magics and the names that lessons use into a notebook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register %%ranks, add the names that are not defined yet, and start loading torch for the ranks."""
+    from distlab.comm import RankError, warm
+    from distlab.notebook.magic import RanksMagics
+
+    warm()  # first: the fork server loads torch while this process does
+    shell.register_magics(RanksMagics)
+    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)
+    for name, value in _names().items():
+        shell.user_ns.setdefault(name, value)
+
+
+def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
+    """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
+    from distlab.notebook.trouble import CellError, called_from, is_in_ranks, name_cells, shorten
+
+    text = shorten(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        if not is_in_ranks(trace):  # an interrupt of anything else
+            shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+            return
+        text = "You stopped the ranks; they have ended."
+    text = "\n".join([text, *called_from(trace)])
+    shell.showtraceback((CellError, CellError(name_cells(text, shell)), None))
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """End the ranks; names stay."""
+    from distlab.notebook.magic import stop_ranks
+
+    stop_ranks(shell)
+
+
+def _names() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from distlab.comm import Ranks, recorded, run
+    from distlab.grading import NotYet, check
+    from distlab.notebook.display import show
+    from distlab.notebook.magic import last_records
+    from distlab.notebook.prediction import predict
+
+    return {
+        "torch": torch,
+        "dist": dist,
+        "run": run,
+        "Ranks": Ranks,
+        "recorded": recorded,
+        "check": check,
+        "NotYet": NotYet,
+        "show": show,
+        "predict": predict,
+        "last_records": last_records,
+    }

@@ -1,0 +1,37 @@
+"""JupyterLab as a child process that ends when its parent does: python -m distlab.notebook.serve FD OPTIONS.
+
+FD is a pipe's end; the token comes on standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+GRACE_S = 3.0
+
+
+def main() -> None:
+    """Watch the pipe, then be JupyterLab."""
+    lifeline, *options = sys.argv[1:]
+    token = sys.stdin.read().strip()
+    threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True, name="lifeline").start()
+    from jupyterlab.labapp import LabApp
+
+    LabApp.launch_instance(argv=[*options, f"--IdentityProvider.token={token}"])
+
+
+def _end_with(lifeline: int) -> None:
+    """Read until the parent is gone; then end kindly, and after a grace in any case."""
+    while os.read(lifeline, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

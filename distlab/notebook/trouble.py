@@ -1,0 +1,81 @@
+"""Say in a notebook what went wrong on the ranks: the cause first, the cell's own line, and little else."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
+KEPT = "The ranks are still there, with their variables."
+STOPPED = "You stopped the ranks. This is where each one stood:"
+_CELL_FILE = re.compile(r"/[^\s\"()]*ipykernel_\d+/\d+\.py")
+_FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
+_NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
+
+
+class CellError(RuntimeError):
+    """A %%ranks cell failed; shown as its text alone, without the frames of the notebook's machinery."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def explain(text: str, notebook_names: Mapping[str, object], *, kept: bool = False) -> str:
+    """Shorten the text of a RankError for a notebook, and add what helps; kept: whether the ranks live on."""
+    if text.startswith("the call was interrupted"):
+        text = text.replace("the call was interrupted", STOPPED, 1)
+    lines = [shorten(text)]
+    missing = _NAME.search(text)
+    if missing and missing[1] in notebook_names and not missing[1].startswith("_"):
+        name = missing[1]
+        lines += ["", f"{name} is in the notebook; ranks are processes of their own. Copy it: %%ranks --push {name}"]
+    return "\n".join([*lines, "", KEPT if kept else ENDED])
+
+
+def shorten(text: str) -> str:
+    """Leave out the frames inside torch and the standard library, where the learner's own are there."""
+    if all(_is_foreign(file) for file in _FRAME.findall(text)):
+        return text
+    kept: list[str] = []
+    hidden = False
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        if frame:
+            hidden = _is_foreign(frame[1])
+        elif not line.startswith("    ") or not line.strip():
+            hidden = False
+        if not hidden:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def called_from(trace: TracebackType | None) -> list[str]:
+    """Return a line that names the notebook's line from which ranks were called, if it is known."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not _is_foreign(frame.filename) and "/distlab/" not in frame.filename]
+    return ["", f"called in line {own[-1].lineno} of {own[-1].filename}"] if own else []
+
+
+def is_in_ranks(trace: TracebackType | None) -> bool:
+    """Tell whether an exception came while ranks were at work."""
+    return any(frame.filename.endswith("distlab/comm/ranks.py") for frame in traceback.extract_tb(trace))
+
+
+def name_cells(text: str, shell: InteractiveShell) -> str:
+    """Say `In[3]` for the files in which the kernel keeps the text of cells."""
+
+    def name(match: re.Match[str]) -> str:
+        known = shell.compile.format_code_name(match[0])
+        return known[1] if known else match[0]
+
+    return _CELL_FILE.sub(name, text)
+
+
+def _is_foreign(file: str) -> bool:
+    return "/site-packages/" in file or bool(re.search(r"/lib/python3\.\d+/", file))

@@ -1,0 +1,77 @@
+"""What is wrong with a schedule, and where: the error and the grid that points at it."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import zip_longest
+
+from distlab.plan.schedules.grammar import Action, Schedule
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or would compute something else.
+
+    Attributes:
+        rank: rank of the fault, or None where no rank runs the stage.
+        step: place in that rank's order, from 0, or None where something is missing.
+        action: the action at fault, or the one that is missing.
+        expected: what a right schedule has there.
+        got: what this one has.
+        advice: what to do.
+        schedule: the whole schedule.
+    """
+
+    def __init__(self, schedule: Schedule, row: int | Action, *, expected: str, got: str, advice: str) -> None:
+        """Describe the fault at a row of the schedule, or that of an action which is missing."""
+        self.schedule, self._row = schedule, row
+        self.expected, self.got, self.advice = expected, got, advice
+        self.step: int | None = None
+        self.rank: int | None = None
+        if isinstance(row, Action):
+            self.action = row
+            owners = schedule.rank[schedule.stage == row.stage]
+            self.rank = int(owners[0]) if len(owners) else None
+        else:
+            self.action = schedule.action(row)
+            self.rank, self.step = int(schedule.rank[row]), int(schedule.step[row])
+        where = "no rank" if self.rank is None else f"rank {self.rank}"
+        where += "" if self.step is None else f", step {self.step}"
+        super().__init__(f"{where}, {self.action}: expected {expected}; got {got}; {advice}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the parts, so that the error travels from a rank to its launcher."""
+        make = partial(ScheduleError, expected=self.expected, got=self.got, advice=self.advice)
+        return make, (self.schedule, self._row)
+
+    @property
+    def grid(self) -> str:
+        """The steps around the fault as text, with an arrow."""
+        return text_grid(self.schedule, self, context=3)
+
+
+def text_grid(
+    schedule: Schedule, fault: ScheduleError | tuple[int, int] | None = None, *, context: int | None = None
+) -> str:
+    """Print a schedule as a grid: a column a rank, a row a step, and an arrow at the row of the fault.
+
+    A step is a place in a rank's order, not a time: ranks do not run their steps in lockstep. The fault is a
+    ScheduleError or a pair (rank, step); with `context`, only that many rows before and after it are printed.
+    """
+    rank, step = (fault.rank, fault.step) if isinstance(fault, ScheduleError) else (fault or (None, None))
+    columns = [[str(action) for action in schedule.actions(r)] for r in range(schedule.num_ranks)]
+    rows = [list(cells) for cells in zip_longest(*columns, fillvalue="")]
+    if step is not None and rank is not None and not (0 <= rank < len(columns) and 0 <= step < len(columns[rank])):
+        raise ValueError(f"the schedule has no rank {rank}, step {step}; pass a fault that lies inside it")
+    shown = range(len(rows))
+    if context is not None and step is not None:
+        shown = range(max(step - context, 0), min(step + context + 1, len(rows)))
+    labels = [f"step {index}" for index in shown]
+    heads = [f"rank {index}" for index in range(len(columns))]
+    widths = [max(len(head), *(len(rows[index][r]) for index in shown), 0) for r, head in enumerate(heads)]
+    margin = max(map(len, labels), default=0)
+    lines = [" " * margin + "  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))]
+    for label, index in zip(labels, shown, strict=True):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(rows[index], widths, strict=True))
+        arrow = f"  <-- rank {rank}: {rows[index][rank]}" if index == step and rank is not None else ""
+        lines.append(f"{label.ljust(margin)}  {cells}{arrow}")
+    return "\n".join(line.rstrip() for line in lines)

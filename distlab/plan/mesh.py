@@ -1,0 +1,128 @@
+"""Mesh: ranks laid out on named axes, one axis a kind of parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """A grid of ranks; the last axis varies fastest, so that its groups hold neighbouring ranks.
+
+        mesh = Mesh({"pipeline": 2, "data": 2, "tensor": 2})
+        mesh.coordinates(5)       -> {"pipeline": 1, "data": 0, "tensor": 1}
+        mesh.group_of(5, "data")  -> (5, 7)
+
+    Put the axis that communicates most last: ranks of one node are numbered one after the other.
+
+    Attributes:
+        axes: pairs of name and size, in order.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], *, world_size: int | None = None) -> None:
+        """Lay out the axes, and check that they fill `world_size` where that is given.
+
+        Raises:
+            ValueError: a name twice, a size below one, or a product other than world_size.
+        """
+        pairs = tuple((str(name), size) for name, size in (axes.items() if isinstance(axes, Mapping) else axes))
+        if not pairs:
+            raise ValueError("a mesh needs at least one axis, such as {'data': 4}")
+        names = [name for name, _ in pairs]
+        for name, size in pairs:
+            if names.count(name) > 1:
+                raise ValueError(f"the mesh {_equation(pairs)} has two axes named {name!r}; give each its own name")
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise ValueError(
+                    f"the mesh {_equation(pairs)} has {name} = {size!r}; pass a whole number of at least 1"
+                )
+        object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
+        if world_size is not None and self.size != world_size:
+            raise ValueError(
+                f"the mesh {_equation(pairs)} = {self.size} does not fill {world_size} ranks; "
+                f"change an axis, or run {self.size} ranks"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: the product of the axes."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes, in order."""
+        return tuple(name for name, _ in self.axes)
+
+    def axis_size(self, axis: str) -> int:
+        """Look up the size of an axis."""
+        return self.axes[self._place(axis)][1]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Look up where a rank stands on each axis.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is outside the mesh {self}; pass a rank in 0..{self.size - 1}")
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return dict(reversed(found.items()))
+
+    def rank(self, **coordinates: int) -> int:
+        """Look up the rank at a place; every axis must be named.
+
+        Raises:
+            ValueError: an axis is missing or unknown, or a coordinate lies outside its axis.
+        """
+        if set(coordinates) != set(self.names):
+            raise ValueError(
+                f"got coordinates on {', '.join(coordinates) or 'no axis'}; the mesh {self} needs one on each of "
+                f"{', '.join(self.names)}"
+            )
+        rank = 0
+        for name, size in self.axes:
+            place = coordinates[name]
+            if not 0 <= place < size:
+                raise ValueError(f"{name}={place} is outside the mesh {self}; pass a number in 0..{size - 1}")
+            rank = rank * size + place
+        return rank
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """List every group along an axis: ranks that differ in their place on that axis alone."""
+        grid = np.moveaxis(self._grid(), self._place(axis), -1)
+        return [tuple(group) for group in grid.reshape(-1, grid.shape[-1]).tolist()]
+
+    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
+        """List the group of a rank along an axis, the rank itself included.
+
+        Raises:
+            ValueError: there is no such rank, or no such axis.
+        """
+        place = self._place(axis)
+        stride = math.prod(size for _, size in self.axes[place + 1 :])
+        first = rank - self.coordinates(rank)[axis] * stride
+        return tuple(range(first, first + stride * self.axes[place][1], stride))
+
+    def __str__(self) -> str:
+        return f"{_equation(self.axes)} = {self.size}"
+
+    def _place(self, axis: str) -> int:
+        if axis not in self.names:
+            raise ValueError(f"the mesh {self} has no axis {axis!r}; its axes are {', '.join(self.names)}")
+        return self.names.index(axis)
+
+    def _grid(self) -> NDArray[np.int64]:
+        return np.arange(self.size).reshape([size for _, size in self.axes])
+
+
+def _equation(axes: Iterable[tuple[str, object]]) -> str:
+    return " x ".join(f"{name} ({size})" for name, size in axes)

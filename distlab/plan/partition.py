@@ -1,0 +1,60 @@
+"""Cutting a list into contiguous parts: layers into stages, elements into shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut range(total) into ranges (start, stop); the first `total % parts` get one more than the others.
+
+    A range is empty where there are more parts than things.
+
+    Raises:
+        ValueError: total is negative, or parts is below one.
+    """
+    if total < 0 or parts < 1:
+        raise ValueError(f"cannot split {total} into {parts} parts; pass a total of at least 0 and at least 1 part")
+    size, larger = divmod(total, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return tuple(zip(starts[:-1], starts[1:], strict=True))
+
+
+def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut layers into contiguous stages so that the costliest stage is as cheap as can be; no stage is empty.
+
+    Of equally good cuts it takes the one whose last stages have more layers: under 1F1B the first stages hold the most
+    activations.
+
+    Raises:
+        ValueError: fewer layers than stages, or a cost that is negative or no number.
+
+    Source: dynamic program over prefixes: the best cut of the first i layers into k stages ends with some last stage
+        (j, i), and is the larger of that stage and the best cut of the first j layers into k - 1 stages.
+    """
+    num_layers = len(costs)
+    if not 1 <= stages <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
+        )
+    for layer, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+    layers = np.arange(num_layers + 1)
+    stage_cost = np.where(layers[:, None] < layers, prefix - prefix[:, None], np.inf)  # [j, i]: layers j to i - 1
+    best = stage_cost[0]
+    cuts = []
+    for _ in range(stages - 1):
+        candidates = np.maximum(best[:, None], stage_cost)
+        cut = candidates.argmin(axis=0)
+        best = candidates[cut, layers]
+        cuts.append(cut)
+    bounds = [num_layers]
+    for cut in reversed(cuts):
+        bounds.append(int(cut[bounds[-1]]))
+    bounds = [0, *reversed(bounds)]
+    return tuple(zip(bounds[:-1], bounds[1:], strict=True))

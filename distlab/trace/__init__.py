@@ -1,0 +1,20 @@
+"""What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto."""
+
+from distlab.trace.chrome import read_chrome, write_chrome
+from distlab.trace.merge import load_folder, load_trace, merge, rank_file, save_clocks, save_trace
+from distlab.trace.span import Span, Trace
+from distlab.trace.writer import SpanWriter
+
+__all__ = [
+    "Span",
+    "SpanWriter",
+    "Trace",
+    "load_folder",
+    "load_trace",
+    "merge",
+    "rank_file",
+    "read_chrome",
+    "save_clocks",
+    "save_trace",
+    "write_chrome",
+]

@@ -1,0 +1,168 @@
+"""Traces as Chrome JSON, the format that ui.perfetto.dev, chrome://tracing and torch.profiler share.
+
+Each rank of each trace is a process, each lane a thread. The viewer's times are floating-point microseconds; the exact
+nanoseconds travel in each event's `args`, so that reading back loses nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distlab.trace.foreign import read_foreign
+from distlab.trace.span import Span, Trace
+
+_VERSION = 1
+_KEY = "distlab"
+
+
+def write_chrome(path: str | Path, /, **traces: Trace) -> Path:
+    """Write traces into one file, as `write_chrome("step.json", measured=..., predicted=...)`.
+
+    Every trace is shown from its own earliest start, so that measured and predicted lie over each other. Spans of one
+    lane that overlap without nesting, which a viewer cannot stack, are shown on further threads of the same name.
+
+    Raises:
+        ValueError: no trace was given.
+    """
+    if not traces:
+        raise ValueError(
+            'write_chrome got no trace; name at least one, as in write_chrome("step.json", measured=trace)'
+        )
+    events = list(_events(traces))
+    document = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {_KEY: {"version": _VERSION, "traces": list(traces)}},
+    }
+    path = Path(path)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def _events(traces: dict[str, Trace]) -> Iterator[dict[str, Any]]:
+    pid = -1
+    for order, (title, trace) in enumerate(traces.items()):
+        origin_ns = int(trace.start_ns.min()) if len(trace) else 0
+        pids: dict[int, int] = {}
+        for rank in trace.ranks:
+            pid += 1
+            pids[rank] = pid
+            yield _metadata("process_name", pid, 0, name=f"{title} rank {rank}", trace=title, rank=rank)
+            yield _metadata("process_sort_index", pid, 0, sort_index=rank * len(traces) + order)
+        threads: dict[tuple[int, str, int], int] = {}
+        for span, row in zip(trace, _rows(trace), strict=True):
+            key = (span.rank, span.lane, row)
+            if key not in threads:
+                threads[key] = len(threads) + 1
+                name = span.lane if row == 0 else f"{span.lane} ({row + 1})"
+                yield _metadata("thread_name", pids[span.rank], threads[key], name=name, lane=span.lane)
+            yield _event(span, pids[span.rank], threads[key], origin_ns)
+
+
+def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
+
+
+def _event(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
+    args: dict[str, Any] = {"start_ns": span.start_ns, "end_ns": span.end_ns}
+    args |= {"num_bytes": span.num_bytes, "stage": span.stage, "microbatch": span.microbatch}
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": (span.start_ns - origin_ns) / 1000,
+        "dur": (span.end_ns - span.start_ns) / 1000,
+        "args": args,
+    }
+
+
+def _rows(trace: Trace) -> list[int]:
+    """Spread the spans of each lane over rows in which any two are apart or nested."""
+    rows = [0] * len(trace)
+    stacks: dict[tuple[int, int], list[list[int]]] = {}  # (rank, lane) -> a stack of open ends for each row
+    order = np.lexsort((-trace.end_ns, trace.start_ns)).tolist()
+    ranks, lanes = trace.rank.tolist(), trace.lane.tolist()
+    starts, ends = trace.start_ns.tolist(), trace.end_ns.tolist()
+    for index in order:
+        lane = stacks.setdefault((ranks[index], lanes[index]), [])
+        while not _fits(lane[rows[index]] if rows[index] < len(lane) else None, starts[index], ends[index]):
+            rows[index] += 1
+        if rows[index] == len(lane):
+            lane.append([])
+        lane[rows[index]].append(ends[index])
+    return rows
+
+
+def _fits(stack: list[int] | None, start_ns: int, end_ns: int) -> bool:
+    """Close what has ended, and tell whether a span lies within what is still open; None is a row yet to be made."""
+    while stack and stack[-1] <= start_ns:
+        stack.pop()
+    return not stack or stack[-1] >= end_ns
+
+
+def read_chrome(path: str | Path) -> dict[str, Trace]:
+    """Read the traces of a Chrome JSON file, plain or gzipped, by name; the exact inverse of `write_chrome`.
+
+    A file that another program wrote comes back as one trace named "trace": each process is a rank, each thread a lane,
+    a category a kind.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no JSON, or no Chrome trace.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no trace at {path}; write one with write_chrome(path, measured=trace)")
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        document = json.loads(content)
+    except (ValueError, EOFError, gzip.BadGzipFile, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); expected a Chrome trace") from error
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise ValueError(
+            f'{path} is no Chrome trace: expected a list of events, or an object with one as "traceEvents"'
+        )
+    try:
+        other = document.get("otherData") if isinstance(document, dict) else None
+        header = other.get(_KEY) if isinstance(other, dict) else None
+        return read_foreign(events) if header is None else _read_own(header, events)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:
+    if not isinstance(header, dict) or header.get("version") != _VERSION:
+        raise ValueError(f"the trace was written as {str(header)[:80]}; this program reads version {_VERSION}")
+    titles = header.get("traces")
+    if not isinstance(titles, list) or not all(isinstance(title, str) for title in titles):
+        raise ValueError("the trace lists no traces by name; write it again")
+    spans: dict[str, list[Span]] = {title: [] for title in titles}
+    owners: dict[int, tuple[str, int]] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    for index, event in enumerate(events):
+        try:
+            args, pid, tid = event["args"], event["pid"], event["tid"]
+            if event["ph"] == "X":
+                title, rank = owners[pid]
+                numbers = [args[field] for field in Span._fields[4:]]
+                if any(type(number) is not int for number in numbers):
+                    raise TypeError(f"times, bytes, stage and micro-batch are {numbers}; expected whole numbers")
+                spans[title].append(Span(rank, lanes[pid, tid], event["name"], event["cat"], *numbers))
+            elif event["name"] == "process_name":
+                owners[pid] = (args["trace"], args["rank"])
+            elif event["name"] == "thread_name":
+                lanes[pid, tid] = args["lane"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"event {index} is damaged ({error!r}); write the trace again") from error
+    return {title: Trace.from_spans(rows) for title, rows in spans.items()}

@@ -1,0 +1,164 @@
+"""Traces on disk, one file a rank, and the ranks' clocks brought together.
+
+Every rank saves its own spans on its own clock. Processes on one machine share the monotonic clock; between machines
+the clocks differ by a constant that is measured once and saved beside the traces as `clocks.json`: a list with, for
+each rank, the nanoseconds to add to its times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distlab.trace.span import NUMBERS, WORDS, Span, Trace
+
+CLOCKS_FILE = "clocks.json"
+_VERSION = 1
+_RANK_FILE = re.compile(r"rank(0|[1-9][0-9]*)\.trace\.npz")
+_DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError)
+
+
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """Name the file in which a rank saves its trace."""
+    return Path(folder) / f"rank{rank}.trace.npz"
+
+
+def save_trace(trace: Trace, path: str | Path) -> Path:
+    """Save a trace as a file of numpy arrays; a reader never sees half a file."""
+    path = Path(path)
+    words = np.frombuffer(json.dumps(trace.words).encode("ascii"), np.uint8)  # JSON keeps every character of a name
+    columns = {field: getattr(trace, field) for field in Span._fields}
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez(file, version=np.int64(_VERSION), words=words, **columns)
+
+    _replace(path, write)
+    return path
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Load what `save_trace` saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or holds something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no trace at {path}; save one with save_trace(trace, path)")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+        return _trace_from(stored)
+    except _DAMAGE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no readable trace ({reason}); delete it and record the run again") from error
+
+
+def _trace_from(stored: dict[str, Any]) -> Trace:
+    expected = {"version", "words", *Span._fields}
+    if set(stored) != expected:
+        raise ValueError(f"it holds the arrays {sorted(stored)}, expected {sorted(expected)}")
+    if stored["version"] != _VERSION:
+        raise ValueError(f"it is of version {stored['version']}, this program reads version {_VERSION}")
+    words = json.loads(stored["words"].tobytes())
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("its list of words is no list of texts")
+    columns = {}
+    for field in Span._fields:
+        column, dtype = stored[field], np.dtype(NUMBERS.get(field, np.int32))
+        if column.ndim != 1 or column.dtype != dtype or len(column) != len(stored["rank"]):
+            raise ValueError(f"its column {field} has shape {column.shape} and type {column.dtype}, expected {dtype}")
+        if field in WORDS and len(column) and not 0 <= column.min() <= column.max() < len(words):
+            raise ValueError(f"its column {field} points outside the list of words")
+        columns[field] = column
+    if (columns["end_ns"] < columns["start_ns"]).any():
+        raise ValueError("it holds a span that ends before it starts")
+    return Trace(**columns, words=tuple(words))
+
+
+def merge(traces: Iterable[Trace], clock_offsets_ns: Sequence[int] | None = None) -> Trace:
+    """Join traces into one on a common clock, sorted by start.
+
+    clock_offsets_ns[i] is added to the times of the i-th trace; without offsets the traces share a clock already.
+
+    Raises:
+        ValueError: not one offset a trace.
+    """
+    parts = list(traces)
+    offsets = [0] * len(parts) if clock_offsets_ns is None else list(clock_offsets_ns)
+    if len(offsets) != len(parts):
+        raise ValueError(f"got {len(offsets)} clock offsets for {len(parts)} traces; pass one a trace, in their order")
+    joined = Trace.concatenate(part.shifted(int(offset)) for part, offset in zip(parts, offsets, strict=True))
+    return joined.take(np.lexsort((joined.rank, joined.start_ns)))
+
+
+def save_clocks(clock_offsets_ns: Sequence[int], folder: str | Path) -> Path:
+    """Save the nanoseconds to add to each rank's clock, rank 0 first, where `load_folder` looks for them."""
+    path = Path(folder) / CLOCKS_FILE
+    text = json.dumps([int(offset) for offset in clock_offsets_ns])
+    _replace(path, lambda temporary: temporary.write_text(text + "\n"))
+    return path
+
+
+def load_folder(folder: str | Path) -> Trace:
+    """Merge the traces that the ranks of a run saved in a folder, their clocks aligned.
+
+    Raises:
+        FileNotFoundError: the folder, its clocks, or the trace of a rank is missing.
+        ValueError: a file is damaged, or holds spans of another rank.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; pass the folder in which the ranks saved their traces")
+    found = sorted(int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
+    offsets = _load_clocks(folder / CLOCKS_FILE)
+    missing = sorted(set(range(len(offsets))) - set(found))
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} has no trace of rank {', '.join(map(str, missing))}, of {len(offsets)} ranks in {CLOCKS_FILE}; "
+            "did these ranks end before they saved?"
+        )
+    if len(found) != len(offsets):
+        raise ValueError(
+            f"{folder} has traces of ranks {found}, but {CLOCKS_FILE} has {len(offsets)} clocks; "
+            "empty the folder before each run"
+        )
+    traces = []
+    for rank in found:
+        trace = load_trace(rank_file(folder, rank))
+        if set(trace.ranks) - {rank}:
+            raise ValueError(f"{rank_file(folder, rank)} holds spans of ranks {trace.ranks}; expected rank {rank} only")
+        traces.append(trace)
+    return merge(traces, offsets)
+
+
+def _load_clocks(path: Path) -> list[int]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; save the ranks' clock offsets with save_clocks(offsets, folder)")
+    try:
+        offsets = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); measure and save the clock offsets again") from error
+    if not isinstance(offsets, list) or not all(type(offset) is int for offset in offsets) or not offsets:
+        raise ValueError(f"{path} holds {str(offsets)[:80]}; expected a list of whole nanoseconds, one a rank")
+    return offsets
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside the final place, then move: the file is whole, or not there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""Lab 1: what a message costs between any two ranks of this machine, and what follows for a token that goes around."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.p2p import Receive, Send, exchange
+from distlab.lab import CommonSettings, Lab, flag, main
+from distlab.lab.report import grid
+from simulator.cost import Steps
+from simulator.fit import fit_steps, relative_errors
+from simulator.units import format_bytes_per_s, format_s
+
+
+@dataclass(frozen=True)
+class Settings(CommonSettings):
+    """Measure latency and bandwidth between all pairs of ranks, fit them, and send a token around.
+
+    Attributes:
+        sizes: bytes of the messages, at least two different ones.
+        rounds: round trips in one measurement of a pair.
+        repeats: measurements of each pair and size, of which the median counts.
+        laps: how often the token goes around.
+    """
+
+    sizes: tuple[int, ...] = flag((8, 4_096, 65_536, 1_048_576, 4_194_304), least=1, size=True)
+    rounds: int = flag(10, least=1)
+    repeats: int = flag(5, least=1)
+    laps: int = flag(20, least=1)
+
+    def __post_init__(self) -> None:
+        if len(set(self.sizes)) < 2:
+            raise ValueError(
+                f"--sizes has {len(set(self.sizes))} different sizes; two or more tell latency from bandwidth"
+            )
+
+
+class Pair(NamedTuple):
+    """What the messages between two ranks cost.
+
+    Attributes:
+        times_s: median seconds of one message, for each of the sizes.
+        latency_s: fitted alpha.
+        bytes_per_s: fitted beta.
+    """
+
+    times_s: tuple[float, ...]
+    latency_s: float
+    bytes_per_s: float
+
+
+def run(lab: Lab[Settings]) -> None:
+    """Measure on every rank."""
+    num_ranks = lab.member.world_size
+    check_shift(lab)
+    if num_ranks == 1:
+        lab.report.note("One rank alone sends nothing: start two or more to measure messages.")
+        return
+    pairs = measure_pairs(lab)
+    report_pairs(lab, pairs)
+    pass_token(lab, pairs)
+
+
+def check_shift(lab: Lab[Settings]) -> None:
+    """Every rank sends its number to the next; each must hold its predecessor's."""
+    rank, num_ranks = lab.member.rank, lab.member.world_size
+    shift = lab.function("01.shift")
+    mine = torch.full((1000,), float(rank), dtype=torch.float64, device=lab.member.device)
+    with lab.watched() as seen:
+        got = shift(mine)
+    wanted = torch.full_like(mine, (rank - 1) % num_ranks)
+    right = isinstance(got, torch.Tensor) and got.shape == wanted.shape and bool((got == wanted).all())
+    lab.report.fact("shift: every rank holds the tensor of the rank before", lab.everywhere(right), True)
+    assert seen.records is not None, "the block has ended"
+    sent = max(seen.records.sent_bytes(r) for r in seen.records.ranks)
+    lab.report.fact("shift: bytes sent a rank", sent, 8_000 if num_ranks > 1 else 0, "B")
+
+
+def measure_pairs(lab: Lab[Settings]) -> dict[tuple[int, int], Pair]:
+    """Time every pair by itself, while all other ranks wait; every rank gets the results of all."""
+    settings, device = lab.settings, lab.member.device
+    ping_pong, fit = lab.function("01.ping_pong"), lab.function("01.fit")
+    with lab.watched():  # a learner's ping-pong that hangs is told here
+        for partner in partners(lab):
+            ping_pong(torch.zeros(settings.sizes[0], dtype=torch.uint8, device=device), partner, 1)
+    pairs = {}
+    for pair in itertools.combinations(range(lab.member.world_size), 2):
+        times = torch.zeros(len(settings.sizes), dtype=torch.float64, device=device)
+        if lab.member.rank in pair:
+            partner = pair[1] if lab.member.rank == pair[0] else pair[0]
+            for index, size in enumerate(settings.sizes):
+                message = torch.zeros(size, dtype=torch.uint8, device=device)
+                with lab.member.spans.span(f"ping-pong of {size} bytes", "wait"):
+                    ping_pong(message, partner, 1)  # warms up: the first message opens the connection
+                    measured = [ping_pong(message, partner, settings.rounds) for _ in range(settings.repeats)]
+                times[index] = statistics.median(measured)
+        dist.all_reduce(times)  # two ranks measured, and the others are at zero; it also keeps them waiting
+        times_s = tuple((times / 2).tolist())
+        pairs[pair] = Pair(times_s, *fit(settings.sizes, times_s))
+    return pairs
+
+
+def partners(lab: Lab[Settings]) -> Iterator[int]:
+    """Yield this rank's partners in an order in which all pairs can meet: the same list of pairs on every rank."""
+    for one, other in itertools.combinations(range(lab.member.world_size), 2):
+        if lab.member.rank in (one, other):
+            yield other if lab.member.rank == one else one
+
+
+def report_pairs(lab: Lab[Settings], pairs: dict[tuple[int, int], Pair]) -> None:
+    """Lay out the matrices; then the median pair, by size, beside the line that was fitted to it."""
+    sizes, num_ranks = lab.settings.sizes, lab.member.world_size
+    between = {(a, b): pair for (a, b), pair in pairs.items()} | {(b, a): pair for (a, b), pair in pairs.items()}
+    latencies = [[between[a, b].latency_s if a != b else None for b in range(num_ranks)] for a in range(num_ranks)]
+    rates = [[between[a, b].bytes_per_s if a != b else None for b in range(num_ranks)] for a in range(num_ranks)]
+    lab.report.say(grid("latency", [["-" if s is None else format_s(s) for s in row] for row in latencies]))
+    lab.report.say(grid("bandwidth", [["-" if r is None else format_bytes_per_s(r) for r in row] for row in rates]))
+    middle = median_pair(list(pairs.values()))
+    for size, time_s in zip(sizes, middle.times_s, strict=True):
+        lab.report.measured(
+            f"message of {size:,} bytes", time_s, "s", predicted=middle.latency_s + size / middle.bytes_per_s
+        )
+    lab.report.measured("latency (alpha), median pair", middle.latency_s, "s")
+    lab.report.measured("bandwidth (beta), median pair", middle.bytes_per_s, "B/s")
+    lab.report.measured(
+        "slowest pair over the median, longest message",
+        max(p.times_s[-1] for p in pairs.values()) / middle.times_s[-1],
+        "x",
+    )
+    link = fit_steps(sizes, middle.times_s, Steps(1, 1.0))
+    worst = float(abs(relative_errors(sizes, middle.times_s, link, Steps(1, 1.0))).max())
+    lab.report.note(f"The simulator's fit, which may switch protocols by size, is off by {worst:.0%} at most.")
+
+
+def median_pair(pairs: list[Pair]) -> Pair:
+    """Return the medians over pairs."""
+    columns = zip(*(pair.times_s for pair in pairs), strict=True)
+    return Pair(
+        tuple(statistics.median(column) for column in columns),
+        statistics.median(pair.latency_s for pair in pairs),
+        statistics.median(pair.bytes_per_s for pair in pairs),
+    )
+
+
+def pass_token(lab: Lab[Settings], pairs: dict[tuple[int, int], Pair]) -> None:
+    """Send a number around the ring; each rank adds its own, and one hop should cost one latency."""
+    rank, num_ranks, laps = lab.member.rank, lab.member.world_size, lab.settings.laps
+    token = torch.zeros(1, dtype=torch.float64, device=lab.member.device)
+    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    lap_s = []
+    for _ in range(laps):
+        dist.barrier()
+        start = lab.now()
+        if rank > 0:
+            exchange(Receive(token, before))
+        token += rank
+        exchange(Send(token, after))
+        if rank == 0:
+            exchange(Receive(token, before))
+        lap_s.append(lab.now() - start)
+    hop_s = statistics.median(lap_s) / num_ranks  # rank 0's laps: from its send until the token is back
+    dist.broadcast(token, 0)
+    lab.report.fact(f"token after {laps} laps", int(token), laps * num_ranks * (num_ranks - 1) // 2)
+    latency_s = statistics.median(pair.latency_s + 8 / pair.bytes_per_s for pair in pairs.values())
+    lab.report.measured("one hop of the token", hop_s, "s", predicted=latency_s)
+
+
+if __name__ == "__main__":
+    main("01", Settings, run)

@@ -1,0 +1,122 @@
+"""Exercises of lesson 3, and how each is driven and judged (see cases.py, judges.py and overlap_judge.py)."""
+
+from __future__ import annotations
+
+from distlab_lesson_03 import cases, judges, overlap_judge
+
+from distlab.grading.exercise import Exercise
+
+TITLE = "Data parallel"
+MINUTES = 90
+NEEDS = ("01", "02")
+AIMS = (
+    "Say why gradients are averaged and why all ranks must start equal, and prove it against one process.",
+    "Build the ladder: one all-reduce a parameter, one flat one, buckets, buckets that travel during backward.",
+    "Predict a step's time on your machine and on a cluster; read on a timeline what is hidden and what is exposed.",
+    "Judge a claim about scaling by the conditions under which it holds.",
+)
+
+_TORCH = ("import torch", "import torch.distributed as dist", "from torch import nn")
+
+EXERCISES = (
+    Exercise(
+        name="03.broadcast",
+        title="equal starts",
+        source="solutions:broadcast_module",
+        drive=cases.drive_broadcast,
+        judge=judges.judge_broadcast,
+        imports=_TORCH,
+        hints=(
+            "`dist.broadcast(tensor, src=0)` must be called by every rank: on rank 0 it sends, on the others it fills.",
+            "A module's state is `module.parameters()` and `module.buffers()`: running means live in the second.",
+            "For each parameter and each buffer: broadcast `tensor.detach()` from rank 0. `detach()` shares memory, so "
+            "the module's own tensor is filled, and autograd has nothing to say.",
+        ),
+        on_failure=judges.broadcast_failure,
+        budget=judges.budget_calls,
+    ),
+    Exercise(
+        name="03.average",
+        title="one all-reduce a parameter",
+        source="solutions:average_gradients",
+        drive=cases.drive_gradients,
+        judge=judges.judge_average,
+        imports=_TORCH,
+        hints=(
+            "The gradient is `parameter.grad`, and it can be None where this rank did not use the parameter.",
+            "`dist.all_reduce` adds in place. A mean is a sum of parts that were divided by `dist.get_world_size()`.",
+            "For each parameter with requires_grad: if its gradient is None, make it zeros; divide it in place; "
+            "all_reduce it. All ranks then make the same calls in the same order, whatever each of them used.",
+        ),
+        on_failure=judges.missing_gradient,
+        budget=judges.budget_calls,
+    ),
+    Exercise(
+        name="03.flat",
+        title="one all-reduce for all",
+        source="solutions:average_flat",
+        drive=cases.drive_gradients,
+        judge=judges.judge_flat,
+        imports=_TORCH,
+        hints=(
+            "`torch.cat` of the flattened gradients is one tensor; `tensor.split(sizes)` cuts it again.",
+            "`module.parameters()` gives a weight that two layers share once. Missing gradients must take their place, "
+            "as zeros, or the pieces behind them move.",
+            "Collect the parameters that want gradients, fill missing gradients with zeros, cat, divide, all_reduce "
+            "once, split by `numel()`, copy each piece (`view_as`) back into its gradient.",
+        ),
+        on_failure=judges.missing_gradient,
+        budget=judges.budget_flat,
+    ),
+    Exercise(
+        name="03.buckets",
+        title="which gradients travel together",
+        source="solutions:fill_buckets",
+        drive=cases.drive_buckets,
+        judge=judges.judge_buckets,
+        hints=(
+            "Walk the indices with `reversed(range(len(sizes_bytes)))`.",
+            "Keep the open bucket's members and its bytes; close it when the bytes reach the capacity, not before.",
+            "Append the index, add its bytes; if the sum is at least bucket_bytes, append the members to the buckets "
+            "and begin an empty one. After the loop, what is open is the last bucket, if it holds anything.",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="03.overlap",
+        title="send while backward computes",
+        source="solutions:overlap",
+        drive=cases.drive_overlap,
+        judge=overlap_judge.judge_overlap,
+        imports=(
+            "from collections.abc import Callable",
+            "from distlab.data_parallel.steps import GradientBucket",
+        ),
+        hints=(
+            "`parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` in backward, as soon as that "
+            "gradient is there. Count, for each bucket, how many are still missing.",
+            "Start buckets strictly in order: while the next one misses nothing, start it. So a later bucket that is "
+            "full first waits for its turn, and all ranks call in one order.",
+            "Keep a list `missing` and the number started. Hook: lower missing, then start all that are next and full. "
+            "synchronize(): start the rest, finish all, set both back for the next step.",
+        ),
+        on_failure=overlap_judge.overlap_failure,
+        budget=overlap_judge.budget_overlap,
+    ),
+    Exercise(
+        name="03.repair",
+        title="spot the bug: the loss falls, and yet",
+        source="solutions:average_in_hooks",
+        drive=cases.drive_hooks,
+        judge=judges.judge_hooks,
+        imports=_TORCH,
+        hints=(
+            "Print what the hook is handed: its shape is right in either case. Compare its values with the weights.",
+            "`register_hook` hands over a gradient. What does `register_post_accumulate_grad_hook` hand over?",
+            "The argument is the parameter, so the code averages weights and leaves each rank's gradient its own. "
+            "Divide and all-reduce `parameter.grad` instead.",
+        ),
+        broken="mutants:average_in_hooks_of_weights",
+        budget=judges.budget_calls,
+    ),
+)

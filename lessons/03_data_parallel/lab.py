@@ -1,0 +1,293 @@
+"""Lab 3: train a small GPT on real text with each rung of the ladder: equal to one process, and how fast?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.data_parallel.steps import GradientBucket, wanting_gradients
+from distlab.lab import CommonSettings, Lab, flag, main
+from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round
+from distlab.measure.workload import workload_from_module
+from distlab.models import GPT, GPTConfig
+from distlab.plan.records import Plan, Workload
+from simulator import Step, simulate
+
+UPDATES = 10
+TOLERANCE = 1e-5  # fp32, SGD with momentum
+LEARNING_RATE, MOMENTUM = 0.03, 0.9
+Batch = tuple[Tensor, Tensor]
+Synchronize = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Settings(CommonSettings):
+    """Train a small GPT: gradients averaged one by one, flat, in buckets, during backward, and by torch's DDP.
+
+    Attributes:
+        steps: timed steps of each way; all take turns, and the median counts.
+        samples: samples in a rank's batch.
+        hidden: hidden size of the model, a multiple of 4.
+        layers: blocks of the model.
+        context: bytes in a sample.
+        bucket_bytes: capacity of a gradient bucket.
+        data: a text file to train on instead of Python's documentation.
+    """
+
+    steps: int = flag(12, least=1)
+    samples: int = flag(4, least=1)
+    hidden: int = flag(128, least=4)
+    layers: int = flag(4, least=1)
+    context: int = flag(64, least=1)
+    bucket_bytes: int = flag(250_000, least=1, size=True)
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
+
+    @property
+    def model(self) -> GPTConfig:
+        """Sizes of the GPT."""
+        return GPTConfig(context=self.context, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
+
+
+@dataclass
+class Rung:
+    """One way to train on many ranks.
+
+    Attributes:
+        name: what the table calls it.
+        prepare: takes a model whose replicas are equal; returns what to call on inputs, and what averages gradients
+            after backward.
+        gradient_sync: what the simulator calls it; None where nothing is sent.
+        all_reduces: calls a step that it must make, or None where torch decides.
+    """
+
+    name: str
+    prepare: Callable[[nn.Module], tuple[nn.Module, Synchronize]]
+    gradient_sync: str | None
+    all_reduces: int | None
+    step_s: list[float] = field(default_factory=list)
+    window_ns: tuple[int, int] = (0, 0)
+
+
+class Trainer:
+    """A model on this rank, its optimizer and how its gradients are averaged."""
+
+    def __init__(self, lab: Lab[Settings], rung: Rung, broadcast: Callable[[nn.Module], None] | None) -> None:
+        seed = lab.member.rank if broadcast is not None else 0  # ranks start apart, so that a missing broadcast shows
+        self.lab, self.rung = lab, rung
+        self.model = GPT(lab.settings.model, torch.Generator().manual_seed(seed)).to(lab.member.device)
+        if broadcast is not None:
+            broadcast(self.model)
+        self.module, self.synchronize = rung.prepare(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    def step(self, batch: Batch) -> float:
+        """Make one update; return this rank's mean loss before it."""
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        with self._span("forward", "F"):
+            loss = GPT.loss(self.module(inputs), targets)
+        with self._span("backward", "B"):
+            loss.backward()
+        with self._span("synchronize", "wait"):
+            self.synchronize()
+        with self._span("optimizer", "optimizer"):
+            self.optimizer.step()
+        return float(loss.detach())
+
+    @contextmanager
+    def _span(self, name: str, kind: str) -> Iterator[None]:
+        with self.lab.member.spans.span(name, kind):
+            yield
+            self.lab.now()
+
+    def weights(self) -> Tensor:
+        """Return all parameters in one row."""
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+
+def run(lab: Lab[Settings]) -> None:
+    """Train in one process, then with every rung; then time those that are right."""
+    settings = lab.settings
+    text = python_documentation() if settings.data is None else read_text(settings.data, settings.context)
+    corpus = ByteCorpus(text, settings.context)
+    wanted = train_alone(lab, corpus)
+    broadcast = lab.function("03.broadcast")
+    right = [trainer for rung in ladder(lab) if (trainer := train(lab, corpus, rung, broadcast, wanted)) is not None]
+    alone = Trainer(lab, Rung("no averaging", lambda model: (model, lambda: None), None, 0), None)
+    before = measure_round(lab.member.device)
+    time_steps(lab, corpus, [alone, *right])
+    after = measure_round(lab.member.device)
+    report_times(lab, alone, right, median_round([before, after]))
+
+
+def ladder(lab: Lab[Settings]) -> list[Rung]:
+    """Return the rungs, each made of the learner's functions or the lesson's."""
+    average, flat = lab.function("03.average"), lab.function("03.flat")
+    fill, overlap = lab.function("03.buckets"), lab.function("03.overlap")
+    parameters = wanting_gradients(GPT(lab.settings.model).parameters())
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    num_buckets = len(fill(sizes, lab.settings.bucket_bytes))
+
+    def buckets_of(model: nn.Module) -> list[GradientBucket]:
+        own = wanting_gradients(model.parameters())
+        return [GradientBucket([own[i] for i in members]) for members in fill(sizes, lab.settings.bucket_bytes)]
+
+    def bucketed(model: nn.Module) -> tuple[nn.Module, Synchronize]:
+        buckets = buckets_of(model)
+
+        def synchronize() -> None:
+            for bucket in buckets:
+                bucket.start(None)
+            for bucket in buckets:
+                bucket.finish()
+
+        return model, synchronize
+
+    def ddp(model: nn.Module) -> tuple[nn.Module, Synchronize]:
+        return DistributedDataParallel(model, bucket_cap_mb=lab.settings.bucket_bytes / 2**20), lambda: None
+
+    return [
+        Rung("one by one", lambda model: (model, lambda: average(model)), "per_parameter", len(parameters)),
+        Rung("flat", lambda model: (model, lambda: flat(model)), "flat", 1),
+        Rung("buckets", bucketed, "bucketed", num_buckets),
+        Rung("overlap", lambda model: (model, overlap(buckets_of(model))), "overlapped", num_buckets),
+        Rung("torch DDP", ddp, "overlapped", None),
+    ]
+
+
+def batch_of(lab: Lab[Settings], corpus: ByteCorpus, step: int, *, whole: bool = False) -> Batch:
+    """Return this rank's part of a step's batch, or the whole of it."""
+    ranks = lab.member.world_size
+    place = {"rank": 0, "world_size": 1} if whole else {"rank": lab.member.rank, "world_size": ranks}
+    inputs, targets = corpus.batch(step, lab.settings.samples * ranks, **place)
+    return inputs.to(lab.member.device), targets.to(lab.member.device)
+
+
+def train_alone(lab: Lab[Settings], corpus: ByteCorpus) -> Tensor:
+    """Train on the whole batches in one process, rank 0; return its weights on every rank."""
+    trainer = Trainer(lab, Rung("one process", lambda model: (model, lambda: None), None, 0), None)
+    losses = []
+    if lab.member.rank == 0:
+        losses = [trainer.step(batch_of(lab, corpus, update, whole=True)) for update in range(UPDATES)]
+        lab.report.measured("one process: loss before the first update", losses[0])
+        lab.report.measured(f"one process: loss before update {UPDATES}", losses[-1])
+    wanted = trainer.weights()
+    dist.broadcast(wanted, 0)
+    return wanted
+
+
+def train(
+    lab: Lab[Settings], corpus: ByteCorpus, rung: Rung, broadcast: Callable[[nn.Module], None], wanted: Tensor
+) -> Trainer | None:
+    """Train on the ranks, compare with one process, count calls and bytes; return the trainer when all is right."""
+    report = lab.report
+    with lab.watched():
+        trainer = Trainer(lab, rung, broadcast)
+        trainer.step(batch_of(lab, corpus, 0))
+    with lab.watched() as seen:  # the second step: DDP makes its buckets after the first
+        trainer.step(batch_of(lab, corpus, 1))
+    for update in range(2, UPDATES):
+        trainer.step(batch_of(lab, corpus, update))
+    mine = trainer.weights()
+    difference = lab.slowest(float((mine - wanted).abs().max()))
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    same = lab.everywhere(torch.equal(first, mine))
+    equal = difference <= TOLERANCE
+    report.fact(f"{rung.name}: equal to one process after {UPDATES} updates", equal, True)
+    report.measured(f"{rung.name}: largest difference of a weight", difference)
+    report.fact(f"{rung.name}: all ranks hold the same bits", same, True)
+    records = seen.records
+    assert records is not None, "the block has ended"
+    calls = records.num_calls("all_reduce") // len(records.ranks)
+    sent = max(records.payload_bytes(rank, "all_reduce") for rank in records.ranks)
+    if rung.all_reduces is None:
+        report.measured(f"{rung.name}: all-reduces a step", calls)
+    else:
+        report.fact(f"{rung.name}: all-reduces a step", calls, rung.all_reduces)
+    report.fact(f"{rung.name}: gradient bytes all-reduced a step", sent, mine.nbytes, "B")
+    if not (equal and same):
+        report.note(f"{rung.name} does not compute what one process computes, so it is not timed.")
+        return None
+    return trainer
+
+
+def time_steps(lab: Lab[Settings], corpus: ByteCorpus, trainers: list[Trainer]) -> None:
+    """Time steps of all trainers in turns on the same batches; a step's time is that of its slowest rank."""
+    for step in range(UPDATES, UPDATES + 1 + lab.settings.steps):
+        batch = batch_of(lab, corpus, step)
+        for trainer in trainers:
+            dist.barrier()
+            start_ns = lab.now_ns()
+            trainer.step(batch)
+            end_ns = lab.now_ns()
+            seconds = lab.slowest((end_ns - start_ns) / 1e9)
+            if step > UPDATES:  # the first warms up
+                trainer.rung.step_s.append(seconds)
+                if seconds <= statistics.median(trainer.rung.step_s):
+                    trainer.rung.window_ns = (start_ns, end_ns)
+
+
+def report_times(lab: Lab[Settings], alone: Trainer, right: list[Trainer], measured: Round) -> None:
+    """Report step time, exposed communication and samples a second, each beside the simulator's."""
+    num_ranks, settings = lab.member.world_size, lab.settings
+    workload = count(lab, alone)
+    local_s = statistics.median(alone.rung.step_s)
+    compute_only = predict(workload, measured, 1, "flat", settings.bucket_bytes)
+    lab.report.measured("no averaging: step", local_s, "s", predicted=compute_only.duration_s)
+    for trainer in right:
+        rung = trainer.rung
+        assert rung.gradient_sync is not None, "every rung averages"
+        expected = predict(workload, measured, num_ranks, rung.gradient_sync, settings.bucket_bytes)
+        step_s = statistics.median(rung.step_s)
+        exposed_s = statistics.median(
+            with_it - without for with_it, without in zip(rung.step_s, alone.rung.step_s, strict=True)
+        )
+        lab.report.measured(f"{rung.name}: step", step_s, "s", predicted=expected.duration_s)
+        lab.report.measured(
+            f"{rung.name}: exposed communication",
+            max(exposed_s, 0.0),
+            "s",
+            predicted=expected.duration_s - compute_only.duration_s,
+        )
+        lab.report.measured(f"{rung.name}: throughput", settings.samples * num_ranks / step_s, "samples/s")
+        if rung.name == "overlap":
+            lab.mark_step(*rung.window_ns, predicted=expected.trace.from_zero())
+    lab.report.note(
+        "Exposed communication is what a step takes longer than one without averaging, the median of the differences."
+    )
+    lab.report.note("Predictions come from a calibration in this run, before and after the timed steps.")
+
+
+def count(lab: Lab[Settings], alone: Trainer) -> Workload:
+    """Count the work of a rank's step on the model that nothing watches."""
+    tokens = torch.zeros(lab.settings.samples, lab.settings.context, dtype=torch.int64, device=lab.member.device)
+    return workload_from_module(
+        alone.model,
+        lambda: GPT.loss(alone.model(tokens), tokens),
+        optimizer=alone.optimizer,
+        samples=lab.settings.samples,
+        name="small GPT",
+    )
+
+
+def predict(workload: Workload, measured: Round, num_ranks: int, gradient_sync: str, bucket_bytes: int) -> Step:
+    """Simulate a step of the workload on this machine, as the calibration saw it."""
+    plan = Plan(data=num_ranks, gradient_sync=gradient_sync, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    return simulate(workload, fit_cluster(measured, num_ranks), plan)
+
+
+if __name__ == "__main__":
+    main("03", Settings, run)

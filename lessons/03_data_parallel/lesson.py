@@ -1,0 +1,871 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Data parallel
+#
+# 90 minutes. Comes after lessons 1 (ranks and messages) and 2 (collectives). You need no GPU: four processes on this
+# machine are the four ranks.
+#
+# Afterwards you can
+#
+# - say why gradients are averaged and why all ranks must start equal, and prove it against one process;
+# - build the ladder: one all-reduce a parameter, one flat one, buckets, buckets that travel during backward;
+# - predict a step's time, and read on a timeline what communication is hidden and what is exposed;
+# - judge a claim such as "8 GPUs give 6 to 7x" by the conditions under which it holds.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The question
+#
+# You train a GPT of 1.3 billion parameters. One H100 does a step of 8,192 tokens. You rent 64 of them, in eight
+# machines. Each has the whole model and 8,192 tokens of its own: this is **data parallelism**. After each step all 64
+# must agree on one update, so they exchange gradients. There are four ways to do that in this lesson. They give the
+# same numbers. What do they cost?
+
+# %%
+from distlab.plan.records import Plan
+from simulator import cluster, gpt_workload, simulate
+
+RUNGS = ("per_parameter", "flat", "bucketed", "overlapped")
+
+
+def gpt(samples):
+    return gpt_workload(
+        hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=samples
+    )
+
+
+def step_on(num_gpus, rung, samples=4):
+    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), Plan(data=num_gpus, gradient_sync=rung))
+
+
+# %% [markdown]
+# A guide says that 64 H100s for a week cost 20,000 to 40,000 dollars (lesson 15 tests it). Take the middle, 30,000.
+# Speed-up is the work done in a second, against one GPU; what is missing to 64 was paid for and not used. The simplest
+# way makes one all-reduce for each of the model's 290 parameter tensors. Before you look: what speed-up do you expect
+# of it? Type a number into the box that the next cell shows, and press Commit.
+
+# %%
+guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce a parameter?", unit="x")
+guess_0
+
+# %%
+guess_0.default(60)  # counts if you committed nothing above
+speedup = 64 * step_on(1, "flat").duration_s / step_on(64, "per_parameter").duration_s
+print(f"you said {guess_0.value:.1f}x, the simulator says {speedup:.1f}x")
+
+# %% tags=["nbval-check-output"]
+alone_s = step_on(1, "flat").duration_s
+print(f"one GPU: {alone_s * 1e3:.0f} ms a step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
+for rung in RUNGS:
+    speedup = 64 * alone_s / step_on(64, rung).duration_s
+    print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars a week unused")
+
+# %% [markdown]
+# The third line looks like a mistake: more work for the programmer, and slower than the second. It is no mistake, it
+# is the step before the fourth. Between the first line and the last lie some forty lines of Python, and you will write
+# them. First, though, what must not break: four ranks have to compute what one process computes.
+
+# %% [markdown]
+# ## One process is the judge
+#
+# A small GPT reads Python's own documentation, byte by byte. A batch is 16 samples of 32 bytes.
+
+# %%
+from distlab.data import ByteCorpus, python_documentation
+from distlab.models import GPT, GPTConfig
+
+CORPUS = ByteCorpus(python_documentation(), context=32)
+CONFIG = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
+inputs, targets = CORPUS.batch(0, 16)
+print(bytes(inputs[0].tolist()))
+
+# %% [markdown]
+# **Is the gradient of a batch the mean of its slices' gradients?** The loss of a batch is the mean over its samples:
+# $L = \frac{1}{16}\sum_i \ell_i$. Cut the batch into four slices of four. Each slice has its own mean loss $L_r$, and
+# $L = \frac{1}{4}\sum_r L_r$. The gradient of a sum is the sum of the gradients, so $\nabla L = \frac{1}{4}\sum_r
+# \nabla L_r$. That is all of data parallelism's mathematics. Try it, in one process:
+
+# %% tags=["nbval-check-output"]
+model = GPT(CONFIG, torch.Generator().manual_seed(0)).double()
+
+
+def gradient(batch):
+    model.zero_grad()
+    model.loss(model(batch[0]), batch[1]).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+whole = gradient(CORPUS.batch(0, 16))
+slices = torch.stack([gradient(CORPUS.batch(0, 16, rank=rank, world_size=4)) for rank in range(4)])
+print("the mean of the slices is the whole, to 1e-14:", bool((slices.mean(0) - whole).abs().max() < 1e-14))
+print(f"the sum of the slices is {float(slices.sum(0) @ whole / (whole @ whole)):.3f} times the whole")
+
+# %% [markdown]
+# So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate; with 64 ranks,
+# with 64 times. This is the most common fault of all, and it can hide: Adam divides a gradient by its own size. One
+# step of Adam from a gradient, and from four times that gradient:
+
+
+# %% tags=["nbval-check-output"]
+def update(optimizer_class, scale):
+    weight = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+    weight.grad = scale * whole[:1000]
+    optimizer_class([weight], lr=0.1).step()
+    return weight.detach()
+
+
+for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
+    ratio = update(optimizer_class, 4).norm() / update(optimizer_class, 1).norm()
+    print(f"{optimizer_class.__name__}: the update of a 4x gradient is {ratio:.2f}x as long")
+
+# %% [markdown]
+# Keep this in mind whenever somebody proves a distributed program with a falling loss: **compare with one process, and
+# with plain SGD.**
+#
+# Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2. The mean of the four means then
+# counts a sample in a small slice for more. The remedy is to weight each rank's loss by its share:
+# `distlab.data_parallel.loss_weight`.
+
+# %% tags=["nbval-check-output"]
+from distlab.data_parallel import loss_weight
+
+ten = gradient(CORPUS.batch(0, 10))
+uneven = torch.stack([gradient(CORPUS.batch(0, 10, rank=rank, world_size=4)) for rank in range(4)])
+weights = torch.tensor([loss_weight(num_local, 10, 4) for num_local in (3, 3, 2, 2)], dtype=torch.float64)
+print("plain mean is right:", bool((uneven.mean(0) - ten).abs().max() < 1e-14))
+print("weighted mean is right:", bool(((weights[:, None] * uneven).mean(0) - ten).abs().max() < 1e-14))
+
+# %% [markdown]
+# ## All ranks start equal
+#
+# Equal gradients make equal *updates*. They make equal *weights* only if the weights were equal before. Here each rank
+# draws its own start, as happens when each seeds by its rank. All average their gradients, for five steps.
+# `average_per_parameter` is the library's: the first rung, which you write yourself in a moment.
+
+# %%
+from distlab.data_parallel import average_per_parameter
+
+
+def train_apart(start_equal=lambda model: None):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(CONFIG, torch.Generator().manual_seed(rank))
+    start_equal(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=world_size)
+        optimizer.zero_grad()
+        model.loss(model(inputs), targets).backward()
+        average_per_parameter(model.parameters())
+        optimizer.step()
+    return model.output.weight.detach()
+
+
+# %% [markdown]
+# `Ranks(4)` starts four processes that stay until the end of the lesson. `ranks.run(f)` calls `f` in each and returns
+# their four results.
+
+# %% tags=["nbval-check-output"]
+ranks = Ranks(4)
+apart = ranks.run(train_apart)
+for rank in range(1, 4):
+    print(f"rank {rank}'s weights equal rank 0's: {torch.equal(apart[0], apart[rank])}")
+
+# %% [markdown]
+# Nothing failed, no error was raised, and these are four different models whose gradients are averaged into nonsense.
+#
+# ### Exercise: equal starts
+#
+# Write `broadcast_module(module)`: afterwards every rank has rank 0's parameters *and buffers* (running means, masks,
+# counters: whatever forward reads). Write into the tensors that are there, since an optimizer may hold them already.
+# Budget: one broadcast a tensor.
+
+# %% exercise="03.broadcast"
+
+# %% tags=["nbval-check-output"]
+together = ranks.run(train_apart, broadcast_module)
+print("all four equal after five steps:", all(torch.equal(together[0], weights) for weights in together))
+
+# %% [markdown]
+# ## Rung 1: one all-reduce a parameter
+#
+# The simplest way that is right. `dist.all_reduce(tensor)` puts the sum over ranks into the tensor, on every rank
+# (lesson 2 built it). Divide each gradient by the number of ranks and all-reduce it.
+#
+# One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an expert not chosen. Its
+# gradient is None there. If that rank skips it, it makes one call fewer than the others, and they wait for ever. So a
+# missing gradient **counts as zeros**, which is what it was.
+#
+# ### Exercise: average each gradient
+#
+# Write `average_gradients(module)`. Budget: one all-reduce for each parameter that wants a gradient, nothing for
+# frozen ones.
+
+# %% exercise="03.average"
+
+# %% [markdown]
+# ### Does it compute what one process computes?
+#
+# This is the whole training program of this lesson. It takes `prepare`, which is given the model and returns what to
+# call between backward and the optimizer. Everything else stays the same on all rungs. `train_step` is the library's:
+# forward, backward, synchronize, optimizer, each marked as a span of time.
+
+# %%
+from distlab.data_parallel import train_step
+from distlab.trace import SpanWriter
+
+
+def train(prepare, num_steps=10, dtype=torch.float32):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = GPT(CONFIG, torch.Generator().manual_seed(rank)).to(dtype)
+    broadcast_module(model)
+    call = {"loss_fn": model.loss, "synchronize": prepare(model), "spans": SpanWriter(rank)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(num_steps):
+        batch = CORPUS.batch(step, 16, rank=rank, world_size=world_size)
+        losses.append(float(train_step(model, optimizer, batch=batch, **call)))
+    return list(model.parameters()), losses, call["spans"].trace()
+
+
+# %%
+def one_by_one(model):
+    return lambda: average_gradients(model)
+
+
+judge = run(train, 1, args=(one_by_one, 10, torch.float64))[0]
+reports = ranks.run(train, one_by_one, 10, torch.float64)
+means = [sum(losses) / 4 for losses in zip(*(report[1] for report in reports), strict=True)]
+print("mean loss of the four ranks:", [round(loss, 3) for loss in means])
+print("loss of one process:        ", [round(loss, 3) for loss in judge[1]])
+
+
+# %% tags=["nbval-check-output"]
+def largest_difference(some, others):
+    return max(float((a - b).detach().abs().max()) for a, b in zip(some, others, strict=True))
+
+
+for rank, report in enumerate(reports):
+    same = largest_difference(report[0], judge[0]) < 1e-10
+    print(f"after 10 updates rank {rank}'s weights are those of one process, to 1e-10: {same}")
+
+# %% [markdown]
+# Not "similar": the same, up to the order of additions. Everything after this is about time.
+
+# %% [markdown]
+# ## What does it cost? Predict first
+#
+# A message takes a latency and then its bytes over the bandwidth (lesson 1). A ring all-reduce of $S$ bytes on $n$
+# ranks takes $2(n-1)$ rounds and sends $2\frac{n-1}{n}S$ bytes (lesson 2):
+#
+# $$t = 2(n-1)\,\alpha + 2\,\frac{n-1}{n}\,\frac{S}{\beta}$$
+#
+# The bytes are the same on every rung. The number of latencies is not. How many are there?
+
+# %% tags=["nbval-check-output"]
+sizes_bytes = [4 * parameter.numel() for parameter in GPT(CONFIG).parameters()]
+print(f"{len(sizes_bytes)} parameters, {sum(sizes_bytes) / 1e6:.2f} MB of gradients in float32")
+print(f"smallest {min(sizes_bytes)} bytes, largest {max(sizes_bytes):,} bytes")
+print(f"a ring on 4 ranks: {2 * 3} rounds an all-reduce, {2 * 3 * len(sizes_bytes)} rounds a step")
+
+# %% [markdown]
+# Now measure this machine, with all four ranks at work at once: how fast it computes, the latency and bandwidth of its
+# all-reduce, and how much the two slow each other down.
+
+# %%
+from distlab.measure.calibrate import fit_cluster, measure_round
+
+rounds = [ranks.run(measure_round, torch.device("cpu"))[0]]
+MACHINE = fit_cluster(rounds[0], 4)
+wire, device = MACHINE.intra_node.protocols[0], MACHINE.device
+print(f"all-reduce: {wire.latency_s * 1e6:.0f} us a round, {wire.bytes_per_s / 1e6:,.0f} MB/s")
+print(f"a rank computes {device.matmul_flops_per_s / 1e9:.0f} GFLOP/s in matrix products")
+print(f"together: computing {MACHINE.contention.compute_slowdown:.2f}x slower, ", end="")
+print(f"communicating {MACHINE.contention.communication_slowdown:.2f}x slower")
+
+# %% [markdown]
+# And count the model's work: floating-point operations and bytes of each layer, forward and backward, from one real
+# step.
+
+# %%
+from distlab.measure.workload import workload_from_module
+
+counted = GPT(CONFIG)
+sgd = torch.optim.SGD(counted.parameters(), lr=0.1, momentum=0.9)
+batch = CORPUS.batch(0, 16, rank=0, world_size=4)
+WORK = workload_from_module(
+    counted, lambda: counted.loss(counted(batch[0]), batch[1]), optimizer=sgd, samples=4, name="small GPT"
+)
+
+
+def predicted(rung, bucket_bytes=500_000):
+    return simulate(
+        WORK, MACHINE, Plan(4, gradient_sync=rung, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    )
+
+
+# %% [markdown]
+# Your turn. One step on four ranks, one all-reduce a parameter: how many milliseconds? You have the number of rounds a
+# step (168) and the time of one (`us a round`, further up): multiply. The bytes add 2 to 3 ms at 1,000 MB/s, since a
+# rank sends $2 \cdot \frac{3}{4} \cdot 1.73$ MB. Then add what you expect for forward, backward and optimizer: this
+# small model takes some tens of milliseconds. Commit to a number before you run on.
+
+# %%
+guess_1 = predict("How long is a step with one all-reduce a parameter, on this machine?", unit="ms")
+guess_1
+
+# %%
+guess_1.default(200)  # counts if you committed nothing above
+step = predicted("per_parameter")
+exposed_ms = step.exposed_communication_s * 1e3
+print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms of them communication, the rest compute")
+
+# %% [markdown]
+# **Run it.** The recorder writes down every call that a rank makes to torch.distributed. Together with the marked
+# spans it is the measured timeline. Of the steps, take the one of median length.
+
+# %%
+from distlab.trace import Trace
+from simulator.viz.train_step import step_of
+
+
+def measure(prepare, num_steps=8):
+    reports = ranks.run(train, prepare, num_steps)
+    calls = ranks.records().to_trace()
+    calls = calls.select(calls.is_word("lane", "communication"))
+    both = Trace.concatenate([calls, *(trace for _, _, trace in reports)])
+    steps = [step_of(both, number) for number in range(2, num_steps)]  # the first two warm up
+    return sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
+
+
+# %%
+measured = {"per_parameter": measure(one_by_one)}
+print(guess_1.compare(measured["per_parameter"].duration_s * 1e3))
+
+# %% [markdown]
+# Predicted and measured on one timeline: the upper row of each pair is what was measured, the pale one under it what
+# the simulator said. A3 is an all-reduce, number 3; the measured numbers begin higher, since they count from the first
+# step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it.
+
+# %%
+from simulator.viz.timeline_widget import Timeline
+
+timeline = Timeline(measured["per_parameter"], predicted("per_parameter").trace)
+timeline
+
+# %%
+timeline.view = (0.0, measured["per_parameter"].duration_s / 2)  # the first half of the step
+
+# %% [markdown]
+# Forward and backward come first, with nothing on the wire. Then the wire is busy, one small message after the other,
+# and nobody computes. All of that communication is **exposed**. Compare where ranks begin and end: the prediction lets
+# all four run at the same time. On a machine with fewer cores than ranks they take turns, and every all-reduce waits
+# for the rank whose turn comes last. That is most of the difference.
+
+# %% [markdown]
+# ## Rung 2: one all-reduce for everything
+#
+# 28 all-reduces are 27 too many. Copy all gradients into one flat tensor, all-reduce that, copy the mean back.
+#
+# ### Exercise: flat
+#
+# Write `average_flat(module)`. Budget: **one** all-reduce of the gradients' bytes. A weight that two layers share
+# (here: the embedding and the output) is one parameter and travels once.
+
+# %% exercise="03.flat"
+
+# %%
+guess_2 = predict("How long is a step with one flat all-reduce?", unit="ms")
+guess_2
+
+# %%
+guess_2.default(70)  # counts if you committed nothing above
+print(f"the simulator says {predicted('flat').duration_s * 1e3:.0f} ms")
+
+
+# %%
+def flat(model):
+    return lambda: average_flat(model)
+
+
+measured["flat"] = measure(flat)
+print(guess_2.compare(measured["flat"].duration_s * 1e3))
+
+# %% [markdown]
+# The recorder counts calls and bytes. They are facts of the algorithm, so they are the same on any machine:
+
+
+# %% tags=["nbval-check-output"]
+def traffic(prepare):
+    ranks.run(train, prepare, 1)
+    records = ranks.records().rank(0)
+    return records.num_calls("all_reduce"), records.payload_bytes(0, "all_reduce")
+
+
+for name, prepare in (("one a parameter", one_by_one), ("flat", flat)):
+    num_calls, num_bytes = traffic(prepare)
+    print(f"{name:16} {num_calls:3} all-reduces, {num_bytes:,} bytes")
+
+# %% [markdown]
+# Same bytes, a fraction of the calls. What is left: the flat all-reduce cannot start before backward has made the very
+# last gradient. The wire is idle during all of backward, and then everybody waits for the wire.
+
+# %% [markdown]
+# ## Rung 3: buckets
+#
+# The middle way: some all-reduces of some megabytes. A bucket can leave when *its* gradients are there. Which
+# gradients come first? Backward runs through the layers from last to first. So does bucket filling: **the last
+# parameter first.**
+#
+# ### Exercise: fill the buckets
+#
+# Write `fill_buckets(sizes_bytes, bucket_bytes)`. No ranks are needed: a bucket assignment is a plan, plain data, the
+# same on every rank. A bucket is closed as soon as it holds bucket_bytes or more.
+
+# %% exercise="03.buckets"
+
+# %% tags=["nbval-check-output"]
+names = [name for name, _ in GPT(CONFIG).named_parameters()]
+for number, bucket in enumerate(fill_buckets(sizes_bytes, 500_000)):
+    num_bytes = sum(sizes_bytes[index] for index in bucket)
+    first, last = names[bucket[0]], names[bucket[-1]]
+    print(f"bucket {number}: {len(bucket):2} gradients, {num_bytes:7,} bytes, {first} to {last}")
+
+# %% [markdown]
+# The embedding is the first parameter, so its gradient fills the last bucket, though it is shared with the output
+# layer, whose backward runs first of all: a tied weight's gradient is complete only when *both* uses have been through
+# backward.
+#
+# The library's `GradientBucket` holds parameters that travel together: `start(None)` packs, divides and begins the
+# all-reduce without waiting; `finish()` waits and unpacks.
+
+# %%
+from distlab.data_parallel.steps import GradientBucket
+
+
+def make_buckets(model, bucket_bytes=500_000):
+    parameters = list(model.parameters())
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    return [GradientBucket([parameters[i] for i in bucket]) for bucket in fill_buckets(sizes, bucket_bytes)]
+
+
+def bucketed(model):
+    buckets = make_buckets(model)
+    return lambda: [[bucket.start(None) for bucket in buckets], [bucket.finish() for bucket in buckets]]
+
+
+# %% [markdown]
+# All buckets are sent after backward, as flat was. More milliseconds than flat, or fewer?
+
+# %%
+guess_3 = predict("How long is a step with four buckets, sent after backward?", unit="ms")
+guess_3
+
+# %%
+guess_3.default(70)  # counts if you committed nothing above
+print(f"the simulator says {predicted('bucketed').duration_s * 1e3:.0f} ms")
+measured["bucketed"] = measure(bucketed)
+print(guess_3.compare(measured["bucketed"].duration_s * 1e3))
+
+# %% [markdown]
+# Buckets alone buy little: more latencies than flat, and still everything after backward. All that they hide is the
+# packing of one bucket behind the flight of another. They are the preparation for the next rung.
+
+# %% [markdown]
+# ## Rung 4: send while backward computes
+#
+# `parameter.register_post_accumulate_grad_hook(f)` makes autograd call `f(parameter)` in the middle of backward, as
+# soon as that parameter's gradient is there. Count what each bucket still misses, and start it at zero.
+#
+# Two things can go wrong, and both hang or mix up gradients on some machine, some day:
+#
+# - **Order.** Two ranks may run their hooks in different orders. All-reduces are matched by order alone: the first of
+#   one rank meets the first of another. So buckets are started in the order of the list, and a bucket that is full too
+#   early waits.
+# - **What never comes.** A parameter that was not used calls no hook. Its bucket is started after backward.
+#
+# ### Exercise: overlap
+#
+# Write `overlap(buckets)`: register the hooks, return the function to call after backward. The check runs it on layers
+# that sleep in backward, and looks at the recorded order of events, not at speed.
+
+# %% exercise="03.overlap"
+
+
+# %%
+def overlapped(model):
+    return overlap(make_buckets(model))
+
+
+guess_4 = predict("How long is a step with overlap?", unit="ms")
+guess_4
+
+# %%
+guess_4.default(70)  # counts if you committed nothing above
+print(f"the simulator says {predicted('overlapped').duration_s * 1e3:.0f} ms")
+measured["overlapped"] = measure(overlapped)
+print(guess_4.compare(measured["overlapped"].duration_s * 1e3))
+
+# %%
+timeline = Timeline(measured["overlapped"], predicted("overlapped").trace)
+timeline
+
+# %%
+timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
+
+# %% [markdown]
+# Now boxes stand on the wire *under* backward. Two things about the measured ones. A bucket begins when its own rank
+# sends it, and it can arrive only when the last rank has sent it too: a rank that was early shows long boxes. And a
+# box ends where somebody looked; a rank that computes does not look, so boxes may reach further right than the bytes
+# did.
+#
+# ### What does every rank hold, at every moment?
+#
+# Move the slider through a step, and switch between the four rungs. Each column is one all-reduce: not there yet, the
+# rank's own gradient, on its way, the mean. With overlap the first columns are means while backward still makes the
+# last ones; with flat there is one column, and it is empty or nobody computes.
+
+# %%
+from simulator.viz.train_step_panel import train_step_panel
+
+prediction_panel = train_step_panel({rung: predicted(rung).trace for rung in reversed(RUNGS)})
+prediction_panel
+
+# %%
+prediction_panel.controls["version"].value = "flat"
+prediction_panel.controls["at_ms"].value = 0.8 * predicted("flat").duration_s * 1e3
+
+# %% [markdown]
+# The same, from what was measured a moment ago. Ranks are no longer in step: look for one that waits while another
+# computes.
+
+# %%
+measured_panel = train_step_panel({rung: measured[rung] for rung in reversed(RUNGS)})
+measured_panel
+
+# %%
+measured_panel.controls["version"].value = "flat"
+measured_panel.controls["at_ms"].value = 0.8 * measured["flat"].duration_s * 1e3
+
+# %% [markdown]
+# ### The ladder, predicted and measured
+#
+# The calibration is some time old by now. Take another, so that the prediction rests on what was before *and* after.
+
+# %%
+from distlab.measure.calibrate import median_round
+from simulator.viz.facts import facts_of
+
+rounds.append(ranks.run(measure_round, torch.device("cpu"))[0])
+MACHINE = fit_cluster(median_round(rounds), 4)
+print(f"{'':14} predicted  measured   error   of it exposed")
+for rung in RUNGS:
+    said_s, step = predicted(rung).duration_s, measured[rung]
+    exposed_s = facts_of(step).exposed_s
+    print(f"{rung:14} {said_s * 1e3:6.0f} ms {step.duration_s * 1e3:6.0f} ms", end=" ")
+    print(f"{said_s / step.duration_s - 1:+7.0%} {exposed_s * 1e3:9.0f} ms")
+
+# %% [markdown]
+# Read the errors before the times. Two calibrations, and one step of each rung, on a machine that other programs use
+# too: that is a rough measurement, and the error says how rough. (`distlab bench` does it properly: many windows, a
+# calibration around each, noisy ones dropped; its last run is in the README.) What the simulator leaves out is what
+# the timelines showed: ranks that are late.
+#
+# On a laptop, communication is done *by the same cores* that compute. Hiding it behind compute then hides little, and
+# flat can win. A GPU sends with hardware of its own. The simulator knows the difference by two numbers only, the two
+# slow-downs that you measured.
+#
+# ### When does overlap pay?
+#
+# Back to the 64 GPUs, now with 2,048 tokens each, where communication is hardest to hide. Predict before you move the
+# slider: what does a very small bucket cost, what a very large one? And with 8 GPUs?
+
+# %%
+import ipywidgets
+
+from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz.panel import Panel
+
+
+def with_buckets(bucket_mb, num_gpus, samples=1):
+    plan = Plan(num_gpus, bucket_bytes=bucket_mb * 1_000_000, first_bucket_bytes=1_000_000)
+    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), plan)
+
+
+def draw_buckets(bucket_mb, num_gpus):
+    step = with_buckets(bucket_mb, num_gpus)
+    exposed_ms = step.exposed_communication_s * 1e3
+    title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms a step, {exposed_ms:.0f} ms exposed"
+    one = step.trace.select(step.trace.rank == 0)  # all ranks do the same
+    return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
+
+
+# %%
+SIZES_MB = (1, 25, 100, 500, 2700)
+buckets_panel = Panel(
+    draw_buckets,
+    bucket_mb=ipywidgets.SelectionSlider(options=SIZES_MB, value=25, description="bucket (MB)"),
+    num_gpus=ipywidgets.SelectionSlider(options=[8, 16, 64], value=64, description="GPUs"),
+)
+buckets_panel
+
+# %%
+buckets_panel.controls["bucket_mb"].value = 100
+
+# %% tags=["nbval-check-output"]
+for num_gpus in (8, 64):
+    times = [with_buckets(bucket_mb, num_gpus).duration_s * 1e3 for bucket_mb in SIZES_MB]
+    print(f"{num_gpus:2} GPUs:", ", ".join(f"{mb} MB {ms:.0f} ms" for mb, ms in zip(SIZES_MB, times, strict=True)))
+
+# %% [markdown]
+# A huge bucket cannot start before backward has ended: it is flat again. A small one pays its latencies, and a ring's
+# latency grows with the number of ranks: $2(n-1)\alpha$. So on 8 GPUs any bucket from 1 to 500 MB will do, and on 64
+# the common default of 25 MB is too small. Megatron-LM's default grows with the number of ranks for this reason.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# Guides repeat numbers about data parallelism. Derive the one that decides them all. With $P$ parameters and $T$
+# tokens a GPU, a step computes about $6PT$ floating-point operations at $F$ a second, and an all-reduce of 16-bit
+# gradients sends about $2 \cdot 2P$ bytes at $B$ a second:
+#
+# $$\frac{t_\text{communication}}{t_\text{compute}} \approx \frac{4P/B}{6PT/F} = \frac{2F}{3BT}$$
+#
+# $P$ is gone. **The share of communication does not depend on the size of the model, nor on the number of GPUs, but on
+# the tokens that each GPU has in a step.** $F$ is what the GPU reaches with this model, not its data sheet.
+
+# %% tags=["nbval-check-output"]
+model = gpt(4)
+reached = 6 * model.num_parameters * 8192 / step_on(1, "flat").duration_s
+print(f"this model reaches {reached / 1e12:.0f} TFLOP/s on an H100, by the simulator")
+print("communication takes, with 2,048, 8,192 and 32,768 tokens a GPU:")
+wires = {"NVLink 4, 367 GB/s": 367e9, "eight InfiniBand NDR cards a machine": 8 * 50e9, "one card a machine": 50e9}
+for name, bytes_per_s in wires.items():
+    ratios = [2 * reached / (3 * bytes_per_s * tokens) for tokens in (2048, 8192, 32768)]
+    print(f"{name:35}", ", ".join(f"{ratio / (1 + ratio):4.0%}" for ratio in ratios), end=" of a step; ")
+    print(f"can be hidden from {reached / bytes_per_s:,.0f} tokens on")
+
+# %% [markdown]
+# Those are shares with nothing hidden. All of it *can* be hidden while it
+# is shorter than backward, two thirds of compute: as long as the ratio is below 2/3, which is $T > F/B$. (367 GB/s:
+# nccl-tests on 8 H200, 2025, see `simulator/presets.toml`; 50 GB/s: ConnectX-7 data sheet, 2022. With one card a
+# machine the eight GPUs share it.)
+#
+# Where do the claims hold? Solve for $T$:
+
+# %% tags=["nbval-check-output"]
+claimed = {"5-15 % over NVLink": (367e9, 0.05, 0.15), "15-30 % over InfiniBand, one card": (50e9, 0.15, 0.30)}
+for claim, (bytes_per_s, low, high) in claimed.items():
+    fewest, most = (2 * reached / (3 * bytes_per_s) * (1 - share) / share for share in (high, low))
+    print(f"{claim}: holds from {fewest:,.0f} to {most:,.0f} tokens a GPU, with nothing hidden")
+
+# %% [markdown]
+# - **Gradient traffic costs 5-15 % over NVLink.** Only in that range of tokens. With 2,048 it is 26 %, with 32,768 it
+#   is 2 %. Without the number of tokens the claim says nothing, and with overlap nearly nothing of it is seen.
+# - **And 15-30 % over InfiniBand.** With one card a machine, in its range. With eight cards InfiniBand costs what
+#   NVLink costs.
+#
+# Now the claims about speed-up. "8 GPUs give 6 to 7x", "near linear to 8-16 GPUs", "twice the GPUs, 1.7x":
+
+# %%
+from simulator.viz import describe_scaling, draw_scaling
+
+claims = {"8 GPUs give 6-7x": (8, 6, 7)}
+lines = {
+    "overlapped, 8,192 tokens a GPU": lambda n: step_on(n, "overlapped", 4),
+    "per parameter, 8,192 tokens": lambda n: step_on(n, "per_parameter", 4),
+    "per parameter, 2,048 tokens": lambda n: step_on(n, "per_parameter", 1),
+}
+show(draw_scaling(lines, claims=claims), describe_scaling(lines, claims=claims))
+
+# %% tags=["nbval-check-output"]
+for samples in (1, 4):
+    for rung in ("per_parameter", "flat", "overlapped"):
+        times = {n: step_on(n, rung, samples).duration_s for n in (1, 2, 8, 16, 64)}
+        speedups = {n: n * times[1] / times[n] for n in times}
+        line = ", ".join(f"{n} GPUs {speedups[n]:.1f}x" for n in (2, 8, 16, 64))
+        print(f"{2048 * samples:5} tokens, {rung:13}: {line}")
+
+# %% [markdown]
+# - **8 GPUs give 6-7x.** That is what a loop *without* overlap gives at 8,192 tokens a GPU: 6.7x. With overlap it is
+#   7.8x; with 2,048 tokens and a loop, 4.9x.
+# - **Near linear to 8-16 GPUs.** With overlap and 8,192 tokens it goes on: 61.9x on 64. With 2,048 tokens it is 13.1x
+#   on 16 and 42.7x on 64, in buckets of 25 MB; larger buckets help, as the panel above shows.
+# - **Twice the GPUs, 1.7x.** From one GPU to two, 1.6x to 2.0x, by tokens and by rung. The claim comes nearer when the
+#   *total* batch stays, so that twice the GPUs means half the tokens for each:
+
+# %% tags=["nbval-check-output"]
+before_s = None
+for num_gpus, samples in ((8, 8), (16, 4), (32, 2), (64, 1)):
+    now_s = step_on(num_gpus, "overlapped", samples).duration_s
+    gain = "" if before_s is None else f", {before_s / now_s:.2f}x by twice the GPUs"
+    print(f"{num_gpus:2} GPUs, {2048 * samples:5} tokens each: {now_s * 1e3:5.1f} ms{gain}")
+    before_s = now_s
+
+# %% [markdown]
+# A larger batch is not free either: what it does to learning is lesson 4.
+
+# %% [markdown]
+# ## Spot the bug
+#
+# The loss falls, the recorder shows an all-reduce for each parameter, nothing hangs. Found in a public repository:
+# this code averages in hooks, and replicas drift apart. Run the check as it is, read what it says, find the line,
+# repair it.
+
+# %% exercise="03.repair"
+
+# %% [markdown]
+# ## Production: torch's own
+#
+# `torch.nn.parallel.DistributedDataParallel` is the fourth rung in C++. Same model, same batches, turn by turn in one
+# run: equal losses, and how long a step takes.
+
+# %%
+import time
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+def side_by_side(num_steps=12):
+    rank, world_size, rows = dist.get_rank(), dist.get_world_size(), []
+    ours, theirs = (GPT(CONFIG, torch.Generator().manual_seed(0)) for _ in range(2))
+    programs = [(ours, overlap(make_buckets(ours))), (DistributedDataParallel(theirs, bucket_cap_mb=0.5), None)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module, _ in programs]
+    for step in range(num_steps):
+        batch = CORPUS.batch(step, 16, rank=rank, world_size=world_size)
+        for (module, synchronize), optimizer in zip(programs, optimizers, strict=True):
+            start = time.perf_counter()
+            loss = train_step(module, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=synchronize)
+            rows.append((float(loss), time.perf_counter() - start))
+    return rows[::2], rows[1::2]
+
+
+# %%
+from statistics import median, quantiles
+
+ours, theirs = ranks.run(side_by_side)[0]
+gap = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
+ratios = [a[1] / b[1] for a, b in zip(ours[2:], theirs[2:], strict=True)]
+low, _, high = quantiles(ratios)
+print(f"largest difference of the losses in {len(ours)} steps: {gap:.1e}")
+print(f"a step of yours takes {median(ratios):.2f} times a step of DDP; half of the pairs: {low:.2f} to {high:.2f}")
+
+# %% [markdown]
+# **A fault that DDP cannot catch.** DDP averages in what its own `forward` sets up. Code that takes the loss from
+# `model.module`, to save typing or to reach a method, goes around it. Is anything averaged?
+
+
+# %% tags=["nbval-check-output"]
+def around_ddp():
+    model = DistributedDataParallel(GPT(CONFIG))
+    inputs, targets = CORPUS.batch(0, 16, rank=dist.get_rank(), world_size=4)
+    counts = []
+    for forward in (model, model.module):
+        with recorded() as seen:
+            GPT.loss(forward(inputs), targets).backward()
+        counts.append(seen.records.num_calls("all_reduce"))
+    return counts
+
+
+through, around = ranks.run(around_ddp)[0]
+print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.module(inputs): {around > 0}")
+
+# %% [markdown]
+# The same settings under other names:
+#
+# | | capacity of a bucket | send during backward | equal starts |
+# |---|---|---|---|
+# | torch DDP | `bucket_cap_mb`: 25 MiB, the first 1 MiB | always | when it is built |
+# | torchtitan | 100 MiB, fixed in its `apply_ddp` | as DDP | as DDP |
+# | Megatron-LM | `--ddp-bucket-size`: max(40e6, 1e6 x ranks) parameters | `--overlap-grad-reduce` | from a seed |
+# | DeepSpeed | `reduce_bucket_size`: 5e8 elements | `overlap_comm` | when it is built |
+# | Horovod | `HOROVOD_FUSION_THRESHOLD`: 128 MB | always | `broadcast_parameters` |
+#
+# Horovod has no fixed buckets: every `HOROVOD_CYCLE_TIME` (1 ms) the ranks agree on what is ready everywhere and send
+# that together. DDP rebuilds its buckets once, in the order in which the first backward made gradients;
+# `find_unused_parameters=True` is its answer to parameters that never come, `gradient_as_bucket_view=True` saves one
+# copy.
+#
+# Sources are at the end. In the library, `distlab.data_parallel.DataParallel` is your `overlap` made fit for real
+# models: gradients that *are* views of the buckets, agreement between ranks at the start, unused parameters named.
+# Accumulation over several micro-batches (`no_sync`), samplers and uneven last batches come in a later part of this
+# lesson.
+
+# %% [markdown]
+# ## Lab
+#
+# The same on your own hardware, as a plain script. In a terminal, on four CPU ranks, with the reference and with what
+# you wrote in this notebook:
+#
+# ```
+# distlab lab 03 --ranks 4 --impl reference
+# distlab lab 03 --ranks 4 --impl work/03_data_parallel/lesson.ipynb --trace traces
+# ```
+#
+# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+#
+# ```
+# torchrun --nproc-per-node 4 lessons/03_data_parallel/lab.py --impl reference
+# ```
+#
+# `lab_reference.md` beside it has the output to compare with. `--trace` leaves a timeline that Chrome and Perfetto
+# open.
+
+# %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below, which has the answers.
+#
+# 1. Your 7B model (16-bit gradients) trains on 8 H100 with 2,048 tokens a GPU, nothing overlapped. You double the
+#    tokens. What happens to the share of communication, and what if you doubled the model instead?
+# 2. Ethernet of 10 Gb/s between machines with one GPU each: how many tokens must a GPU have so that overlap can hide
+#    everything (ratio 2/3), at 400 TFLOP/s?
+# 3. A colleague divides the loss by world_size *and* averages the gradients. SGD or Adam: which run looks healthy?
+# 4. Gradients are synchronised in `optimizer.step()`, says a guide. Which line of `train_step` proves it wrong?
+# 5. Two GPUs take 135 ms a step where one takes 120 ms for its half of the work. Which share is exposed, and what is
+#    the speed-up in work done a second?
+
+
+# %% tags=["nbval-check-output"]
+def share(tokens, flops_per_s=400e12, bytes_per_s=367e9):
+    ratio = 2 * flops_per_s / (3 * bytes_per_s * tokens)
+    return ratio / (1 + ratio)
+
+
+print(f"1. {share(2048):.0%} with 2,048 tokens, {share(4096):.0%} with 4,096; the size of the model does not matter")
+print(
+    f"2. 2F / 3BT = 2/3 gives T = F / B = {400e12 / (10e9 / 8):,.0f} tokens: hopeless, unless you send less (lesson 5)"
+)
+print("3. Adam: its update hardly depends on the gradient's scale. Plain SGD learns world_size times too slowly")
+print("4. synchronize() stands between backward() and optimizer.step(), which sends nothing")
+print(f"5. {1 - 120 / 135:.0%} exposed, {2 * 120 / 135:.2f}x")
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Sources
+#
+# - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*: buckets, reverse order,
+#   hooks.
+# - Sergeev and Del Balso 2018, *Horovod*; its tensor fusion page and release notes 0.21 (128 MB, 1 ms), 2020.
+# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, section 3: pitfalls of loss scaling and averaging.
+# - PyTorch documentation, DistributedDataParallel and its design note; read for torch 2.13. torchtitan, `apply_ddp` in
+#   its Llama 3 model, read 2026.
+# - Megatron Core documentation, DistributedDataParallelConfig (bucket_size, overlap_grad_reduce), read 2026.
+# - DeepSpeed documentation, configuration JSON, ZeRO section, read 2026.
+# - Figures of devices and wires: `simulator/presets.toml`, each with its source and date.
+#
+# Next: lesson 4, what a large batch does to learning.

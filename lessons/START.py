@@ -1,0 +1,76 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Distributed training, by doing it
+#
+# You know PyTorch on one device. In this course you make many processes train one model together, and you know at
+# each step what is sent, how long it takes and why.
+#
+# Nothing here needs a GPU, an account or a download. The ranks of every lesson are real processes on this machine,
+# and they talk through the same `torch.distributed` that a cluster uses.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The map
+# The next cell shows the lessons, what you can do after each, and which exercises you have passed. Run it again
+# whenever you want to see how far you are. (Click into it and press Shift-Enter.)
+
+# %%
+from distlab.notebook import course_map
+
+course_map()
+
+# %% [markdown]
+# ## How a lesson goes
+# Every idea takes three steps.
+#
+# 1. **Predict.** You commit to a number before you run anything: how many bytes, how many milliseconds. A wrong guess
+#    is where learning starts; nobody else sees it.
+# 2. **Run.** Real ranks do it, from the simplest version to the good one.
+# 3. **Compare.** The measured time is laid over the predicted one, and the lesson says why they differ.
+#
+# Then it is your turn: each lesson has functions for you to write and one with a bug for you to find. Under each
+# stand three hints, closed until you click them. Run the check below an exercise as often as you like. It runs your
+# function on one, two, three and four ranks and tells you what is wrong in words. If you skip an exercise, the rest
+# of the lesson goes on with a working version.
+#
+# ## Ranks in a cell
+# A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their
+# variables. Try it: each rank has its own `rank`, and `dist.all_reduce` adds up the numbers of all four.
+
+# %%
+# %%ranks 4
+numbers = torch.tensor([rank, rank * rank])
+dist.all_reduce(numbers)
+numbers.tolist()
+
+# %% [markdown]
+# `%%ranks [0,2]` runs a cell on those two alone, `%%ranks --push model` copies `model` from the notebook to the
+# ranks first, `%ranks` says what they hold, and `%ranks stop` ends them.
+
+# %%
+# %ranks
+
+# %% [markdown]
+# ## When something hangs
+# Ranks that wait for each other for ever are the commonest fault of this trade; you will cause one on purpose in
+# the first lesson. When every rank waits and none can go on, you are told so within seconds: who waits for whom, in
+# which call, on which line. If a cell runs too long for you, press the stop button (a square), or Esc and then
+# I twice: the ranks end and you read where each one stood. Nothing is left running.
+#
+# ## Where your work is
+# You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks are written to
+# `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a terminal: your copy
+# is kept under another name, with the date.
+#
+# Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`.
+#
+# Open the first lesson in the table above.

@@ -1,0 +1,51 @@
+"""Predict a training step: hardware in numbers, a cost model, an exact event engine, memory, and a Trace of the result.
+
+Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
+"""
+
+from simulator.cost import (
+    all_gather_s,
+    all_reduce_s,
+    broadcast_s,
+    bus_bytes_per_s,
+    compute_s,
+    hierarchical_all_reduce_s,
+    message_s,
+    reduce_scatter_s,
+)
+from simulator.fit import fit_link, fit_steps, leave_one_size_out
+from simulator.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.hardware import cluster, device, link, names
+from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes
+from simulator.pipeline import CompiledOrder, order_of, peak_in_flight
+from simulator.step import Step, closed_form_bubble, simulate
+
+__all__ = [
+    "CompiledOrder",
+    "Memory",
+    "Step",
+    "activation_bytes_per_layer",
+    "adam_state_bytes",
+    "all_gather_s",
+    "all_reduce_s",
+    "broadcast_s",
+    "bus_bytes_per_s",
+    "closed_form_bubble",
+    "cluster",
+    "compute_s",
+    "device",
+    "fit_link",
+    "fit_steps",
+    "gpt_num_parameters",
+    "gpt_step_flops",
+    "gpt_workload",
+    "hierarchical_all_reduce_s",
+    "leave_one_size_out",
+    "link",
+    "message_s",
+    "names",
+    "order_of",
+    "peak_in_flight",
+    "reduce_scatter_s",
+    "simulate",
+]

@@ -1,0 +1,247 @@
+"""Timing: when each part of a step happens on one replica's ranks, by two roads that agree to the nanosecond.
+
+`time_directly` runs the pipeline as vectors and closes each rank's step (packing, all-reduces, update) with a
+recursion of a few lines. It is exact where nothing contends. `time_by_graph` spells every operation out for the event
+engine, and is exact always: with contention, and where a link is the bottleneck so that messages queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan.records import Contention
+from simulator import engine
+from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.pipeline import CompiledOrder, F, Order
+from simulator.stages import Stage
+
+Ints = NDArray[np.int64]
+Pair = tuple[int, int]
+
+SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
+
+
+@dataclass(frozen=True)
+class SyncTimes:
+    """Start and end, in nanoseconds, of the three parts of one all-reduce of gradients."""
+
+    pack: Pair
+    all_reduce: Pair
+    unpack: Pair
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """Start and end of everything on one replica's ranks, in nanoseconds.
+
+    Attributes:
+        order: the actions of the pipeline.
+        start_ns: start of each action.
+        end_ns: end of each action.
+        send_end_ns: end of the message that leaves after each action; the action's own end where none does.
+        send_start_ns: its start.
+        syncs: of each rank, in the order of its stage's syncs.
+        optimizer: start and end of the update on each rank.
+        layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
+            they follow from the durations.
+    """
+
+    order: Order
+    start_ns: Ints
+    end_ns: Ints
+    send_start_ns: Ints
+    send_end_ns: Ints
+    syncs: tuple[tuple[SyncTimes, ...], ...]
+    optimizer: tuple[Pair, ...]
+    layers: Ints | None = None
+
+
+def queues(stages: Sequence[Stage]) -> bool:
+    """Return whether a message may still be on the wire when the next one is ready (communication-bound)."""
+    return any(
+        stage.send_forward_ns > sum(stage.forward_ns) or stage.send_backward_ns > sum(stage.backward_ns)
+        for stage in stages
+    )
+
+
+def time_directly(compiled: CompiledOrder, stages: Sequence[Stage], *, sync: str) -> Timing:
+    """Time a step without contention whose messages never queue. Stage r runs on rank r."""
+    order = compiled.order
+    table = np.array([[sum(stage.forward_ns), sum(stage.backward_ns)] for stage in stages], np.int64)
+    sends = np.array([[stage.send_forward_ns, stage.send_backward_ns] for stage in stages], np.int64)
+    backward = (order.kind != F).astype(np.int64)
+    duration = table[order.stage, backward]
+    last = order.offsets[1:] - 1  # the last action of a rank is a backward
+    if sync == "overlapped":
+        duration[last] += [sum(sync.pack_ns for sync in stage.syncs) for stage in stages]
+    send = sends[order.stage, backward]
+    latency = np.where(compiled.remote, send[compiled.need], 0)
+    end = compiled.run(duration, latency)
+    closes = [
+        _close(stage, int(end[action] - duration[action]), int(end[action]), sync)
+        for stage, action in zip(stages, last.tolist(), strict=True)
+    ]
+    updates = []
+    for stage, (_, ready) in zip(stages, closes, strict=True):
+        updates.append((ready, ready + stage.optimizer_ns))
+    return Timing(order, end - duration, end, end, end + send, tuple(syncs for syncs, _ in closes), tuple(updates))
+
+
+def _close(stage: Stage, start: int, end: int, how: str) -> tuple[tuple[SyncTimes, ...], int]:
+    """Time a rank's all-reduces, given its last backward; return when the update can start too."""
+    if not stage.syncs:
+        return (), end
+    if how == "per_parameter":  # one after the other: divide, send, wait
+        times, now = [], end
+        for sync in stage.syncs:
+            sent, done = now + sync.pack_ns, now + sync.pack_ns + sync.duration_ns
+            times.append(SyncTimes((now, sent), (sent, done), (done, done + sync.unpack_ns)))
+            now = done + sync.unpack_ns
+        return tuple(times), now
+    pairs = _during_backward(stage, start) if how == "overlapped" else _after_backward(stage, end)
+    now = max(end, pairs[-1][0][1])
+    times = []
+    for sync, (pack, wire) in zip(stage.syncs, pairs, strict=True):
+        begin = max(now, wire[1])
+        now = begin + sync.unpack_ns
+        times.append(SyncTimes(pack, wire, (begin, now)))
+    return tuple(times), now
+
+
+def _after_backward(stage: Stage, end: int) -> list[tuple[Pair, Pair]]:
+    """Pack one bucket while the one before it travels."""
+    pairs, now, wire_free = [], end, 0
+    for sync in stage.syncs:
+        pack = (now, now + sync.pack_ns)
+        now = pack[1]
+        begin = max(now, wire_free)
+        wire_free = begin + sync.duration_ns
+        pairs.append((pack, (begin, wire_free)))
+    return pairs
+
+
+def _during_backward(stage: Stage, start: int) -> list[tuple[Pair, Pair]]:
+    """Send each bucket once its last gradient is there; the wire takes one at a time."""
+    pairs: list[tuple[Pair, Pair]] = []
+    now, wire_free = start, 0
+    for layer in reversed(range(len(stage.layers))):
+        now += stage.backward_ns[layer]
+        while len(pairs) < len(stage.syncs) and stage.syncs[len(pairs)].layer >= layer:
+            sync = stage.syncs[len(pairs)]
+            pack = (now, now + sync.pack_ns)
+            now = pack[1]
+            begin = max(now, wire_free)
+            wire_free = begin + sync.duration_ns
+            pairs.append((pack, (begin, wire_free)))
+    return pairs
+
+
+class _StepGraph:
+    """Builds the graph of a step, operation by operation, and remembers which is which."""
+
+    def __init__(self, compiled: CompiledOrder, stages: Sequence[Stage], sync: str) -> None:
+        self.order, self.compiled, self.stages, self.sync = compiled.order, compiled, stages, sync
+        self.builder = GraphBuilder()
+        self.bounds: dict[int, Pair] = {}  # first and last operation of an action
+        self.sends: dict[int, int] = {}
+        self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
+        self.syncs: list[list[tuple[int, int, int]]] = [[] for _ in stages]  # pack, all-reduce, unpack
+        self.updates = [0] * len(stages)
+
+    def build(self) -> None:
+        offsets = self.order.offsets
+        # Actions in the order of their levels: what an action needs has been added before it.
+        for action in np.argsort(self.compiled.level, kind="stable").tolist():
+            rank = int(self.compiled.rank[action])
+            is_last = action == offsets[rank + 1] - 1
+            self._action(action, rank, is_last=is_last)
+            if is_last:
+                self._finish(rank)
+
+    def _action(self, action: int, rank: int, *, is_last: bool) -> None:
+        stage = self.stages[int(self.order.stage[action])]
+        forward = self.order.kind[action] == F
+        need = int(self.compiled.need[action])
+        needs = [self.sends.get(need, self.bounds[need][1])] if need >= 0 else []
+        numbers = range(len(stage.layers)) if forward else range(len(stage.layers) - 1, -1, -1)
+        first, bucket = len(self.builder), 0
+        last = first
+        for layer in numbers:
+            duration = (stage.forward_ns if forward else stage.backward_ns)[layer]
+            last = self.builder.add(rank, COMPUTE, duration, needs=needs)
+            self.layers.append((action, layer, last))
+            needs = []
+            while is_last and self.sync == "overlapped" and self._is_ready(stage, bucket, layer):
+                last = self._start_sync(rank, bucket)
+                bucket += 1
+        self.bounds[action] = (first, last)
+        self._send(action, rank, stage, forward=bool(forward), after=last)
+
+    def _is_ready(self, stage: Stage, bucket: int, layer: int) -> bool:
+        return bucket < len(stage.syncs) and stage.syncs[bucket].layer >= layer
+
+    def _send(self, action: int, rank: int, stage: Stage, *, forward: bool, after: int) -> None:
+        lane = SEND_FORWARD if forward else SEND_BACKWARD
+        duration = stage.send_forward_ns if forward else stage.send_backward_ns
+        if duration:
+            peer = rank + (1 if forward else -1)
+            self.sends[action] = self.builder.add(rank, lane, duration, needs=[after], peer=peer)
+
+    def _start_sync(self, rank: int, bucket: int) -> int:
+        sync = self.stages[rank].syncs[bucket]
+        pack = self.builder.add(rank, COMPUTE, sync.pack_ns)
+        wire = self.builder.add(rank, COMMUNICATION, sync.duration_ns, needs=[pack])
+        self.syncs[rank].append((pack, wire, -1))
+        return pack
+
+    def _finish(self, rank: int) -> None:
+        syncs = self.stages[rank].syncs
+        if self.sync != "overlapped":
+            for bucket in range(len(syncs)):
+                self._start_sync(rank, bucket)
+                if self.sync == "per_parameter":
+                    self._unpack(rank, bucket)
+        for bucket in range(len(syncs)):
+            if self.syncs[rank][bucket][2] < 0:
+                self._unpack(rank, bucket)
+        self.updates[rank] = self.builder.add(rank, COMPUTE, self.stages[rank].optimizer_ns)
+
+    def _unpack(self, rank: int, bucket: int) -> None:
+        pack, wire, _ = self.syncs[rank][bucket]
+        unpack = self.builder.add(rank, COMPUTE, self.stages[rank].syncs[bucket].unpack_ns, needs=[wire])
+        self.syncs[rank][bucket] = (pack, wire, unpack)
+
+
+def time_by_graph(
+    compiled: CompiledOrder, stages: Sequence[Stage], *, sync: str, contention: Contention | None = None
+) -> Timing:
+    """Time a step on the event engine. Stage r runs on rank r."""
+    step = _StepGraph(compiled, stages, sync)
+    step.build()
+    start, end = engine.run(step.builder.graph(), contention)
+    order = compiled.order
+    bounds = np.array([step.bounds[action] for action in range(len(order.kind))], np.int64).reshape(-1, 2)
+    action_end = end[bounds[:, 1]]
+    send_start, send_end = action_end.copy(), action_end.copy()
+    sent = list(step.sends)
+    send_start[sent] = start[list(step.sends.values())]
+    send_end[sent] = end[list(step.sends.values())]
+    rows = np.array(step.layers, np.int64).reshape(-1, 3)
+
+    def pair(operation: int) -> Pair:
+        return int(start[operation]), int(end[operation])
+
+    return Timing(
+        order=order,
+        start_ns=start[bounds[:, 0]],
+        end_ns=action_end,
+        send_start_ns=send_start,
+        send_end_ns=send_end,
+        syncs=tuple(tuple(SyncTimes(*(pair(part) for part in parts)) for parts in rank) for rank in step.syncs),
+        optimizer=tuple(pair(operation) for operation in step.updates),
+        layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1),
+    )

@@ -1,0 +1,143 @@
+"""Trace: a simulated step in the form in which a measured one is recorded, so that both can be laid over each other.
+
+The compute lane of a rank holds whole passes ("forward", "backward"; in a pipeline "2F0"), "synchronize" (kind "wait":
+from the end of the last backward until the gradients are averaged) and "optimizer". The communication lane holds one
+"all_reduce" for each bucket, with its bytes. Messages between stages have a lane for each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan.records import Plan
+from distlab.trace import Span, Trace
+from simulator.pipeline import LETTERS, F
+from simulator.stages import Stage
+from simulator.timing import Timing
+
+Ints = NDArray[np.int64]
+
+
+def step_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
+    """Return the spans of all ranks."""
+    parts = [_passes(timing, plan), _messages(stages, timing), Trace.from_spans(_closing(stages, timing))]
+    return _on_all_ranks(Trace.concatenate(parts), plan.data)
+
+
+def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
+    """Return the spans of all ranks, each pass cut into its layers, each all-reduce with its copies."""
+    rows = _layer_rows(stages, timing) if timing.layers is None else timing.layers
+    order = timing.order
+    spans = []
+    for action, layer, start, end in rows.tolist():
+        stage, kind = int(order.stage[action]), LETTERS[order.kind[action]]
+        name = f"{'forward' if kind == 'F' else 'backward'} {stages[stage].layers[layer].name}"
+        microbatch = int(order.microbatch[action])
+        spans.append(Span(stage, "compute", name, kind, start, end, 0, stage, microbatch))
+    for rank, (stage_of_rank, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
+        for sync, times in zip(stage_of_rank.syncs, syncs, strict=True):
+            what = sync.name.removeprefix("all_reduce ")
+            spans.append(Span(rank, "compute", f"pack {what}", "copy", *times.pack, sync.num_bytes, rank))
+            spans.append(Span(rank, "compute", f"unpack {what}", "copy", *times.unpack, sync.num_bytes, rank))
+            spans.append(Span(rank, "communication", sync.name, "all_reduce", *times.all_reduce, sync.num_bytes, rank))
+        spans.append(Span(rank, "compute", "optimizer", "optimizer", *timing.optimizer[rank], 0, rank))
+    kept = [span for span in spans if span.end_ns > span.start_ns]
+    return _on_all_ranks(Trace.concatenate([Trace.from_spans(kept), _messages(stages, timing)]), plan.data)
+
+
+def _passes(timing: Timing, plan: Plan) -> Trace:
+    order = timing.order
+    if plan.pipeline == 1:
+        names: object = ["forward" if kind == F else "backward" for kind in order.kind.tolist()]
+    else:
+        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
+        names = [f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)]
+    return Trace.from_columns(
+        rank=np.repeat(np.arange(order.num_ranks), np.diff(order.offsets)),
+        lane="compute",
+        name=names,
+        kind=[LETTERS[kind] for kind in order.kind.tolist()],
+        start_ns=timing.start_ns,
+        end_ns=timing.end_ns,
+        stage=order.stage,
+        microbatch=order.microbatch,
+    )
+
+
+def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
+    """Return a send on the sender's rank and the receive of the same message on the receiver's."""
+    order = timing.order
+    sizes = np.array([[stage.send_forward_bytes, stage.send_backward_bytes] for stage in stages], np.int64)
+    backward = (order.kind != F).astype(np.int64)
+    sent = np.flatnonzero(timing.send_end_ns > timing.send_start_ns)
+    parts = []
+    for is_backward, letter in ((0, "F"), (1, "B")):
+        rows = sent[backward[sent] == is_backward]
+        stage, microbatch = order.stage[rows], order.microbatch[rows]
+        times = {"start_ns": timing.send_start_ns[rows], "end_ns": timing.send_end_ns[rows]}
+        for kind, shift in (("send", 0), ("recv", -1 if is_backward else 1)):
+            owner = stage + shift
+            pairs = zip(owner.tolist(), microbatch.tolist(), strict=True)
+            parts.append(
+                Trace.from_columns(
+                    rank=owner,
+                    lane=f"{kind} {'backward' if is_backward else 'forward'}",
+                    name=[f"{number}{kind.upper()}_{letter}{index}" for number, index in pairs],
+                    kind=kind,
+                    num_bytes=sizes[stage, is_backward],
+                    stage=owner,
+                    microbatch=microbatch,
+                    **times,
+                )
+            )
+    return Trace.concatenate(parts)
+
+
+def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
+    """Return each rank's all-reduces, its wait for them and its update."""
+    spans = []
+    for rank, stage in enumerate(stages):
+        for sync, times in zip(stage.syncs, timing.syncs[rank], strict=True):
+            spans.append(Span(rank, "communication", sync.name, "all_reduce", *times.all_reduce, sync.num_bytes, rank))
+        end = int(timing.end_ns[timing.order.offsets[rank + 1] - 1])
+        begin, finish = timing.optimizer[rank]
+        if stage.syncs:
+            spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, rank))
+        spans.append(Span(rank, "compute", "optimizer", "optimizer", begin, finish, 0, rank))
+    return spans
+
+
+def _layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
+    """Cut each pass into its layers: forward in order, backward from the last, copies of a last backward between."""
+    order = timing.order
+    rows = []
+    for rank, stage in enumerate(stages):
+        first, stop = int(order.offsets[rank]), int(order.offsets[rank + 1])
+        count = len(stage.layers)
+        for action in range(first, stop):
+            forward = order.kind[action] == F
+            durations = stage.forward_ns if forward else stage.backward_ns
+            copies = timing.syncs[rank] if action == stop - 1 else ()
+            now = int(timing.start_ns[action])
+            for layer in range(count) if forward else range(count - 1, -1, -1):
+                rows.append((action, layer, now, now + durations[layer]))
+                now += durations[layer]
+                for sync in copies:
+                    if sync.pack[0] == now and now < timing.end_ns[action]:
+                        now = sync.pack[1]
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _on_all_ranks(trace: Trace, num_replicas: int) -> Trace:
+    """Give every replica of a stage that stage's spans: rank = stage x data + replica."""
+    if num_replicas == 1:
+        return trace
+    columns = {
+        field: np.tile(getattr(trace, field), num_replicas)
+        for field in ("lane", "name", "kind", "start_ns", "end_ns", "num_bytes", "stage", "microbatch")
+    }
+    replicas = [trace.rank * np.int32(num_replicas) + np.int32(replica) for replica in range(num_replicas)]
+    return Trace(rank=np.concatenate(replicas), **columns, words=trace.words)

@@ -1,0 +1,94 @@
+"""Units: the only place where bytes, seconds and rates change scale or become text.
+
+Inside the simulator a duration is a whole number of nanoseconds and a size a whole number of bytes; a cost model works
+in seconds and bytes per second. GB is 1e9 bytes, as on data sheets; GiB is 2**30, as allocators count.
+"""
+
+from __future__ import annotations
+
+import math
+
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+NS_PER_S = 10**9
+
+_DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def to_ns(seconds: float) -> int:
+    """Return a duration as whole nanoseconds, rounded to the nearest.
+
+    Raises:
+        ValueError: the duration is negative, infinite or not a number, or longer than 146 years of nanoseconds.
+    """
+    if not (math.isfinite(seconds) and 0 <= seconds < 2**62 / NS_PER_S):
+        raise ValueError(f"a duration is {seconds!r} s; pass a finite time >= 0 (at most {2**62 // NS_PER_S} s)")
+    return round(seconds * NS_PER_S)
+
+
+def to_s(nanoseconds: int) -> float:
+    """Return nanoseconds as seconds."""
+    return nanoseconds / NS_PER_S
+
+
+def gb_to_bytes(gigabytes: float) -> float:
+    """Return decimal gigabytes (1e9) as bytes."""
+    return gigabytes * GB
+
+
+def bytes_to_gb(num_bytes: float) -> float:
+    """Return bytes as decimal gigabytes (1e9)."""
+    return num_bytes / GB
+
+
+def gib_to_bytes(gibibytes: float) -> float:
+    """Return binary gibibytes (2**30) as bytes."""
+    return gibibytes * GIB
+
+
+def bytes_to_gib(num_bytes: float) -> float:
+    """Return bytes as binary gibibytes (2**30)."""
+    return num_bytes / GIB
+
+
+def gbit_to_bytes_per_s(gigabits_per_s: float) -> float:
+    """Return a network rate in gigabits per second as bytes per second."""
+    return gigabits_per_s * GB / 8
+
+
+def tflops_to_flops_per_s(tflops_per_s: float) -> float:
+    """Return TFLOP/s as FLOP/s."""
+    return tflops_per_s * TB
+
+
+def _scaled(value: float, unit: str) -> str:
+    for size, prefix in _DECIMAL:
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a size in decimal units with three digits, such as "25 MB"."""
+    return _scaled(num_bytes, "B")
+
+
+def format_bytes_per_s(bytes_per_s: float) -> str:
+    """Write a bandwidth, such as "450 GB/s"."""
+    return _scaled(bytes_per_s, "B/s")
+
+
+def format_flops_per_s(flops_per_s: float) -> str:
+    """Write a rate of arithmetic, such as "312 TFLOP/s"."""
+    return _scaled(flops_per_s, "FLOP/s")
+
+
+def format_s(seconds: float) -> str:
+    """Write a duration with three digits, such as "1.32 ms"."""
+    if seconds == 0:
+        return "0 s"
+    for size, unit in _TIME:
+        if abs(seconds) >= size or unit == "ns":
+            return f"{seconds / size:.3g} {unit}"
+    raise AssertionError("the smallest unit takes every duration")

@@ -1,0 +1,65 @@
+// The picture of a Panel: an image with its alt text, and a line under it that screen readers announce.
+// A new image replaces the old one only when it is decoded, so that a moving slider never shows an empty frame.
+
+const STYLE = `
+  .distlab-picture { margin: 0; max-width: 1280px; }
+  .distlab-picture img { display: block; width: 100%; height: auto; box-sizing: border-box; background: white;
+    border: 1px solid var(--jp-border-color2, #ddd); border-radius: 4px; }
+  .distlab-picture img[hidden] { display: none; }
+  .distlab-picture figcaption { margin: 6px 2px 2px; white-space: pre-line;
+    font: var(--jp-content-font-size1, 14px)/1.45 var(--jp-content-font-family, sans-serif);
+    color: var(--jp-content-font-color1, #1a1a1a); }
+  .distlab-picture figcaption.failed { padding: 6px 10px; border-left: 4px solid var(--jp-error-color1, #d32f2f);
+    background: var(--jp-rendermime-error-background, #fdd); }
+`;
+
+function render({ model, el }) {
+  const style = document.createElement("style");
+  const figure = document.createElement("figure");
+  const image = document.createElement("img");
+  const line = document.createElement("figcaption");
+  style.textContent = STYLE;
+  figure.className = "distlab-picture";
+  line.setAttribute("aria-live", "polite");
+  figure.append(image, line);
+  el.append(style, figure);
+  let newest = 0;
+  let address = "";
+
+  async function show() {
+    const turn = ++newest;
+    line.textContent = model.get("text");
+    line.classList.toggle("failed", model.get("failed"));
+    const png = model.get("png");
+    if (!png || !png.byteLength) {
+      image.hidden = true;
+      return;
+    }
+    const next = URL.createObjectURL(new Blob([png], { type: "image/png" }));
+    const probe = new Image();
+    probe.src = next;
+    try {
+      await probe.decode();
+    } catch {
+      // A picture that cannot be decoded is shown as the browser shows one, with its alt text.
+    }
+    if (turn !== newest) {
+      URL.revokeObjectURL(next);
+      return;
+    }
+    image.src = next;
+    image.alt = model.get("title");
+    image.hidden = false;
+    if (address) URL.revokeObjectURL(address);
+    address = next;
+  }
+
+  model.on("change", show);
+  show();
+  return () => {
+    model.off("change", show);
+    if (address) URL.revokeObjectURL(address);
+  };
+}
+
+export default { render };

@@ -1,0 +1,181 @@
+// How a Timeline is painted: rows, boxes or pixel columns, the ends, the time axis and the names of ranks and lanes.
+// A scene holds rows, kinds, total_height, ends, view, chosen, and what was unpacked: boxes and labels, or a picture.
+
+const AXIS = 42, TOP = 24, RIGHT = 16, LARGEST_ROW = 30;
+const FIELDS = 9; // of a box: start, end, top, height, kind, row, bytes, name, label
+const MAX_LABELS = 600, SMALLEST_LABEL = 8;
+const FONT = "system-ui, sans-serif";
+
+function rounded(value, units) {
+  const [size, unit] = units.find(([least]) => Math.abs(value) >= least) || units[units.length - 1];
+  return `${Number((value / size).toPrecision(3)).toLocaleString("en")} ${unit}`;
+}
+const seconds = (value) => rounded(value, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]]);
+const bytes = (value) => rounded(value, [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "bytes"]]);
+
+// Returns where the rows go: left and wide in pixels across, unit pixels for a height of 1, tall in all.
+function placeOf(context, scene, width, height) {
+  const unit = Math.min((height - TOP - AXIS) / scene.total_height, LARGEST_ROW);
+  const ranks = new Set(scene.rows.map((row) => row.rank));
+  const named = unit * 0.62 >= 10 && scene.rows.length > ranks.size;
+  context.font = `bold 13px ${FONT}`;
+  const rank = Math.max(...[...ranks].map((number) => context.measureText(`rank ${number}`).width));
+  context.font = `12px ${FONT}`;
+  const words = named ? scene.rows.map((row) => context.measureText(row.predicted ? "predicted" : row.lane).width) : [0];
+  const left = Math.ceil(rank + 12 + (named ? Math.max(...words) + 14 : 0));
+  return { left, wide: Math.max(width - left - RIGHT, 50), unit, tall: scene.total_height * unit, named };
+}
+
+function paint(context, scene, place, look) {
+  const [low, high] = scene.view, { left, wide, unit, tall } = place;
+  const xOf = (time) => left + ((time - low) / (high - low)) * wide;
+  context.save();
+  context.beginPath();
+  context.rect(left, TOP, wide, tall + 1);
+  context.clip();
+  context.fillStyle = look.idle;
+  for (const row of scene.rows) if (!row.predicted) context.fillRect(left, TOP + row.top * unit, wide, row.height * unit);
+  if (scene.picture) paintColumns(context, scene, place, xOf);
+  else paintBoxes(context, scene, place, xOf, look);
+  context.restore();
+  paintNames(context, scene, place, look);
+  paintEnds(context, scene, place, xOf, look);
+  paintAxis(context, scene, place, xOf, look);
+}
+
+function paintColumns(context, scene, { unit }, xOf) {
+  const { columns, lines, span } = scene.packed, x = xOf(span[0]), width = xOf(span[1]) - x;
+  context.imageSmoothingEnabled = false;
+  let line = 0;
+  scene.rows.forEach((row, index) => {
+    const tall = row.height * unit, gap = tall > 4 ? 1 : 0;
+    context.drawImage(scene.picture, 0, line, columns, lines[index], x, TOP + row.top * unit, width, tall - gap);
+    line += lines[index];
+  });
+}
+
+function paintBoxes(context, scene, { left, wide, unit }, xOf, look) {
+  const { boxes, kinds, rows } = scene, labels = [];
+  const nextOnLevel = new Map();
+  for (let i = boxes.length - FIELDS; i >= 0; i -= FIELDS) { // from the last, to know what covers a box's end
+    const level = `${boxes[i + 5]} ${boxes[i + 2]}`;
+    const x = xOf(boxes[i]), end = Math.max(xOf(boxes[i + 1]), x + 1), free = Math.min(end, nextOnLevel.get(level) ?? Infinity);
+    nextOnLevel.set(level, x);
+    const from = Math.max(x, left), room = Math.min(free, left + wide) - from;
+    if (room > 8 && labels.length < MAX_LABELS) labels.push([i, from, room]);
+  }
+  for (let i = 0; i < boxes.length; i += FIELDS) {
+    const x = Math.max(xOf(boxes[i]), left - 4), end = Math.min(Math.max(xOf(boxes[i + 1]), x + 1), left + wide + 4);
+    if (end < left || x > left + wide) continue;
+    const kind = kinds[boxes[i + 4]], predicted = rows[boxes[i + 5]].predicted, width = end - x;
+    const y = TOP + boxes[i + 2] * unit, tall = boxes[i + 3] * unit - (boxes[i + 3] * unit > 4 ? 1 : 0);
+    const fill = predicted ? kind.pale : kind.fill;
+    if (context.fillStyle !== fill) context.fillStyle = fill;
+    context.fillRect(x, y, width > 3 ? width - 1 : width, tall);
+    if (predicted && width > 4 && tall > 4) {
+      context.strokeStyle = kind.fill;
+      context.lineWidth = 1;
+      context.strokeRect(x + 0.5, y + 0.5, width - 2, tall - 1);
+    }
+    if (i === scene.chosen * FIELDS) {
+      context.strokeStyle = look.ink;
+      context.lineWidth = 2;
+      context.strokeRect(x, y, width, tall);
+    }
+  }
+  paintLabels(context, scene, labels, unit);
+}
+
+function paintLabels(context, scene, labels, unit) {
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  const widths = new Map();
+  const widthOf = (text) => widths.get(text) ?? widths.set(text, context.measureText(text).width).get(text);
+  for (const [i, from, room] of labels) {
+    const [, , top, height, kind, row, , , label] = scene.boxes.subarray(i, i + FIELDS);
+    const full = Math.min(13, Math.floor(height * unit * 0.8)), texts = scene.labels[label];
+    let size = full, text = "";
+    context.font = `13px ${FONT}`;
+    for (const [words, reserved] of texts) { // the longest that fits; a short one may shrink
+      const fits = Math.floor((13 * (room - 4)) / widthOf(reserved));
+      size = Math.min(full, fits);
+      if (size >= (words.length <= 4 ? SMALLEST_LABEL : Math.max(SMALLEST_LABEL, full - 1))) {
+        text = words;
+        break;
+      }
+    }
+    if (!text) continue;
+    context.font = `${size}px ${FONT}`;
+    context.fillStyle = scene.rows[row].predicted ? scene.kinds[kind].pale_ink : scene.kinds[kind].ink;
+    context.fillText(text, from + room / 2, TOP + (top + height / 2) * unit);
+  }
+}
+
+function paintNames(context, scene, { left, unit, tall, named }, look) {
+  const groups = new Map();
+  for (const row of scene.rows) groups.set(row.rank, [...(groups.get(row.rank) || []), row]);
+  const every = Math.ceil((groups.size * 15) / tall);
+  context.textBaseline = "middle";
+  [...groups].forEach(([rank, rows], index) => {
+    if (index % every) return;
+    const last = rows[rows.length - 1], y = TOP + ((rows[0].top + last.top + last.height) / 2) * unit;
+    context.font = `${unit >= 16 ? "bold " : ""}13px ${FONT}`;
+    context.fillStyle = look.ink;
+    context.textAlign = named ? "left" : "right";
+    context.fillText(`rank ${rank}`, named ? 2 : left - 8, y);
+  });
+  if (!named) return;
+  context.font = `12px ${FONT}`;
+  context.fillStyle = look.faint;
+  context.textAlign = "right";
+  for (const row of scene.rows) {
+    context.fillText(row.predicted ? "predicted" : row.lane, left - 8, TOP + (row.top + row.height / 2) * unit);
+  }
+}
+
+function paintEnds(context, scene, { left, wide, tall }, xOf, look) {
+  context.strokeStyle = context.fillStyle = look.ink;
+  context.lineWidth = 1.4;
+  scene.ends.at_s.forEach((end, predicted) => {
+    const x = xOf(end);
+    if (x < left || x > left + wide) return;
+    context.setLineDash(predicted ? [5, 4] : []);
+    context.beginPath();
+    context.moveTo(x, TOP - 5);
+    context.lineTo(x, TOP + tall);
+    context.stroke();
+  });
+  context.setLineDash([]);
+  const x = xOf(Math.max(...scene.ends.at_s));
+  context.font = `13px ${FONT}`;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const room = Math.min(left, Math.max(0, left + wide - context.measureText(scene.ends.text).width));
+  const least = room + context.measureText(scene.ends.text).width;  // it may stand above the ranks' names
+  if (x >= left && x <= left + wide) context.fillText(scene.ends.text, Math.max(x, least), 9);
+}
+
+function paintAxis(context, scene, { left, wide, tall }, xOf, look) {
+  const [low, high] = scene.view, [size, unit] = high >= 2 ? [1, "s"] : high >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
+  const least = (high - low) / Math.max(wide / 95, 2) / size, power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= least * 0.999) * power;
+  const digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9) + (Math.abs(step / power - 2.5) < 1e-6 ? 1 : 0));
+  const y = TOP + tall + 3;
+  context.strokeStyle = context.fillStyle = look.ink;
+  context.lineWidth = 1;
+  context.font = `12px ${FONT}`;
+  context.textAlign = "center";
+  context.textBaseline = "top";
+  context.beginPath();
+  context.moveTo(left, y + 0.5);
+  context.lineTo(left + wide, y + 0.5);
+  for (let tick = Math.ceil(low / size / step - 1e-9) || 0; tick * step * size <= high * (1 + 1e-12); tick++) {
+    const x = Math.round(xOf(tick * step * size)) + 0.5;
+    context.moveTo(x, y);
+    context.lineTo(x, y + 5);
+    const text = (tick * step).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    context.fillText(text, x, y + 7);
+  }
+  context.stroke();
+  context.fillText(`time since the first span began (${unit})`, left + wide / 2, y + 22);
+}

@@ -1,0 +1,65 @@
+"""What importing a package loads: nothing that its floor does not need."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def import_with(modules: str, *, blocked: tuple[str, ...]) -> subprocess.CompletedProcess:
+    code = BLOCK.format(blocked=blocked) + f"import {modules}\n"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    "package", ["distlab", "simulator", "distlab.plan", "distlab.trace", "distlab.cli", "distlab.grading"]
+)
+def test_needs_neither_torch_nor_matplotlib(package):
+    blocked = ("torch", "matplotlib", "cloudpickle", "ipywidgets", "IPython", "jupyterlab", "tqdm")
+    done = import_with(package, blocked=blocked)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "distlab.comm",
+        "distlab.collectives",
+        "distlab.data_parallel",
+        "distlab.checkpoint",
+        "distlab.measure",
+        "distlab.models",
+        "distlab.grading",
+        "distlab.lab",
+    ],
+)
+def test_a_bare_gpu_node_can_import(package):
+    done = import_with(package, blocked=("matplotlib", "ipywidgets", "anywidget", "IPython", "jupyterlab"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_need_no_widgets():
+    done = import_with("simulator.viz", blocked=("torch", "ipywidgets", "anywidget", "IPython", "jupyterlab"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_environment_is_read_in_comm_only():
+    import re
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    for part in ("distlab", "simulator"):
+        for path in (root / part).rglob("*.py"):
+            if (root / "distlab" / "comm") in path.parents:
+                continue
+            found = re.search(r"os\.environ|os\.getenv", path.read_text())
+            assert not found, f"{path} reads the environment; only distlab/comm may"

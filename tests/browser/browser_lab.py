@@ -1,0 +1,244 @@
+"""JupyterLab on loopback in a folder of its own, driven in a real Chromium: what a reader does, and what is seen.
+
+`open_lab` starts a server and a browser and ends both. A Notebook runs cells as a reader does (the menu) or sends code
+to its kernel; what went wrong on the way (console, outputs, requests off this machine) is kept in lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+CHROMIUM_FLAGS += ("--disable-background-networking", "--disable-component-update")
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the document, too
+}
+
+
+def find_chromium() -> str | None:
+    """Return the path of the system's Chromium or Chrome, or None."""
+    return next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
+
+
+def missing() -> str:
+    """Return what browser tests lack on this machine, in one line; empty when nothing."""
+    if find_chromium() is None:
+        return "no Chromium: run make browser"
+    try:
+        import jupyterlab  # noqa: F401
+        import playwright.sync_api  # noqa: F401
+    except ModuleNotFoundError as error:
+        return f"no {error.name}: run make browser"
+    return ""
+
+
+@dataclass
+class Notebook:
+    """A notebook on screen.
+
+    Attributes:
+        page: playwright's page.
+        base: the server's address.
+        console: errors that the browser's console showed.
+        offsite: addresses of requests that left this machine.
+    """
+
+    page: Any
+    base: str
+    console: list[str] = field(default_factory=list)
+    offsite: list[str] = field(default_factory=list)
+
+    def watch(self) -> None:
+        """Keep console errors and requests that leave loopback, from now on."""
+        here = (self.base, self.base.replace("http:", "ws:"), "data:", "blob:")
+        self.page.on("console", lambda said: self.console.append(said.text[:300]) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.console.append(str(error)[:300]))
+        self.page.on("request", lambda asked: None if asked.url.startswith(here) else self.offsite.append(asked.url))
+        self.page.on("websocket", lambda asked: None if asked.url.startswith(here) else self.offsite.append(asked.url))
+
+    def wait_until(self, condition: str, argument: object = None, *, timeout_s: float = 60) -> None:
+        """Wait until a JavaScript condition holds in the page."""
+        self.page.wait_for_function(condition, arg=argument, timeout=timeout_s * 1000, polling=50)
+
+    def wait_for_kernel(self) -> None:
+        """Wait until a kernel is connected and idle, as the status bar shows it."""
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        self.page.locator("#jp-main-statusbar", has_text="| Idle").wait_for(timeout=60_000)
+
+    def run_all(self, *, timeout_s: float = 150) -> None:
+        """Run all cells by the menu and wait until each code cell that has text has a number."""
+        self.page.locator(".lm-MenuBar-item", has_text="Run").first.click()
+        self.page.locator(
+            '.lm-Menu-item[data-command="notebook:run-all-cells"], .lm-Menu-item[data-command="runmenu:run-all"]'
+        ).first.click()
+        waiting = """() => {
+            const cells = [...document.querySelectorAll(".jp-Notebook .jp-CodeCell")];
+            const written = cells.filter((cell) => cell.querySelector(".cm-content")?.innerText.trim());
+            const ran = (cell) => /^\\[\\d+\\]:/.test(cell.querySelector(".jp-InputPrompt").innerText);
+            return written.length && written.every(ran);
+        }"""
+        self.wait_until(waiting, timeout_s=timeout_s)
+        self.wait_for_kernel()
+
+    def trouble(self) -> list[str]:
+        """Return error outputs and texts on stderr that the notebook shows."""
+        kinds = [f'.jp-Notebook [data-mime-type="application/vnd.jupyter.{kind}"]' for kind in ("error", "stderr")]
+        shown = "(kinds) => [...document.querySelectorAll(kinds)].map((output) => output.innerText.slice(0, 400))"
+        return list(self.page.evaluate(shown, ", ".join(kinds)))
+
+    def execute(self, code: str, *, timeout_s: float = 60) -> str:
+        """Run code in the notebook's kernel without a cell and return what it printed.
+
+        Raises:
+            RuntimeError: the code raised.
+        """
+        send = """async (code) => {
+            const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel, said = [];
+            const future = kernel.requestExecute({ code, store_history: false });
+            future.onIOPub = ({ header, content }) => { if (header.msg_type === "stream") said.push(content.text); };
+            const reply = (await future.done).content;
+            return { said: said.join(""), error: reply.status === "ok" ? "" : `${reply.ename}: ${reply.evalue}` };
+        }"""
+        self.page.set_default_timeout(timeout_s * 1000)
+        answer = self.page.evaluate(send, code)
+        if answer["error"]:
+            raise RuntimeError(answer["error"])
+        return str(answer["said"])
+
+    def shoot(self, path: Path) -> None:
+        """Save what is on screen as PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=str(path))
+
+
+def private_environment(home: Path) -> dict[str, str]:
+    """Return an environment in which JupyterLab reads and writes its settings under `home` alone."""
+    settings = home / "settings" / "@jupyterlab"
+    for name, values in SETTINGS.items():
+        path = settings / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    places = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "run"}
+    places |= {
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    return dict(os.environ) | {name: str(home / folder) for name, folder in places.items()}
+
+
+@contextmanager
+def serve(root: Path, home: Path) -> Iterator[tuple[str, str]]:
+    """Serve the notebooks under `root` on loopback: (address, token); the server ends with the block.
+
+    Raises:
+        RuntimeError: the server ended or did not answer within a minute.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    token = secrets.token_hex(16)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.ip=127.0.0.1", "--allow-root"]
+    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
+    command += [f"--ServerApp.root_dir={root}", "--LabApp.news_url=None", "--LabApp.expose_app_in_browser=True"]
+    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "server.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            command, env=private_environment(home), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        base = f"http://127.0.0.1:{port}"
+        wait_for_answer(f"{base}/api/status?token={token}", server, log)
+        yield base, token
+    finally:
+        end(server)
+
+
+def wait_for_answer(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the address answers."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(address, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab does not answer at {address}; its log ends:\n{log.read_text()[-2000:]}")
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """End a server and its kernels: politely, then not."""
+    for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+        if server.poll() is None:
+            os.kill(server.pid, sign)
+            try:
+                server.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+@contextmanager
+def open_notebook(
+    address: str, base: str, home: Path, *, viewport: tuple[int, int] = (1400, 1000)
+) -> Iterator[Notebook]:
+    """Show an address in a fresh Chromium, as a Notebook that watches for trouble."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_chromium(), headless=True, args=list(CHROMIUM_FLAGS))
+        try:
+            page = browser.new_page(viewport={"width": viewport[0], "height": viewport[1]})
+            notebook = Notebook(page, base)
+            notebook.watch()
+            page.goto(address, wait_until="domcontentloaded")
+            yield notebook
+        finally:
+            browser.close()
+
+
+@contextmanager
+def open_lab(root: Path, name: str, home: Path) -> Iterator[Notebook]:
+    """Start JupyterLab on `root` and show the notebook `name` with its kernel ready."""
+    with (
+        serve(root, home) as (base, token),
+        open_notebook(f"{base}/lab/tree/{name}?token={token}&reset", base, home) as notebook,
+    ):
+        notebook.wait_for_kernel()
+        yield notebook
+
+
+def write_notebook(path: Path, cells: list[str]) -> None:
+    """Write a notebook of code cells."""
+    body = [
+        {
+            "cell_type": "code",
+            "id": f"cell-{place}",
+            "metadata": {},
+            "execution_count": None,
+            "outputs": [],
+            "source": code,
+        }
+        for place, code in enumerate(cells)
+    ]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    path.write_text(json.dumps({"cells": body, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))

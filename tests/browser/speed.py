@@ -1,0 +1,148 @@
+"""How long a reader waits: from a key press, or from an assignment in the kernel, to the painted frame that shows it.
+
+The clock starts at the browser's time stamp of the key press (or in the kernel, right before the assignment) and stops
+in the first task after the frame that shows the new view at full sharpness: boxes, or pixel columns made for that view,
+not the old ones stretched. So a key press on 31,000 boxes includes the way to the kernel and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from browser_lab import Notebook
+
+SETUP = """
+import ipywidgets
+import numpy as np
+from distlab.trace import Trace
+from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz.panel import Panel
+from simulator.viz.timeline_widget import Timeline
+
+def pipeline(num_ranks, num_microbatches, slow=1):
+    rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
+    start = (index // 2 * 30 + index % 2 * 10 + rank * 10) * 1_000_000 * slow
+    kind = np.array(["F", "B"])[index % 2]
+    end = start + np.where(index % 2, 20, 10) * 1_000_000 * slow
+    return Trace.from_columns(rank=rank, lane="compute", name=kind.tolist(), kind=kind.tolist(), start_ns=start,
+                              end_ns=end, stage=rank, microbatch=index // 2)
+
+def draw(ranks, microbatches):
+    trace = pipeline(ranks, microbatches)
+    return draw_timeline(trace), describe_timeline(trace)
+"""
+CELLS = [
+    SETUP,
+    "ranks, microbatches = ipywidgets.IntSlider(4, min=1, max=8), ipywidgets.IntSlider(6, min=2, max=9)\n"
+    "panel = Panel(draw, ranks=ranks, microbatches=microbatches); panel",
+    "some = Timeline(pipeline(16, 63)); some",
+    "many = Timeline(pipeline(64, 243)); many",
+]
+RECORDER = """() => {
+    const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
+    window.addEventListener("keydown", pressed, true);
+    const after = (done) => {
+        const channel = new MessageChannel();
+        channel.port1.onmessage = () => done(performance.timeOrigin + performance.now());
+        channel.port2.postMessage(0);
+    };
+    const patient = (start) => Promise.race([new Promise(start), new Promise((_, fail) =>
+        setTimeout(() => fail(new Error("no new picture within 20 s")), 20000))]);
+    window.watchCanvas = (canvas) => {
+        const before = canvas.dataset.view;
+        window.painted = patient((done) => {
+            const observer = new MutationObserver(() => {
+                if (canvas.dataset.view === before || canvas.dataset.sharp !== "true") return;
+                observer.disconnect();
+                after(done);
+            });
+            observer.observe(canvas, { attributes: true });
+        });
+    };
+    window.watchImage = (image) => {
+        const before = image.src;
+        window.painted = patient((done) => {
+            const observer = new MutationObserver(() => {
+                if (image.src === before) return;
+                observer.disconnect();
+                requestAnimationFrame(() => after(done));
+            });
+            observer.observe(image, { attributes: true });
+        });
+    };
+}"""
+
+
+class Speed(NamedTuple):
+    """What was done, the waits in seconds, and the bar."""
+
+    claim: str
+    waits_s: list[float]
+    bar_s: float
+
+
+def slowdown(notebook: Notebook) -> float:
+    """Return how many times longer work takes in the kernel than its processor time: 1 on an idle machine."""
+    work = "begin, used = time.perf_counter(), time.process_time()\nwhile time.process_time() < used + 0.3: pass\n"
+    return float(notebook.execute(f"import time\n{work}print((time.perf_counter() - begin) / 0.3)"))
+
+
+def by_key(notebook: Notebook, watch: str, element: object, key: str) -> float:
+    """Press a key and return the seconds until its frame is painted."""
+    notebook.page.evaluate(watch, element)
+    notebook.page.keyboard.press(key)
+    return float(notebook.page.evaluate("async () => (await window.painted) - window.pressedAt")) / 1000
+
+
+def by_code(notebook: Notebook, canvas: object, code: str) -> float:
+    """Run an assignment in the kernel and return the seconds until its frame is painted."""
+    notebook.page.evaluate("(canvas) => window.watchCanvas(canvas)", canvas)
+    start_s = float(notebook.execute(f"import time; print(time.time()); {code}"))
+    return float(notebook.page.evaluate("async () => await window.painted")) / 1000 - start_s
+
+
+def measure(notebook: Notebook, repeats: int) -> Iterator[Speed]:
+    """Measure the panel and both timelines of a notebook that has run CELLS."""
+    page = notebook.page
+    page.evaluate(RECORDER)
+    image = page.locator(".distlab-picture img").first.element_handle()
+    slider = page.locator(".noUi-handle").nth(1)
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    keys = ["ArrowRight", "ArrowRight", "ArrowLeft", "ArrowLeft"]
+    step = "(image) => window.watchImage(image)"
+    waits = [by_key(notebook, step, image, keys[index % 4]) for index in range(repeats + 1)]
+    yield Speed("a key on a slider to the Panel's new picture", waits[1:], 0.1)
+    canvases = page.locator(".distlab-timeline canvas")
+    cases = (("some", "2,016", "pipeline(16, 63, {})", 0.05), ("many", "31,104", "pipeline(64, 243, {})", 0.15))
+    for place, (name, count, trace, bar_s) in enumerate(cases):
+        canvas = canvases.nth(place)
+        canvas.scroll_into_view_if_needed()
+        canvas.focus()
+        handle = canvas.element_handle()
+        watch = "(canvas) => window.watchCanvas(canvas)"
+        yield Speed(f"a key to the frame, {count} boxes", timed(repeats, key_of(notebook, watch, handle)), bar_s)
+
+        def view(index: int, name: str = name, handle: object = handle) -> float:
+            part = 1.0 if index % 2 else 0.9
+            return by_code(notebook, handle, f"{name}.view = (0.0, {part} * {name}.limit_s)")
+
+        yield Speed(f"an assignment of view to the frame, {count} boxes", timed(repeats, view), bar_s)
+        notebook.execute(f"traces = [{trace.format(1)}, {trace.format(2)}]")
+
+        def replace(index: int, name: str = name, handle: object = handle) -> float:
+            return by_code(notebook, handle, f"{name}.show(traces[{(index + 1) % 2}])")
+
+        yield Speed(f"another trace shown, to the frame, {count} boxes", timed(repeats, replace), bar_s)
+
+
+def key_of(notebook: Notebook, watch: str, handle: object) -> Callable[[int], float]:
+    """Return what presses + and - in turn."""
+    return lambda index: by_key(notebook, watch, handle, "-" if index % 2 else "+")
+
+
+def timed(repeats: int, once: Callable[[int], float]) -> list[float]:
+    """Measure an even number of times after two that warm up."""
+    waits = [once(index) for index in range(2 + repeats + repeats % 2)]
+    return waits[2:]

@@ -1,0 +1,243 @@
+"""Panel and Timeline in a real browser: keys and mouse change the picture, quickly, and nothing leaves here."""
+
+import pytest
+import speed
+from browser_lab import open_lab, write_notebook
+
+SLOW = """
+import time
+drawn = []
+def slow(size):
+    time.sleep(0.25)
+    drawn.append(size)
+    figure, text = draw(2, 3)
+    return figure, f"size {size}"
+busy = Panel(slow, size=ipywidgets.IntSlider(0, min=0, max=40)); busy
+"""
+FAILING = """
+def sometimes(ranks):
+    if ranks == 3:
+        raise ValueError("12 layers cannot fill 3 stages")
+    return draw(ranks, 3)
+failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    home = tmp_path_factory.mktemp("lab")
+    root = home / "root"
+    root.mkdir()
+    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING])
+    with open_lab(root, "widgets.ipynb", home) as opened:
+        opened.run_all()
+        opened.page.locator(".distlab-picture img").nth(2).wait_for()
+        yield opened
+        assert opened.trouble() == []
+        assert opened.console == []
+        assert opened.offsite == []
+
+
+def picture(page, place):
+    return page.locator(".distlab-picture").nth(place)
+
+
+def canvas(page, place):
+    found = page.locator(".distlab-timeline canvas").nth(place)
+    found.scroll_into_view_if_needed()
+    page.wait_for_function("(canvas) => canvas.dataset.sharp === 'true'", arg=found.element_handle(), timeout=20_000)
+    return found
+
+
+def pixels(found):
+    return found.evaluate("(canvas) => canvas.toDataURL()")
+
+
+def view(found):
+    return tuple(float(edge) for edge in found.evaluate("(canvas) => canvas.dataset.view").split())
+
+
+def after(page, found, act):
+    """Do something and return the canvas's view and pixels once it shows another view at full sharpness."""
+    before = found.evaluate("(canvas) => canvas.dataset.view")
+    act()
+    ready = "([canvas, before]) => canvas.dataset.view !== before && canvas.dataset.sharp === 'true'"
+    page.wait_for_function(ready, arg=[found.element_handle(), before], timeout=20_000)
+    return view(found), pixels(found)
+
+
+def next_source(page, image, act):
+    before = image.get_attribute("src")
+    act()
+    changed = "([image, before]) => image.src !== before && image.complete && image.naturalWidth > 0"
+    page.wait_for_function(changed, arg=[image.element_handle(), before], timeout=20_000)
+    return image.get_attribute("src")
+
+
+def test_a_panels_slider_moves_by_keyboard_and_by_mouse(notebook, shots):
+    page, image = notebook.page, picture(notebook.page, 0).locator("img")
+    slider = page.locator(".noUi-handle").first
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    next_source(page, image, lambda: page.keyboard.press("ArrowRight"))
+    assert slider.get_attribute("aria-valuenow") == "5.0"
+    assert "Timeline of 5 ranks" in picture(page, 0).locator("figcaption").inner_text()
+    notebook.shoot(shots / "panel.png")
+    track = page.locator(".noUi-target").first.bounding_box()
+    next_source(page, image, lambda: page.mouse.click(track["x"] + 2, track["y"] + track["height"] / 2))
+    assert "Timeline of 1 rank over" in picture(page, 0).locator("figcaption").inner_text()
+    assert image.get_attribute("alt").startswith("Compute fills")
+    assert notebook.execute("print(panel.controls['ranks'].value, panel.text)").startswith("1 Timeline of 1 rank")
+
+
+def test_a_panel_follows_code_and_keeps_its_size(notebook):
+    page, image = notebook.page, picture(notebook.page, 0).locator("img")
+    wide = image.bounding_box()["width"]
+    next_source(page, image, lambda: notebook.execute("panel.controls['ranks'].value = 3"))
+    assert page.locator(".noUi-handle").first.get_attribute("aria-valuenow") == "3.0"
+    assert image.bounding_box()["width"] == wide
+
+
+def test_fast_moves_draw_the_newest_value_only(notebook):
+    page = notebook.page
+    slider = page.locator(".noUi-handle").nth(2)
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    for _ in range(20):
+        page.keyboard.press("ArrowRight")
+    line = picture(page, 1).locator("figcaption").element_handle()
+    page.wait_for_function("(line) => line.textContent === 'size 20'", arg=line, timeout=30_000)
+    drawn = notebook.execute("print(*drawn)").split()
+    assert (drawn[0], drawn[-1]) == ("0", "20")
+    assert len(drawn) < 16, f"20 key presses drew {len(drawn)} pictures: {drawn}"
+
+
+def test_an_error_is_read_where_the_picture_was(notebook):
+    page, panel = notebook.page, picture(notebook.page, 2)
+    slider = page.locator(".noUi-handle").nth(3)
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    line = panel.locator("figcaption.failed")
+    line.wait_for()
+    assert line.inner_text() == "No picture for ranks = 3: ValueError: 12 layers cannot fill 3 stages"
+    assert not panel.locator("img").is_visible()
+    page.keyboard.press("ArrowRight")
+    panel.locator("img").wait_for()
+    assert panel.locator("figcaption.failed").count() == 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_timeline_moves_by_keyboard(notebook, place):
+    page, found = notebook.page, canvas(notebook.page, place)
+    found.focus()
+    whole, first = view(found), pixels(found)
+    zoomed, seen = after(page, found, lambda: page.keyboard.press("+"))
+    assert zoomed[1] - zoomed[0] < whole[1] - whole[0]
+    assert seen != first
+    moved, _ = after(page, found, lambda: page.keyboard.press("ArrowRight"))
+    assert moved[0] > zoomed[0]
+    assert after(page, found, lambda: page.keyboard.press("Home"))[0][0] == 0.0
+    assert after(page, found, lambda: page.keyboard.press("End"))[0][1] == pytest.approx(whole[1])
+    out, _ = after(page, found, lambda: page.keyboard.press("-"))
+    assert out[1] - out[0] > zoomed[1] - zoomed[0]
+    page.keyboard.press("0")
+    page.keyboard.press("0")
+    page.wait_for_timeout(300)
+    assert view(found) == whole
+    assert page.locator(".jp-Dialog").count() == 0  # JupyterLab's own 0 0 restarts the kernel
+    assert pixels(found) == first
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_timeline_moves_by_mouse(notebook, place, shots):
+    page, found = notebook.page, canvas(notebook.page, place)
+    box = found.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + 60
+    page.mouse.click(x, y)
+    whole = view(found)
+
+    def wheel():
+        page.mouse.wheel(0, -400)
+
+    zoomed, _ = after(page, found, wheel)
+    assert zoomed[1] - zoomed[0] < 0.8 * (whole[1] - whole[0])
+    before = pixels(found)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    moved, seen = after(page, found, lambda: page.mouse.move(x - 150, y, steps=3))
+    page.mouse.up()
+    assert moved[0] > zoomed[0]
+    assert moved[1] - moved[0] == pytest.approx(zoomed[1] - zoomed[0])
+    assert seen != before
+    page.mouse.move(x, y + 20)
+    page.mouse.move(x, y)
+    notebook.shoot(shots / f"timeline-{place}.png")
+    page.locator(".distlab-timeline").nth(place).locator("button", has_text="all").click()
+    page.wait_for_function("(canvas) => canvas.dataset.view.startsWith('0 ')", arg=found.element_handle())
+    assert view(found) == whole
+
+
+def test_pointing_at_a_box_and_stepping_by_key_read_the_span(notebook):
+    page, found = notebook.page, canvas(notebook.page, 0)
+    after(page, found, lambda: notebook.execute("some.view = (0.0, 0.1)"))
+    tip = page.locator(".distlab-timeline .tip").first
+    box = found.bounding_box()
+    left = box["x"] + found.evaluate("(canvas) => canvas.clientWidth") * 0.12
+    page.mouse.move(left, box["y"] + 30)
+    page.mouse.move(left + 3, box["y"] + 31)
+    tip.wait_for()
+    assert "rank 0, compute: forward" in tip.inner_text()
+    assert "starts at 0 ns, takes 10 ms" in tip.inner_text()
+    found.focus()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.keyboard.press("n")
+    page.keyboard.press("n")
+    assert tip.is_visible()
+    assert "rank" in tip.inner_text()
+    page.keyboard.press("0")
+
+
+def test_columns_say_their_share_and_a_narrow_view_has_boxes(notebook):
+    page, found = notebook.page, canvas(notebook.page, 1)
+    assert found.evaluate("(canvas) => canvas.dataset.form") == "pixels"
+    box = found.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
+    page.mouse.move(box["x"] + box["width"] / 2 + 2, box["y"] + 101)
+    tip = page.locator(".distlab-timeline .tip").nth(1)
+    tip.wait_for()
+    assert "zoom in to see single spans" in tip.inner_text()
+    after(page, found, lambda: notebook.execute("many.view = (2.0, 2.2)"))
+    assert found.evaluate("(canvas) => canvas.dataset.form") == "boxes"
+    assert 1000 < int(found.evaluate("(canvas) => canvas.dataset.count")) < 4000
+    after(page, found, lambda: notebook.execute("many.view = (0, many.limit_s)"))
+
+
+def test_both_themes_are_readable(notebook, shots):
+    page = notebook.page
+    change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
+    inks = []
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):
+        page.evaluate(change, theme)
+        page.wait_for_function(f"() => document.body.dataset.jpThemeName === {theme!r}")
+        page.wait_for_timeout(500)
+        for place in (0, 1):
+            canvas(page, place)
+            notebook.shoot(shots / f"{theme.split()[1].lower()}-{place}.png")
+        inks.append(page.locator(".distlab-timeline").first.evaluate("(figure) => getComputedStyle(figure).color"))
+    assert inks[0] != inks[1]
+
+
+def test_speeds_are_printed_and_far_from_unbearable(notebook, capsys):
+    before = speed.slowdown(notebook)
+    found = list(speed.measure(notebook, 6))
+    slow = max(1.0, before, speed.slowdown(notebook))
+    with capsys.disabled():
+        for claim, waits_s, bar_s in found:
+            middle = sorted(waits_s)[len(waits_s) // 2]
+            print(f"\n  {claim}: {middle * 1e3:.0f} ms (bar {bar_s * 1e3:.0f} ms)", end="")
+        print(f"\n  other work on this machine made the kernel {slow:.1f} times slower")
+    for claim, waits_s, bar_s in found:
+        limit_s = 3 * bar_s * slow
+        assert min(waits_s) <= limit_s, f"{claim}: {min(waits_s) * 1e3:.0f} ms, limit {limit_s * 1e3:.0f} ms"

@@ -1,0 +1,310 @@
+"""Killed at any moment, a run goes on and ends with the very bits of the run that was never killed."""
+
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.checkpoint import CheckpointError, files, load, newest, save
+from distlab.comm import RankError
+from distlab.data import ByteCorpus, python_documentation
+from distlab.data_parallel import DataParallel, train_step
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator, seed_rank
+
+CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
+NUM_STEPS = 40
+SAVE_EVERY = 3
+
+
+def kill_after(seconds):
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def require_kill(error):
+    if "SIGKILL" not in str(error):
+        raise error
+
+
+def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0):
+    """Train with everything that has a state; the victim is killed delay_s into a step or a save."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    corpus = ByteCorpus(python_documentation(), CONFIG.context)
+    seed_rank(3, rank)
+    model = GPT(CONFIG, generator(3, rank, "weights"))
+    replicas = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8)
+    noise = generator(3, rank, "noise")
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "noise": noise}
+    resumed = load(directory, parts=parts)
+    step = resumed.data_position if resumed else 0
+    num_steps = num_saves = 0
+    while step < NUM_STEPS:
+        if rank == victim and num_steps == num_steps_before:
+            kill_after(delay_s)
+        inputs, targets = corpus.batch(step, 6, seed=3, rank=rank, world_size=world_size)
+        weight = 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand((), generator=noise).item()
+        train_step(
+            model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=replicas.synchronize, weight=weight
+        )
+        schedule.step()
+        step += 1
+        num_steps += 1
+        if step % SAVE_EVERY == 0:
+            if rank == victim and num_saves == num_saves_before:
+                kill_after(delay_s)
+            save(directory, step, parts=parts, data_position=step, keep=2)
+            num_saves += 1
+    draws = random.random(), np.random.rand(), torch.rand(()).item()
+    return model.state_dict(), optimizer.state_dict()["state"], draws
+
+
+def same_bits(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return one == other
+
+
+def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path):
+    expected = ranks(2).run(train, str(tmp_path / "uninterrupted"))
+    chance = random.Random(0)
+    num_kills = num_runs = num_while_saving = 0
+    while num_kills < 10:
+        num_runs += 1
+        directory = tmp_path / f"run {num_runs}"
+        final = None
+        while final is None:
+            victim, saving = chance.randrange(2), chance.random() < 0.5
+            when = {"num_saves_before": chance.randrange(3)} if saving else {"num_steps_before": chance.randrange(12)}
+            try:
+                if num_kills == 10:
+                    victim = None
+                final = ranks(2).run(train, str(directory), victim, *_moment(when), chance.uniform(0, 0.012))
+            except RankError as error:
+                require_kill(error)
+                num_kills += 1
+                left = (
+                    [name for name in os.listdir(directory) if name.startswith(".saving")] if directory.is_dir() else []
+                )
+                num_while_saving += bool(left)
+        assert same_bits(final, expected), f"run {num_runs}"
+    print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
+    assert num_while_saving > 0
+
+
+def _moment(when):
+    return when.get("num_steps_before"), when.get("num_saves_before")
+
+
+def test_every_generator_and_moment_matters(ranks, tmp_path):
+    """Resuming without the rank's own file is noticed by the same comparison: the proof above proves something."""
+
+    def forgetful(directory):
+        import distlab.checkpoint.resume as resume
+
+        real = resume.restore_random_state
+        resume.restore_random_state = lambda state: None
+        try:
+            return train(directory)
+        finally:
+            resume.restore_random_state = real
+
+    def half(directory):
+        train(directory)
+        if dist.get_rank() == 0:
+            for _, _, path in files.saved(directory)[:1]:
+                os.rename(path, directory.parent / "later")
+
+    directory = tmp_path / "run"
+    expected = ranks(2).run(train, str(tmp_path / "uninterrupted"))
+    ranks(2).run(half, directory)
+    assert newest(directory).step == 36
+    final = ranks(2).run(forgetful, directory)
+    assert not same_bits(final, expected)
+
+
+class DyingDisk:
+    """Stands for `os`: kills the process at one operation of a save."""
+
+    def __init__(self, stop_at):
+        self.left = stop_at
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in ("open", "write", "fsync", "mkdir", "rename", "close", "listdir"):
+            return real
+
+        def operation(*arguments):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
+
+        return operation
+
+
+def save_and_die(directory, step, victim, stop_at):
+    module = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(module.weight, step)
+    if dist.get_rank() == victim:
+        files.os = DyingDisk(stop_at)
+    try:
+        save(directory, step, parts={"model": module}, keep=2)
+    finally:
+        files.os = os
+    return module.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(ranks, tmp_path, victim):
+    stop_at, outcomes, finished = 0, set(), False
+    while not finished:
+        stop_at += 1
+        directory = tmp_path / str(stop_at)
+        ranks(2).run(save_and_die, directory, 1, None, 0)
+        try:
+            ranks(2).run(save_and_die, directory, 2, victim, stop_at)
+            finished = True
+        except RankError as error:
+            require_kill(error)
+        found = newest(directory)
+        assert found.step in ((2,) if finished else (1, 2))
+        assert found.world_size == 2
+        outcomes.add(found.step)
+    assert outcomes == {1, 2}
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_no_manifest(ranks, tmp_path):
+    def fail(directory, step):
+        class FullDisk:
+            def __getattr__(self, name):
+                return getattr(os, name)
+
+            def write(self, *_):
+                raise OSError(28, "No space left on device")
+
+        if dist.get_rank() == 1 and step == 2:
+            files.os = FullDisk()
+        try:
+            save(directory, step, parts={"model": torch.nn.Linear(2, 2)})
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            files.os = os
+
+    assert ranks(3).run(fail, tmp_path, 1) == [None] * 3
+    for text in ranks(3).run(fail, tmp_path, 2):
+        assert "cannot save step 2" in text
+        assert "rank 1: [Errno 28] No space left on device" in text
+    assert os.listdir(tmp_path) == ["step-0000000001"]
+
+
+def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
+    def drift():
+        with pytest.raises(ValueError, match="rank 0: 4 and 0, rank 1: 5 and 0"):
+            save(tmp_path, 4 + dist.get_rank(), parts={"model": torch.nn.Linear(2, 2)})
+
+    ranks(2).run(drift)
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
+    def write():
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, 5)
+        save(tmp_path, 7, parts={"model": model}, data_position={"epoch": 1, "sample": 30})
+
+    def read(other_world_size):
+        model = torch.nn.Linear(2, 2)
+        torch.manual_seed(1)
+        resumed = load(tmp_path, parts={"model": model}, other_world_size=other_world_size)
+        return resumed.step, resumed.data_position, model.weight[0, 0].item(), torch.initial_seed()
+
+    ranks(2).run(write)
+    with pytest.raises(RankError, match="saved by 2 ranks, this job has 3; resume with 2"):
+        ranks(3).run(read, False)
+    assert ranks(3).run(read, True) == [(7, {"epoch": 1, "sample": 30}, 5.0, 1)] * 3
+
+
+def test_each_rank_gets_its_own_buffers_and_generators_back(ranks, tmp_path):
+    def write():
+        rank = dist.get_rank()
+        model = torch.nn.BatchNorm1d(3)
+        model(torch.full((2, 3), float(rank)) + torch.rand(2, 3))
+        noise = generator(0, rank, "noise")
+        seed_rank(0, rank)
+        save(tmp_path, 1, parts={"model": model, "noise": noise})
+        return dict(model.named_buffers()), torch.rand(2), torch.rand(2, generator=noise), random.random()
+
+    def read():
+        model, noise = torch.nn.BatchNorm1d(3), torch.Generator()
+        load(tmp_path, parts={"model": model, "noise": noise})
+        return dict(model.named_buffers()), torch.rand(2), torch.rand(2, generator=noise), random.random()
+
+    written, back = ranks(2).run(write), ranks(2).run(read)
+    assert same_bits(written, back)
+    assert not same_bits(written[0], written[1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"other": torch.nn.Linear(3, 2)}, r"has parts \['model'\]; got \['other'\]"),
+        ({"model": torch.nn.Linear(3, 4)}, r"weight is torch.float32 \[2, 3\] in the checkpoint"),
+        ({"model": torch.nn.Linear(3, 2, bias=False)}, "bias is .* in the checkpoint and nothing in the model"),
+        ({"model": torch.nn.Linear(3, 2).double()}, "float32 .* in the checkpoint and torch.float64"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_any_changes(tmp_path, parts, words):
+    save(tmp_path, 1, parts={"model": torch.nn.Linear(3, 2)})
+    before = [parameter.clone() for part in parts.values() for parameter in part.parameters()]
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, parts=parts)
+    after = [parameter for part in parts.values() for parameter in part.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    save(tmp_path, 1, parts={"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    optimizer = torch.optim.SGD([model.weight], 0.1)
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters in the checkpoint, of \[1\] here"):
+        load(tmp_path, parts={"model": model, "optimizer": optimizer})
+
+
+class Meter:
+    """A part whose state cannot be loaded without running code."""
+
+    def state_dict(self):
+        return {"history": [1.0, {"last": object()}]}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"parts": {"meter": Meter()}}, r"meter\['history'\]\[1\]\['last'\] is a object"),
+        ({"parts": {}, "data_position": np.int64(3)}, "data_position is a int64"),
+        ({"parts": {}, "keep": 0}, "keep is 0"),
+        ({"parts": {}, "step": -1}, "step is -1"),
+        ({"parts": {}, "step": "last"}, "step is 'last'"),
+    ],
+)
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        save(tmp_path, **({"step": 1} | arguments))
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,95 @@
+"""The command line: one clear line and exit 2 for a user's mistake, JSON where a program reads it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from distlab.cli import main
+
+MISTAKES = {
+    "no command": [],
+    "unknown command": ["fly"],
+    "no ranks": ["tour", "--ranks", "0"],
+    "negative ranks": ["tour", "--ranks", "-2"],
+    "text for ranks": ["tour", "--ranks", "four"],
+    "too many ranks": ["tour", "--ranks", "100000"],
+    "missing file": ["tour", "--data", "/nowhere/at/all.txt"],
+    "a folder as file": ["tour", "--data", "/"],
+    "unknown device": ["tour", "--device", "abacus"],
+    "no GPU here": ["tour", "--device", "cuda"],
+    "calibrate no ranks": ["calibrate", "--ranks", "0"],
+    "unknown benchmark": ["bench", "perpetual_motion"],
+    "unknown preset": ["simulate", "--cluster", "abacus"],
+    "damaged calibration": ["simulate", "--cluster", __file__],
+    "too many stages": ["simulate", "--layers", "2", "--pipeline", "64", "--data", "1"],
+    "unknown schedule": ["simulate", "--schedule", "chaos"],
+    "zero layers": ["simulate", "--layers", "0"],
+    "heads that do not divide": ["simulate", "--hidden", "100", "--heads", "3"],
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(arguments, capsys):
+    if "cuda" in arguments:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU, so asking for one is no mistake")
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("distlab")
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x01binary\x00" * 100, b"too short"], ids=["empty", "binary", "short"])
+def test_a_useless_data_file_is_refused_before_any_rank_starts(tmp_path, content, capsys):
+    path = tmp_path / "data.txt"
+    path.write_bytes(content)
+    assert main(["tour", "--data", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_simulate_as_json(capsys, tmp_path):
+    picture, trace, memory = tmp_path / "step.png", tmp_path / "step.json", tmp_path / "memory.png"
+    arguments = ["simulate", "--data", "2", "--pipeline", "4", "--microbatches", "8", "--json"]
+    files = ["--picture", str(picture), "--trace", str(trace), "--memory", str(memory)]
+    assert main([*arguments, *files]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == 8
+    assert 0 < facts["bubble_fraction"] < 1
+    assert facts["duration_s"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert memory.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_lists_presets_and_prints_a_table(capsys):
+    assert main(["simulate", "--list"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert main(["simulate", "--cluster", first]) == 0
+    assert "exposed communication" in capsys.readouterr().out
+
+
+def test_bench_lists_its_names(capsys):
+    assert main(["bench", "--list"]) == 0
+    assert "collectives" in capsys.readouterr().out.split()
+
+
+def test_doctor_finds_what_ranks_need_here(capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["healthy"] is True
+    assert facts["works"]["ranks on the CPU with gloo (distlab tour)"] is True
+    assert {check["name"] for check in facts["checks"]} >= {"torch", "gloo", "nccl", "gpus", "loopback", "browser"}
+
+
+def test_the_console_script_is_installed():
+    done = subprocess.run([sys.executable, "-m", "distlab", "--version"], capture_output=True, text=True, timeout=30)
+    assert done.stdout.startswith("distlab ")

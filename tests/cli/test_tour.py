@@ -1,0 +1,54 @@
+"""The tour, short: two real ranks, a text file of the user's, everything that a stranger sees."""
+
+import json
+
+import pytest
+
+from distlab.cli import main, tour
+from distlab.trace.chrome import read_chrome
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Three windows instead of ten; nothing else differs."""
+    prepare = tour.prepare
+
+    def prepare_short(arguments):
+        from dataclasses import replace
+
+        training, data = prepare(arguments)
+        return replace(training, num_windows=2, num_updates=4, budget_s=6.0), data
+
+    monkeypatch.setattr(tour, "prepare", prepare_short)
+
+
+@pytest.mark.timeout(120)
+def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
+    text = tmp_path / "my.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    assert main(["tour", "--ranks", "2", "--data", str(text), "--output", str(tmp_path / "out"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["equal"] is True
+    assert facts["ranks"] == 2
+    compared = facts["losses"][:4]  # how many updates follow in the timed windows is a matter of this machine's speed
+    assert compared[-1] < compared[0]
+    assert compared == pytest.approx(facts["losses_one_process"], rel=1e-5)
+    assert facts["sent_bytes"] == pytest.approx(facts["predicted_bytes"], rel=1e-3)
+    assert facts["step"]["predicted_s"] > 0
+    assert facts["machine"]["cores"] >= 1
+    picture, chrome = (tmp_path / "out" / name for name in ("timeline.png", "timeline.json"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    traces = read_chrome(chrome)
+    assert set(traces) == {"measured", "predicted"}
+    for trace in traces.values():
+        assert trace.ranks == (0, 1)
+        kinds = {span.kind for span in trace}
+        assert {"F", "B", "optimizer", "all_reduce"} <= kinds
+
+
+@pytest.mark.timeout(120)
+def test_tour_prints_a_table(short, tmp_path, capsys):
+    assert main(["tour", "--ranks", "1", "--output", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    for words in ("weights equal?", "yes", "bytes sent", "step time", "error of the prediction", "timeline.png"):
+        assert words in table

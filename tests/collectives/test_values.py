@@ -1,0 +1,210 @@
+"""Every algorithm against torch's own collective: values, equal bits on all ranks, and bits that repeat."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab import collectives
+
+ALL_REDUCES = (
+    "ring_all_reduce",
+    "tree_all_reduce",
+    "double_tree_all_reduce",
+    "halving_doubling_all_reduce",
+)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 16, 61, 1000)
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def own_data(shape, dtype, rank, seed=0):
+    """Return different values on each rank: about 1 in size, so that products stay finite."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.7
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 4, shape, generator=generator).to(dtype)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5 + 0.1 * rank).to(dtype)
+
+
+def reference(tensor, op):
+    """Reduce with torch's own collective."""
+    expected = tensor.clone()
+    if op == "mean":
+        dist.all_reduce(expected)
+        return expected.div_(dist.get_world_size())
+    named = {"sum": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}[op]
+    dist.all_reduce(expected, getattr(dist.ReduceOp, named))
+    return expected
+
+
+def same_bits_everywhere(tensor):
+    """Whether all ranks hold the same bytes."""
+    mine = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.zeros(0, dtype=torch.uint8)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    if mine.numel():
+        dist.all_gather(parts, mine)
+    return all(torch.equal(part, mine) for part in parts)
+
+
+def tolerance(dtype):
+    """Allow some roundings of the dtype."""
+    return 0 if not (dtype.is_floating_point or dtype.is_complex) else 16 * torch.finfo(dtype).eps
+
+
+def compare(name, shape, dtype, op, **options):
+    """Return what is wrong with one call, in words, or nothing."""
+    where = f"{name} {shape} {dtype} {op} {options} on rank {dist.get_rank()}"
+    mine = own_data(shape, dtype, dist.get_rank())
+    got, again = mine.clone(), mine.clone()
+    if getattr(collectives, name)(got, op=op, **options) is not got:
+        return f"{where}: did not return its tensor"
+    getattr(collectives, name)(again, op=op, **options)
+    expected = reference(mine, op)
+    if not torch.allclose(got, expected, rtol=tolerance(dtype), atol=tolerance(dtype)):
+        return f"{where}: got {got}, expected {expected}"
+    if not torch.equal(got, again):
+        return f"{where}: two runs differ"
+    if not same_bits_everywhere(got):
+        return f"{where}: ranks differ"
+    return None
+
+
+def all_lengths_and_dtypes(name):
+    found = [compare(name, (length,), torch.float32, "sum") for length in LENGTHS]
+    found += [compare(name, shape, torch.float32, "mean") for shape in ((), (3, 5), (2, 0, 3))]
+    found += [compare(name, (37,), dtype, op) for dtype in FLOATS for op in ("sum", "mean", "max", "min", "prod")]
+    found += [compare(name, (37,), dtype, op) for dtype in WHOLE for op in ("sum", "max", "min", "prod")]
+    found += [compare(name, (37,), torch.bool, op) for op in ("sum", "max", "min", "prod")]
+    found += [compare(name, (37,), torch.complex64, op) for op in ("sum", "mean")]
+    if name in ("ring_all_reduce", "double_tree_all_reduce"):  # cut into pieces, the last ones shorter
+        found += [compare(name, (length,), torch.float32, "sum", piece_bytes=64) for length in (0, 1, 5, 100, 1001)]
+    return [words for words in found if words]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_all_reduce_equals_torch(ranks, name, world_size):
+    assert ranks(world_size).run(all_lengths_and_dtypes, name) == [[]] * world_size
+
+
+def some_lengths():
+    found = [compare(name, (n,), torch.float32, op) for name in ALL_REDUCES for n in (3, 1000) for op in ("sum", "min")]
+    return [words for words in found if words]
+
+
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_all_reduce_at_odd_and_large_sizes(ranks, world_size):
+    assert ranks(world_size).run(some_lengths) == [[]] * world_size
+
+
+def naive_and_plain():
+    for name in ("naive_ring_all_reduce", "plain_ring_all_reduce"):
+        for length in LENGTHS:
+            mine = own_data((length,), torch.float32, dist.get_rank())
+            expected = reference(mine, "sum")
+            torch.testing.assert_close(getattr(collectives, name)(mine), expected)
+    plain = collectives.plain_ring_all_reduce(own_data((100,), torch.float32, dist.get_rank()))
+    piped = collectives.ring_all_reduce(own_data((100,), torch.float32, dist.get_rank()), piece_bytes=32)
+    naive = collectives.naive_ring_all_reduce(own_data((10_000,), torch.float32, dist.get_rank()))
+    return torch.equal(plain, piped), same_bits_everywhere(plain), same_bits_everywhere(naive)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_first_versions_sum_too(ranks, world_size):
+    for pieces_change_no_bit, plain_equal, naive_equal in ranks(world_size).run(naive_and_plain):
+        assert pieces_change_no_bit
+        assert plain_equal
+        assert naive_equal == (world_size <= 2)  # two numbers add up alike in either order; three do not
+
+
+def scatter_and_gather(scatter, gather):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for length in LENGTHS:
+        mine = own_data((length,), torch.float64, rank)
+        whole = mine.clone()
+        expected = reference(mine, "sum")
+        chunk = getattr(collectives, scatter)(whole)
+        pieces = expected.tensor_split(n)
+        torch.testing.assert_close(chunk, pieces[rank])
+        assert chunk.numel() == 0 or chunk.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        for other, part in enumerate(whole.tensor_split(n)):  # the rest is scratch: nothing may be read from it
+            if other != rank:
+                part.fill_(torch.nan)
+        assert getattr(collectives, gather)(whole) is whole
+        torch.testing.assert_close(whole, expected)
+        assert same_bits_everywhere(whole)
+    chunk = getattr(collectives, scatter)(own_data((2, 9), torch.float32, rank), op="mean")
+    torch.testing.assert_close(
+        chunk, reference(own_data((2, 9), torch.float32, rank), "mean").view(-1).tensor_split(n)[rank]
+    )
+
+
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
+def test_reduce_scatter_then_all_gather(ranks, world_size):
+    ranks(world_size).run(scatter_and_gather, "ring_reduce_scatter", "ring_all_gather")
+    ranks(world_size).run(scatter_and_gather, "halving_reduce_scatter", "doubling_all_gather")
+
+
+def broadcasts_and_reduces():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for root in range(n):
+        for shape in ((), (0,), (1,), (4, 5), (1001,)):
+            expected = own_data(shape, torch.bfloat16, root)
+            for got in (
+                collectives.tree_broadcast(own_data(shape, torch.bfloat16, rank), root),
+                collectives.ring_broadcast(own_data(shape, torch.bfloat16, rank), root),
+                collectives.ring_broadcast(own_data(shape, torch.bfloat16, rank), root, piece_bytes=100),
+            ):
+                assert torch.equal(got, expected)
+            expected = reference(own_data(shape, torch.float64, rank), "mean")
+            got = collectives.tree_reduce(own_data(shape, torch.float64, rank), root, op="mean")
+            assert rank != root or torch.allclose(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
+def test_broadcast_and_reduce_from_every_root(ranks, world_size):
+    ranks(world_size).run(broadcasts_and_reduces)
+
+
+def on_a_group_without_rank_zero():
+    members = [3, 1, 2]  # the group counts its ranks in this order or sorted; never from global rank 0
+    group = dist.new_group(members)
+    rank = dist.get_rank()
+    if rank == 0:
+        return
+    mine = own_data((17,), torch.float64, rank)
+    expected = mine.clone()
+    dist.all_reduce(expected, group=group)
+    for name in (*ALL_REDUCES, "naive_ring_all_reduce", "plain_ring_all_reduce"):
+        torch.testing.assert_close(getattr(collectives, name)(mine.clone(), group), expected)
+    for root in range(3):
+        source = own_data((17,), torch.float64, dist.get_global_rank(group, root))
+        assert torch.equal(collectives.tree_broadcast(mine.clone(), root, group), source)
+        assert torch.equal(collectives.ring_broadcast(mine.clone(), root, group), source)
+
+
+def test_ranks_are_counted_inside_the_group(ranks):
+    ranks(4).run(on_a_group_without_rank_zero)
+
+
+def on_a_mesh(num_machines, num_local):
+    rank = dist.get_rank()
+    machines = [[m * num_local + i for i in range(num_local)] for m in range(num_machines)]
+    local, _ = dist.new_subgroups_by_enumeration(machines)
+    cross, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
+    for length in LENGTHS:
+        for op in ("sum", "mean", "max"):
+            mine = own_data((length,), torch.float64, rank)
+            expected = reference(mine, op)
+            again = collectives.hierarchical_all_reduce(mine.clone(), local, cross, op=op)
+            got = collectives.hierarchical_all_reduce(mine, local, cross, op=op)
+            torch.testing.assert_close(got, expected)
+            assert torch.equal(got, again)
+            assert same_bits_everywhere(got)
+
+
+@pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
+def test_hierarchical_equals_flat(ranks, num_machines, num_local):
+    ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)

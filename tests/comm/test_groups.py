@@ -1,0 +1,307 @@
+"""Groups under torchrun and alone, the environment's errors, mesh groups and clocks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import choose_backend, clock_offsets_ns, mesh_groups, process_group
+from distlab.comm.clocks import measure_offset_ns
+from distlab.comm.rendezvous import Address, is_loopback, make_store, read_environment
+from distlab.plan import Mesh
+from distlab.trace import load_folder
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))]:
+        monkeypatch.delenv(name)
+
+
+def torchrun(tmp_path, source: str, *flags: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": None}, "RANK is not set; start the script with torchrun"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"RANK": "one"}, "RANK='one' is no whole number"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' is no whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is too small; it is at least 1"),
+        ({"RANK": "-1"}, "RANK=-1 is too small"),
+        ({"RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2: ranks are 0 to 1"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 does not fit LOCAL_WORLD_SIZE=1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is no whole number"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_in_one_sentence(changes, message):
+    environment = {name: value for name, value in (WORLD | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message) as caught:
+        read_environment(environment)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_an_environment_this_is_the_only_rank(alone):
+    with process_group() as member:
+        assert (member.rank, member.world_size, member.device) == (0, 1, torch.device("cpu"))
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=member.group)
+        listening = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_destroyed_after_an_error_and_not_nested(alone):
+    with pytest.raises(KeyError, match="mine"):
+        with process_group():
+            raise KeyError("mine")
+    assert not dist.is_initialized()
+    with process_group():
+        with pytest.raises(RuntimeError, match="in a process group already"):
+            with process_group():
+                pass
+        assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "glo"}, "backend is 'glo'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"timeout_s": -1}, "timeout_s is -1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(alone, options, message):
+    with pytest.raises(ValueError, match=message):
+        with process_group(**options):
+            pass
+    assert not dist.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_refused(alone):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="torch sees no GPU; pass 'cpu'"):
+        with process_group(device="cuda"):
+            pass
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = read_environment(WORLD | {"MASTER_PORT": str(port)})
+        with pytest.raises(
+            RuntimeError, match=f"port {port} on 127.0.0.1 is taken by another program; set MASTER_PORT"
+        ):
+            make_store(address, 5)
+
+
+def test_a_master_that_does_not_answer_is_told():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = read_environment(WORLD | {"RANK": "1", "MASTER_PORT": str(unused.getsockname()[1])})
+        with pytest.raises(RuntimeError, match="rank 1: nobody answers at 127.0.0.1:.* is rank 0 running"):
+            make_store(address, 1)
+    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is no known address"):
+        make_store(read_environment(WORLD | {"MASTER_ADDR": "no.such.host.invalid"}), 1)
+
+
+def test_rank_0_s_store_listens_on_loopback_only():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = make_store(read_environment(WORLD | {"MASTER_PORT": str(port)}), 5)
+    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port}
+    assert listening == {"127.0.0.1"}
+    del store
+
+
+def test_one_machine_is_told_from_several():
+    def place(**changes: str) -> Address:
+        return read_environment(WORLD | changes)
+
+    assert place().is_on_one_machine
+    assert place(MASTER_ADDR="node7").is_on_one_machine, "every rank is local"
+    assert place(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0").is_on_one_machine, "several launchers on loopback"
+    assert not place(MASTER_ADDR="10.0.0.7", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0").is_on_one_machine
+
+
+def test_gloo_without_a_gpu_each():
+    if torch.cuda.device_count() < 1000:
+        assert choose_backend(1000) == "gloo"
+
+
+RESTARTED = """
+    import json, os, signal, sys
+    import psutil, torch, torch.distributed as dist
+    from distlab.comm import entry, process_group
+
+    @entry
+    def main():
+        folder, attempt = sys.argv[1], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        with process_group(timeout_s=30, trace_dir=folder + "/trace") as member:
+            total = torch.ones(1)
+            with member.spans.span("work", kind="F"):
+                dist.all_reduce(total, group=member.group)
+            if attempt == 0 and member.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(total)
+            ips = sorted({c.laddr.ip for c in psutil.Process().net_connections("inet")})
+            seen = [attempt, member.world_size, total.item(), ips]
+            with open(f"{folder}/rank{member.rank}.json", "w") as file:
+                json.dump(seen, file)
+        assert not dist.is_initialized()
+
+    main()
+"""
+
+
+def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):
+    done = torchrun(tmp_path, RESTARTED, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        attempt, world_size, total, ips = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert (attempt, world_size, total) == (1, 2, 4.0)
+        assert ips
+        assert all(map(is_loopback, ips)), ips
+    assert json.loads((tmp_path / "trace" / "clocks.json").read_text()) == [0, 0]
+    trace = load_folder(tmp_path / "trace")
+    assert trace.ranks == (0, 1)
+    names = [(span.rank, span.lane) for span in trace]
+    assert all(names.count((rank, "compute")) == 1 for rank in range(2))
+    assert all(names.count((rank, "communication")) >= 2 for rank in range(2))
+
+
+FAILING = """
+    import sys
+    from distlab.comm import entry, process_group
+
+    @entry
+    def main():
+        with process_group() as member:
+            if member.rank == 1:
+                raise ValueError("rank 1 says why")
+
+    main()
+"""
+
+
+def test_torchrun_shows_why_a_rank_failed(tmp_path):
+    done = torchrun(tmp_path, FAILING)
+    assert done.returncode != 0
+    summary = done.stderr[done.stderr.rindex("Root Cause") :]
+    assert "ValueError: rank 1 says why" in summary
+
+
+ENDLESS = """
+    import os, sys, time
+    from distlab.comm import process_group
+
+    with process_group() as member:
+        open(f"{sys.argv[1]}/pid{member.rank}.part", "w").write(str(os.getpid()))
+        os.rename(f"{sys.argv[1]}/pid{member.rank}.part", f"{sys.argv[1]}/pid{member.rank}")
+        while True:
+            time.sleep(0.1)
+"""
+
+
+def test_ranks_go_when_torchrun_is_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ENDLESS))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen([*command, str(script), str(tmp_path)], stderr=subprocess.DEVNULL)
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    try:
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    pids = [int(file.read_text()) for file in files]
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def reach(axes: dict[str, int]) -> dict[str, list[int]]:
+    """The ranks whose numbers arrive through the group of each axis."""
+    groups = mesh_groups(Mesh(axes))
+    found = {}
+    for axis, group in groups.items():
+        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(numbers, torch.tensor([dist.get_rank()]), group=group)
+        found[axis] = [int(number) for number in numbers]
+        dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"pipeline": 4, "data": 1}, {"data": 4}])
+def test_a_group_for_each_axis(ranks, axes):
+    mesh = Mesh(axes)
+    assert ranks(4).run(reach, axes) == [{axis: list(mesh.group_of(rank, axis)) for axis in axes} for rank in range(4)]
+
+
+def test_a_mesh_of_another_size_is_refused(ranks):
+    def try_it() -> str:
+        try:
+            mesh_groups(Mesh({"data": 3}))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert all("has 3 places and there are 2 ranks" in text for text in ranks(2).run(try_it))
+
+
+def test_clocks_of_one_machine_are_one(ranks):
+    assert ranks(3).run(clock_offsets_ns) == [(0, 0, 0)] * 3
+
+
+def measure(late_ns: int) -> int:
+    """Measure rank 1's clock, made late on purpose."""
+    from distlab.comm import clocks
+
+    real = time.monotonic_ns
+    clocks.monotonic_ns = (lambda: real() - late_ns) if dist.get_rank() == 1 else real
+    try:
+        return measure_offset_ns(1)
+    finally:
+        clocks.monotonic_ns = real
+
+
+def test_a_late_clock_is_measured(ranks):
+    late_ns = 5_000_000_000
+    first, second = ranks(2).run(measure, late_ns)
+    assert first == second
+    assert abs(first - late_ns) < 50_000_000  # within any round trip on a loaded machine

@@ -1,0 +1,200 @@
+"""How failures are told: the root cause first, soon, and nothing is left."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, Ranks, RankTimeout, run
+
+
+def fail_on(rank: int, how: str) -> None:
+    """Fail on one rank while the others wait for it in a collective."""
+    dist.barrier()
+    if dist.get_rank() != rank:
+        dist.all_reduce(torch.ones(4))
+        return
+    if how == "raise":
+        raise ValueError("three is odd")
+    if how == "exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(4)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 2 of 4 raised ValueError: three is odd"),
+        ("exit", r"rank 2 of 4 exited with status 3 \(sys.exit\)"),
+        ("os._exit", "rank 2 of 4 exited with status 4"),
+        ("segfault", r"rank 2 of 4 was killed by SIGSEGV"),
+        ("kill", r"rank 2 of 4 was killed by SIGKILL \(out of memory\?"),
+    ],
+)
+def test_the_rank_that_failed_is_blamed_first(how, message):
+    with pytest.raises(RankError, match=message) as caught:
+        run(fail_on, 4, args=(2, how), timeout_s=30)
+    assert caught.value.rank == 2
+    assert caught.value.failures[0].rank == 2
+    text = str(caught.value)
+    if how in ("raise", "segfault"):
+        where = "raise ValueError" if how == "raise" else "ctypes.string_at(0)"
+        assert where in text, "the source line is shown"
+        assert "comm/worker.py" not in text, "the launcher's own frames are not"
+
+
+def test_a_failure_is_reported_within_a_second():
+    def fail() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise RuntimeError(f"at {time.monotonic()}")
+        time.sleep(60)
+
+    with pytest.raises(RankError) as caught:
+        run(fail, 2)
+    reported = time.monotonic()
+    assert reported - float(caught.value.failures[0].summary.split()[-1]) < 3  # the bar is 1 s; three times for load
+    assert "rank 0 was still running in fail (" in str(caught.value)
+
+
+def test_peers_that_saw_the_connection_close_are_not_blamed():
+    def leave_late() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.destroy_process_group()  # the others see the connection close, before the cause is known
+            time.sleep(0.3)
+            raise OSError("disk full")
+        dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(RankError, match="rank 0 of 3 raised OSError: disk full") as caught:
+        run(leave_late, 3)
+    assert caught.value.rank == 0
+    assert "(a consequence)" in str(caught.value)
+
+
+def test_a_noisy_failure_is_still_told_when_there_is_no_other():
+    def leave() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.destroy_process_group()
+            return
+        dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(RankError, match="rank 1 of 2") as caught:
+        run(leave, 2, record=False)
+    assert "rank 0 had already returned" in str(caught.value)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_timeout_says_where_every_rank_stands(record):
+    def hang() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))  # waits in C
+        while True:
+            pass
+
+    with pytest.raises(RankTimeout, match=r"ranks 0, 1 of 2 did not finish in 1.5 s") as caught:
+        run(hang, 2, timeout_s=1.5, record=record)
+    text = str(caught.value)
+    assert "dist.all_reduce(torch.ones(1))" in text
+    assert "threading.py" not in text, "the launcher's own threads are not shown"
+    assert "distlab/comm" not in text, "nor its frames"
+    assert "while True" in text or "pass" in text
+    if record:
+        assert "rank 0 waits in all_reduce" in text, text
+
+
+def test_a_stopped_rank_is_named():
+    def stop() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    with pytest.raises(RankTimeout) as caught:
+        run(stop, 2, timeout_s=1.5)
+    assert "it is stopped by a signal (SIGSTOP" in str(caught.value)
+
+
+def test_a_deadlock_ends_before_the_timeout():
+    def wait_for_each_other() -> None:
+        dist.recv(torch.ones(1), src=1 - dist.get_rank())
+
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run(wait_for_each_other, 2, timeout_s=60)
+    assert not isinstance(caught.value, RankTimeout)
+    assert time.monotonic() - start < 20
+    assert "rank 0" in str(caught.value)
+    assert "rank 1" in str(caught.value)
+
+
+def test_a_mismatch_names_ranks_and_lines():
+    def disagree() -> None:
+        tensor = torch.ones(4)
+        if dist.get_rank() == 0:
+            dist.all_reduce(tensor)
+        else:
+            dist.broadcast(tensor, 0)
+
+    with pytest.raises(RankError) as caught:
+        run(disagree, 2, timeout_s=60)
+    text = str(caught.value)
+    assert "all_reduce" in text
+    assert "broadcast" in text
+    assert "test_launch_failures.py" in text
+
+
+def test_processes_and_grandchildren_are_gone_after_a_failure_while_other_ranks_live_on(ranks):
+    others = ranks(2).run(os.getpid)
+
+    def fail() -> None:
+        import subprocess
+
+        child = subprocess.Popen(["sleep", "100"])
+        escaped = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        if dist.get_rank() == 0:
+            raise RuntimeError(f"{os.getpid()} {child.pid} {escaped.pid}")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
+
+    with pytest.raises(RankError) as caught:
+        run(fail, 2)
+    rank, child, escaped = (int(word) for word in caught.value.failures[0].summary.split()[-3:])
+    assert not psutil.pid_exists(rank)
+    deadline = time.monotonic() + 5
+    left = [child, escaped] if sys.platform == "linux" else [child]
+    while any(map(psutil.pid_exists, left)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(psutil.pid_exists, left))
+    assert ranks(2).run(os.getpid) == others
+
+
+def test_an_interrupt_kills_the_ranks_and_is_raised():
+    def sleep() -> None:
+        os.kill(os.getppid(), 0)
+        time.sleep(100)
+
+    pool = Ranks(2)
+    before = time.monotonic()
+    pids = pool.run(os.getpid)
+    previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(sleep)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert pool.pids == ()
+    assert time.monotonic() - before < 20

@@ -1,0 +1,56 @@
+"""Nothing outlives the program that started ranks: seven ways to go wrong at once, then the program ends.
+
+The whole table, every end of a script and of a kernel, is measured by benchmarks/launch.py, whose cases these are.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "launch.py"
+SPEC = importlib.util.spec_from_file_location("benchmarks_launch", PATH)
+launch = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = launch
+SPEC.loader.exec_module(launch)
+
+
+@pytest.fixture
+def case(request):
+    case = launch.Case(*request.param)
+    yield case
+    case.close()
+
+
+@pytest.mark.parametrize("case", [("script",)], indirect=True)
+def test_a_script_that_is_killed_leaves_nothing(case):
+    case.start_all()
+    before = case.leftovers(0)
+    assert sum("stopped" in left for left in before) == 2, "the count sees what is to go, stopped ranks too"
+    assert {left.split()[0] for left in before} == {"process", "port", "folder"}
+    case.end("kill")
+    assert case.leftovers() == []
+
+
+@pytest.mark.parametrize("case", [("script", ("SIGSTOP", "SIGTERM ignored"))], indirect=True)
+def test_interrupts_leave_no_rank_and_the_end_of_a_script_nothing(case):
+    case.interrupt_each()
+    assert case.leftovers(fork_server_stays=True) == []
+    case.start_all()
+    case.end("end")
+    assert case.leftovers() == []
+
+
+@pytest.mark.parametrize("case", [("kernel", ("SIGSTOP", "blocked in a collective", "segfault"))], indirect=True)
+def test_a_kernel_that_is_restarted_or_killed_leaves_nothing(case):
+    case.start_all()
+    case.end("restart")
+    assert case.leftovers() == []
+    case.client.wait_for_ready(timeout=60)
+    case.client.execute_interactive(launch.PROGRAM, timeout=60, output_hook=lambda _: None)
+    for path in case.folder.glob("*-[01]"):
+        path.unlink()
+    case.start_all()
+    case.end("kill")
+    assert case.leftovers() == []

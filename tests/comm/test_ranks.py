@@ -1,0 +1,112 @@
+"""Ranks kept alive between calls."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, Ranks
+
+
+def total(start: float) -> float:
+    tensor = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_takes_part(ranks, world_size):
+    expected = sum(range(world_size)) + 10.0 * world_size
+    assert ranks(world_size).run(total, 10.0) == [expected] * world_size
+
+
+def test_processes_live_from_call_to_call(ranks):
+    pool = ranks(2)
+    assert pool.run(os.getpid) == pool.run(os.getpid)
+    assert sorted(pool.pids) == sorted(pool.run(os.getpid))
+
+
+def test_after_a_failure_the_next_call_has_fresh_ranks():
+    def fail() -> None:
+        raise KeyError("gone")
+
+    with Ranks(2, echo=False) as pool:
+        before = pool.run(os.getpid)
+        with pytest.raises(RankError, match=r"rank [01] of 2 raised KeyError: 'gone'"):
+            pool.run(fail)
+        assert pool.pids == ()
+        assert not set(before) & set(pool.run(os.getpid))
+
+
+def test_text_is_executed_in_a_namespace_that_stays(ranks):
+    pool = ranks(2)
+    assert pool.execute("import math\nx = rank + 1") == [None, None]
+    assert pool.execute("x * 10") == ["10", "20"]
+    assert pool.execute("x = 100\nx", ranks=[1]) == ["100"]
+    assert pool.execute("dist.barrier()\n(x, world_size)") == ["(1, 2)", "(100, 2)"]
+    with pytest.raises(ValueError, match="there is no rank 2: ranks are 0 to 1"):
+        pool.execute("1", ranks=[2])
+
+
+def test_an_error_in_executed_text_shows_its_line():
+    with Ranks(1) as pool:
+        with pytest.raises(RankError, match="rank 0 of 1 raised ZeroDivisionError") as caught:
+            pool.execute("a = 0\nb = 1 / a")
+        assert 'File "<ranks 1>", line 2' in str(caught.value)
+        assert "    b = 1 / a" in str(caught.value)
+
+
+def test_records_are_those_of_the_last_run(ranks):
+    pool = ranks(2)
+    pool.run(total, 1.0)
+    pool.run(lambda: dist.barrier())
+    assert pool.records().ops(0) == ("barrier",)
+    pool.run(total, 1.0)
+    assert pool.records().ops(1) == ("all_reduce",)
+
+
+def test_records_survive_a_failure_and_closing_forgets_them():
+    def fail() -> None:
+        dist.barrier()
+        raise RuntimeError("after the barrier")
+
+    pool = Ranks(2)
+    with pytest.raises(RuntimeError, match="no records: run something first"):
+        pool.records()
+    with pytest.raises(RankError):
+        pool.run(fail)
+    assert pool.records().ops(0) == ("barrier",)
+
+
+def test_interrupt_from_another_thread_ends_the_call():
+    with Ranks(2) as pool:
+        timer = threading.Timer(0.5, pool.interrupt)
+        timer.start()
+        with pytest.raises(RankError, match="the call was interrupted") as caught:
+            pool.run(time.sleep, 60)
+        timer.join()
+        assert "rank 1 stands here" in str(caught.value)
+        assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_a_second_call_at_the_same_time_is_refused():
+    with Ranks(1) as pool:
+        thread = threading.Thread(target=pool.run, args=(time.sleep, 1.0))
+        thread.start()
+        time.sleep(0.3)
+        with pytest.raises(RuntimeError, match="busy with another call"):
+            pool.run(os.getpid)
+        thread.join()
+
+
+def test_a_rank_that_dies_between_calls_is_reported():
+    with Ranks(2) as pool:
+        pids = pool.run(os.getpid)
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+            pool.run(total, 1.0)

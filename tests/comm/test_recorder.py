@@ -1,0 +1,391 @@
+"""What the recorder sees of real calls, and that it leaves torch as it found it."""
+
+import inspect
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError
+from distlab.comm.front_end import FrontEnd
+from distlab.comm.recorder import Recorder, recorded
+from distlab.comm.records import read_records
+
+GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER_FROM = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def patched():
+    """Everything that a front end may change, as it is now."""
+    methods = {name: vars(dist.ProcessGroup)[name] for name in vars(dist.ProcessGroup)}
+    keys = ("c10d::allreduce_", "c10d::send", "c10d::barrier", "_c10d_functional::wait_tensor")
+    kernels = [torch._C._dispatch_has_kernel_for_dispatch_key(key, "BackendSelect") for key in keys]
+    return methods, vars(dist.Work)["wait"], kernels
+
+
+def every_call():
+    """Make each kind of collective once, on any number of ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(2 * size)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.reduce(x, 0)
+    dist.all_gather([torch.empty(2) for _ in range(size)], torch.ones(2))
+    getattr(dist, GATHER_INTO)(torch.empty(2 * size), torch.ones(2))
+    dist.reduce_scatter(torch.empty(2), list(torch.ones(size, 2)))
+    getattr(dist, SCATTER_FROM)(torch.empty(2), x)
+    dist.all_to_all(list(torch.empty(size, 2)), list(torch.ones(size, 2)))
+    dist.all_to_all_single(torch.empty(2 * size), x)
+    dist.gather(torch.ones(2), list(torch.empty(size, 2)) if rank == 0 else None, dst=0)
+    dist.scatter(torch.empty(2), list(torch.ones(size, 2)) if rank == 0 else None, src=0)
+    dist.barrier()
+
+
+NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather", "reduce_scatter", "reduce_scatter")
+NAMES += ("all_to_all", "all_to_all", "gather", "scatter", "barrier")
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_stop_puts_back_exactly_what_was_there(tmp_path, complete):
+    before = patched()
+    assert before[2] == [False] * 4
+    recorder = Recorder(tmp_path, 0).start(complete)
+    changed = patched()
+    assert changed[1] is not before[1]
+    assert changed[2] == [complete] * 4
+    recorder.start(complete)
+    recorder.stop()
+    recorder.stop()
+    assert patched() == before
+    dist.all_reduce(torch.ones(3))
+    assert len(read_records(tmp_path)) == 0
+    assert FrontEnd._active is None
+
+
+def test_recorders_inside_each_other_each_see_their_part(tmp_path):
+    before, x = patched(), torch.ones(2)
+    outer = Recorder(tmp_path, 0).start(complete=False)
+    dist.all_reduce(x)
+    with recorded(complete=True) as inner:  # the outer one is served by the complete front end for this while
+        dist.broadcast(x, 0)
+        with recorded() as innermost:
+            dist.barrier()
+    dist.all_reduce(x)
+    outer.stop()
+    assert patched() == before
+    assert read_records(tmp_path).ops(0) == ("all_reduce", "broadcast", "barrier", "all_reduce")
+    assert inner.records.ops(0) == ("broadcast", "barrier")
+    assert innermost.records.ops(0) == ("barrier",)
+
+
+def test_recorders_may_stop_in_any_order(tmp_path):
+    before = patched()
+    (tmp_path / "b").mkdir()
+    first, second = Recorder(tmp_path, 0).start(), Recorder(tmp_path / "b", 0).start(complete=False)
+    first.stop()
+    dist.all_reduce(torch.ones(1))
+    second.stop()
+    assert patched() == before
+    assert len(read_records(tmp_path)) == 0
+    assert read_records(tmp_path / "b").ops(0) == ("all_reduce",)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_every_call_is_seen_once_by_its_name(complete):
+    with recorded(complete=complete) as seen:
+        every_call()
+    assert seen.records.ops(0) == NAMES
+    assert all(call.state == "done" and call.end_ns >= call.start_ns for call in seen.records)
+    assert [call.number for call in seen.records] == list(range(1, len(NAMES) + 1))
+
+
+def helper_that_the_learner_wrote(x):
+    dist.all_reduce(x)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_call_site_is_the_learners_line(complete):
+    with recorded(complete=complete) as seen:
+        line = inspect.currentframe().f_lineno + 1
+        dist.all_reduce(torch.ones(1))
+        helper_that_the_learner_wrote(torch.ones(1))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+    first, second, _ = seen.records
+    assert first.site == f"{__file__}:{line}"
+    assert second.site == f"{__file__}:{helper_that_the_learner_wrote.__code__.co_firstlineno + 1}"
+    assert first.via == ""
+
+
+def test_a_call_made_for_the_learner_by_distlab_has_both_lines():
+    from distlab.comm.agree import agree
+
+    with recorded() as seen:
+        line = inspect.currentframe().f_lineno + 1
+        agree(3, None, what="answer")
+    for call in seen.records:
+        assert call.site == f"{__file__}:{line}"
+        assert "comm/agree.py:" in call.via
+
+
+def test_calls_on_other_threads_and_in_backward_hooks_are_seen():
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    with recorded() as seen:
+        (weight * 2).sum().backward()
+        thread = threading.Thread(target=lambda: dist.broadcast(torch.ones(2), 0))
+        thread.start()
+        thread.join()
+    assert seen.records.ops(0) == ("all_reduce", "broadcast")
+    assert all(call.site.startswith(__file__) for call in seen.records)
+
+
+def test_watched_parameters_name_the_calls_that_move_them():
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    with recorded() as seen:
+        seen.recorder.watch(model)
+        dist.all_reduce(model.weight.grad)
+        dist.broadcast(model.bias.data, 0)
+        dist.all_reduce(torch.ones(3))
+    assert [call.label for call in seen.records] == ["weight", "bias", ""]
+
+
+BAD = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.empty(4)], x),
+    "scatter": lambda x: dist.scatter(torch.empty(4), [x], src=0),
+    "gather": lambda x: dist.gather(x, [torch.empty(4)], dst=0),
+    "reduce_scatter": lambda x: getattr(dist, SCATTER_FROM)(torch.empty(4), x),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty(4), x),
+    "send": lambda x: dist.group.WORLD.send([x], 0, 0),
+    "recv": lambda x: dist.group.WORLD.recv([x], 0, 0),
+}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("op", BAD)
+def test_a_non_contiguous_tensor_is_refused_where_it_was_passed(op, complete):
+    with recorded(complete=complete) as seen:
+        with pytest.raises(ValueError, match=rf"rank 0: {op} at .*test_recorder.py:\d+ .*non-contiguous") as error:
+            BAD[op](torch.arange(8.0).reshape(4, 2)[:, 0])
+        for part in ("shape [4]", "stride [2]", "expected stride [1]", "call .contiguous()"):
+            assert part in str(error.value)
+        dist.barrier()
+    assert seen.records.ops(0) == ("barrier",)
+
+
+def test_a_sparse_tensor_is_refused():
+    with recorded():
+        with pytest.raises(ValueError, match=r"all_reduce at .* a sparse tensor of shape \[3, 3\].*\.to_dense\(\)"):
+            dist.all_reduce(torch.eye(3).to_sparse())
+
+
+def test_lists_that_gloo_copies_may_be_strided():
+    with recorded():
+        columns = torch.zeros(2, 3)
+        dist.all_gather([columns[:, 1]], torch.ones(2))
+    assert columns[:, 1].tolist() == [1, 1]
+
+
+def test_a_call_that_torch_refuses_takes_no_number():
+    with recorded() as seen:
+        with pytest.raises(RuntimeError):
+            dist.group.WORLD.allgather([[torch.empty(2)] * 5], [torch.ones(2)])
+        dist.all_reduce(torch.ones(2))
+    assert [(call.op, call.number, call.state) for call in seen.records] == [
+        ("all_gather", 1, "failed"),
+        ("all_reduce", 1, "done"),
+    ]
+
+
+def test_works_that_nobody_waits_for_end_when_they_are_seen_to_be_over():
+    with recorded() as seen:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        while not work.is_completed():
+            pass
+    (call,) = seen.records
+    assert call.state == "done"
+    assert call.wait_ns == 0
+
+
+def test_torch_is_not_kept_alive_by_finished_calls(tmp_path):
+    recorder = Recorder(tmp_path, 0).start()
+    front = FrontEnd._active
+    for _ in range(20):
+        dist.all_reduce(torch.ones(4), async_op=True).wait()
+        dist.all_reduce(torch.ones(4))
+    assert not front._live
+    assert not front._works
+    assert not front._addresses
+    recorder.close()
+
+
+def test_a_call_that_outlives_its_recorder_ends_in_peace():
+    with recorded() as outer:
+        with recorded() as seen:
+            work = dist.group.WORLD.barrier()
+            seen.recorder.close()
+        work.wait()
+        dist.barrier()
+    assert outer.records.ops(0) == ("barrier", "barrier")
+
+
+def test_functional_collectives_are_waited_for_by_their_tensor():
+    import torch.distributed._functional_collectives as functional
+
+    with recorded() as seen:
+        total = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD) + 1
+    assert total.tolist() == [2, 2, 2, 2]
+    (call,) = seen.records
+    assert call.op == "all_reduce"
+    assert call.state == "done"
+    assert call.wait_ns > 0
+
+
+def bytes_of_every_call():
+    with recorded() as seen:
+        every_call()
+    records, rank = seen.records, dist.get_rank()
+    ops = sorted(set(records.ops(rank)))
+    return {op: records.payload_bytes(rank, op) for op in ops}, records.ring_equivalent_bytes(rank), records.ops(rank)
+
+
+def test_bytes_of_native_collectives(ranks):
+    size = 3
+    for rank, (payload, ring, ops) in enumerate(ranks(size).run(bytes_of_every_call)):
+        assert ops == NAMES
+        full, shard = 4 * 2 * size, 4 * 2
+        assert payload == {
+            "all_reduce": full,
+            "broadcast": full,
+            "reduce": full,
+            "all_gather": 2 * shard,
+            "reduce_scatter": 2 * full,
+            "all_to_all": 2 * full,
+            "gather": shard,
+            "scatter": shard,
+            "barrier": 0,
+        }
+        expected = 2 * (size - 1) * full // size + 2 * (size - 1) * shard + 4 * (size - 1) * full // size
+        expected += 0 if rank == size - 1 else full  # broadcast along a chain from rank 0
+        expected += 0 if rank == 0 else full + shard  # reduce and gather to rank 0
+        expected += (size - 1) * shard if rank == 0 else 0  # scatter from rank 0
+        assert ring == expected
+
+
+def pairs():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with recorded() as seen:
+        right, left, box = (rank + 1) % size, (rank - 1) % size, torch.empty(5)
+        requests = [dist.isend(torch.ones(5), right, tag=7), dist.irecv(box, left, tag=7)]
+        for request in requests:
+            request.wait()
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, torch.ones(3), right), dist.P2POp(dist.irecv, torch.empty(3), left)]
+        ):
+            request.wait()
+    return seen.records.sent_bytes(rank), seen.records.payload_bytes(rank), [str(call) for call in seen.records]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_of_sends(ranks, size):
+    for rank, (sent, payload, calls) in enumerate(ranks(size).run(pairs)):
+        assert sent == 4 * (5 + 3)
+        assert payload == 0
+        assert calls[0].startswith(f"send to {(rank + 1) % size} #1 (float32[5], tag 7, group {list(range(size))})")
+        assert calls[1].startswith(f"recv from {(rank - 1) % size} #1 (float32[5], tag 7")
+
+
+def names_of(seen):
+    return seen.records.ops(dist.get_rank())
+
+
+def with_torch_ddp():
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(7, 4, sparse=True)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.Flatten())
+    wrapped, sparse = DistributedDataParallel(model), DistributedDataParallel(table)
+    with recorded() as seen:
+        wrapped(torch.ones(2, 3, 4, 4)).sum().backward()
+    with recorded() as of_sparse:
+        sparse(torch.tensor([1, 2])).sum().backward()
+    return names_of(seen), seen.records.num_calls("all_reduce"), len(of_sparse.records)
+
+
+def test_ddp_reduces_in_cpp_and_is_seen_sparse_gradients_too(ranks):
+    for ops, num_all_reduces, num_sparse in ranks(2).run(with_torch_ddp):
+        assert num_all_reduces >= 1
+        assert set(ops) <= {"all_reduce", "broadcast"}
+        assert num_sparse >= 1
+
+
+def with_fsdp_and_dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with recorded() as seen:
+        model = fully_shard(torch.nn.Linear(6, 6), mesh=mesh)
+        model(torch.ones(2, 6)).sum().backward()
+        column = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(1)])
+        row = column.redistribute(placements=[Shard(0)])
+        whole = row.t().redistribute(placements=[Replicate()]).to_local().sum().item()
+    return set(names_of(seen)), whole
+
+
+def test_fsdp_and_dtensor_run_and_are_seen(ranks):
+    for ops, whole in ranks(2).run(with_fsdp_and_dtensor):
+        assert {"all_gather", "reduce_scatter"} <= ops
+        assert whole == 66
+
+
+def swapped():
+    calls = [lambda x: dist.all_reduce(x), lambda x: dist.broadcast(x, 0)]
+    for call in calls[:: 1 - 2 * dist.get_rank()]:
+        call(torch.ones(8))
+    import time
+
+    time.sleep(5)
+
+
+def test_the_launcher_ends_a_job_whose_collectives_are_swapped(ranks):
+    with pytest.raises(RankError) as error:
+        ranks(2).run(swapped)
+    assert "rank 0: all_reduce #1 (float32[8], group [0, 1]) at" in str(error.value)
+    assert "rank 1: broadcast #1 (float32[8], group [0, 1], root 0) at" in str(error.value)
+    assert "test_recorder.py:" in str(error.value)
+
+
+def test_a_second_python_thread_cannot_tear_rows(tmp_path):
+    recorder = Recorder(tmp_path, 0).start()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [dist.all_reduce(torch.ones(1)) for _ in range(100)]) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+        recorder.stop()
+    calls = read_records(tmp_path).calls(0)
+    assert [call.number for call in calls] == list(range(1, 301))
+    assert all(call.state == "done" for call in calls)

@@ -1,0 +1,32 @@
+"""The small lesson that these tests check answers to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distlab.comm import Ranks
+from distlab.grading import Exercise, load_lesson
+from distlab.grading.lesson import Lesson
+
+FOLDER = Path(__file__).parent / "lessons"
+
+
+@pytest.fixture(scope="session")
+def lesson() -> Lesson:
+    return load_lesson("91", FOLDER)
+
+
+@pytest.fixture(scope="session")
+def mean_exercise(lesson: Lesson) -> Exercise:
+    """The mean over ranks, with little time and memory."""
+    return replace(lesson.exercise("91.mean"), timeout_s=4.0, memory_limit_bytes=256 << 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> None:
+    """Load torch for ranks before anything is timed."""
+    with Ranks(1, echo=False) as ranks:
+        ranks.run(int)

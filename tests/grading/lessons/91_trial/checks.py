@@ -1,0 +1,90 @@
+"""Exercises of a small lesson that tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from distlab_lesson_91 import solutions
+
+from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.traffic import over_budget, sent_line
+from distlab.grading.values import compare, explain_sum, seeded
+
+TITLE = "Trial"
+MINUTES = 5
+NEEDS: tuple[str, ...] = ()
+AIMS = ("try out the checks",)
+SIZE = 100
+
+
+def drive_mean(fn: Callable[..., Any]) -> Any:
+    """Call the function on this rank's tensor."""
+    return fn(seeded(dist.get_rank(), SIZE))
+
+
+def judge_mean(evidence: Evidence) -> Iterator[Fault]:
+    """Look at each rank's mean."""
+    n = evidence.world_size
+    parts = [seeded(rank, SIZE) for rank in range(n)]
+    for rank, result in enumerate(evidence.results):
+        fault = explain_sum(result, parts, expected=[1 / n] * n, what=f"rank {rank}'s result", rank=rank)
+        if fault is not None:
+            yield fault
+    fault = over_budget(evidence, 2 * (n - 1) / n * SIZE * 8, "a ring")
+    if fault is not None:
+        yield fault
+
+
+def budget_mean(evidence: Evidence) -> list[str]:
+    """Say what was sent."""
+    n = evidence.world_size
+    return [sent_line(evidence, 2 * (n - 1) / n * SIZE * 8, "a ring")]
+
+
+def drive_double(fn: Callable[..., Any]) -> Any:
+    """Call the function."""
+    return fn([1.0, 2.5]), fn([3.0], times=3)
+
+
+def judge_double(evidence: Evidence) -> Iterator[Fault]:
+    """Compare with the reference."""
+    fault = compare(evidence.results[0], ([2.0, 5.0], [9.0]), "double's result")
+    if fault is not None:
+        yield fault
+
+
+HINTS = ("Which operation adds?", "Divide by what?", "Clone, all_reduce, divide by world_size.")
+EXERCISES = (
+    Exercise(
+        name="91.mean",
+        title="the mean of all ranks' tensors",
+        source="solutions:mean",
+        drive=drive_mean,
+        judge=judge_mean,
+        imports=("import torch", "import torch.distributed as dist"),
+        hints=HINTS,
+        timeout_s=20.0,
+        budget=budget_mean,
+    ),
+    Exercise(
+        name="91.double",
+        title="every value times two",
+        source="solutions:double",
+        drive=drive_double,
+        judge=judge_double,
+        hints=HINTS,
+        worlds=(1,),
+    ),
+    Exercise(
+        name="91.repair",
+        title="repair the mean",
+        source="solutions:mean",
+        drive=drive_mean,
+        judge=judge_mean,
+        hints=HINTS,
+        broken="solutions:mean_wrong",
+    ),
+)
+assert solutions.mean is not None

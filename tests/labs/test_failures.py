@@ -1,0 +1,147 @@
+"""Labs that fail: the cause first, a hang ended with words, and nothing left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distlab.cli import main
+
+LIMIT_S = 110
+SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
+HEAD = "import os, signal, sys, time\nimport torch\nimport torch.distributed as dist\n\n"
+RECEIVE_FIRST = """
+def shift(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor)
+    dist.recv(received, (rank - 1) % n)
+    dist.send(tensor, (rank + 1) % n)
+    return received
+"""
+STUBBORN = """
+def shift(tensor):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        time.sleep(1000)
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def command(tmp_path: Path, text: str, num_ranks: int = 2, *more: str) -> list[str]:
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + text)
+    return [sys.executable, "-m", "distlab", "lab", "01", "--ranks", str(num_ranks), *SMALL, "--impl", str(path), *more]
+
+
+def failed(tmp_path: Path, text: str, num_ranks: int = 2, *more: str) -> str:
+    """Run a lab that fails; return what it said, after seeing that none of its processes is left."""
+    line = command(tmp_path, text, num_ranks, *more)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not left(tmp_path)
+    return done.stderr
+
+
+def left(tmp_path: Path) -> list[psutil.Process]:
+    """Return the processes that name this test's folder, once they have had five seconds to go."""
+    deadline = time.monotonic() + 5
+    while (found := processes(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def processes(tmp_path: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            named = any(str(tmp_path) in word for word in process.cmdline())
+            if named and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_the_rank_that_raised_is_told_first_and_the_others_as_a_consequence(tmp_path):
+    text = "\ndef shift(tensor):\n    if dist.get_rank() == 1:\n        raise KeyError('mine')\n"
+    told = failed(tmp_path, text + "    dist.recv(tensor, 2 - dist.get_rank())\n", 3)
+    assert told.startswith("distlab lab: rank 1 of 3 raised KeyError: 'mine'")
+    assert "in shift\n    raise KeyError('mine')" in told
+
+
+def test_a_deadlock_is_told_with_who_waits_for_whom(tmp_path):
+    told = failed(tmp_path, RECEIVE_FIRST, 3)
+    assert told.startswith("distlab lab: lab 01 cannot go on: deadlock")
+    for rank in range(3):
+        assert f"rank {rank} waits in recv from {(rank - 1) % 3} #1" in told
+    assert "dist.recv(received, (rank - 1) % n)" in told  # the learner's own line
+
+
+def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(tmp_path):
+    text = "\ndef shift(tensor):\n    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
+    told = failed(tmp_path, text, 2, "--limit-s", "25")
+    assert told.startswith("distlab lab: lab 01 did not finish in 25 s")
+    assert "--- rank 1 stands here (innermost call last) ---" in told
+    assert "in shift\n    while dist.get_rank() == 1:" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("\ndef shift(tensor):\n    sys.exit(0)\n", "left by exit(0); a function returns instead"),
+        ("\ndef shift(tensor):\n    os.kill(os.getpid(), signal.SIGKILL)\n", "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_goes_is_told(tmp_path, text, told):
+    assert told in failed(tmp_path, text).splitlines()[0]
+
+
+def test_a_module_that_exits_is_one_line(tmp_path):
+    line = command(tmp_path, "sys.exit(3)\n")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path / 'mine.py'} cannot be loaded" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
+    process = subprocess.Popen(
+        command(tmp_path, STUBBORN), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    deadline = time.monotonic() + 60
+    while len(processes(tmp_path)) < 6 and time.monotonic() < deadline:  # command, agent, two ranks, two children
+        time.sleep(0.2)
+    time.sleep(0.5)
+    assert len(processes(tmp_path)) >= 6
+    os.kill(process.pid, number)
+    told = process.communicate(timeout=20)[1]
+    assert process.returncode == code
+    assert "Traceback" not in told
+    assert not left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["17"], "distlab lab: there is no lab 17; labs are 01, 02, 03"),
+        (["x"], "'x' names no lesson"),
+        (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 ranks cannot be used"),
+        (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no such file"),
+        (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(arguments, told, capsys):
+    try:
+        status = main(["lab", *arguments])
+    except SystemExit as left:
+        status = left.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert told in error
+    assert error.count("\n") == 1

@@ -1,0 +1,128 @@
+"""Every lesson's reference passes, its stub counts as not attempted, and every wrong version is told its own fault."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from distlab.grading import NotYet, lessons, load_lesson
+from distlab.grading.check import examine
+from distlab.grading.exercise import Exercise, Mutant
+from distlab.grading.lesson import Lesson, broken_of, reference_of
+from distlab.grading.report import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FAULTS = tool("fault_table")
+LESSONS = [load_lesson(number, ROOT / "lessons") for number in lessons(ROOT / "lessons")]
+EXERCISES = [pytest.param(lesson, exercise, id=exercise.name) for lesson in LESSONS for exercise in lesson.exercises]
+MUTANTS = [
+    pytest.param(lesson, index, id=f"{mutant.exercise}-{mutant.name.replace(' ', '_')}")
+    for lesson in LESSONS
+    for index, mutant in enumerate(lesson.mutants)
+]
+
+
+@functools.cache
+def report_of(number: str, index: int) -> Report:
+    """Check a wrong version once, for its own test and for the table."""
+    lesson = next(lesson for lesson in LESSONS if lesson.number == number)
+    return FAULTS.examine_mutant(lesson, lesson.mutants[index])
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
+def test_lesson_is_complete(lesson: Lesson) -> None:
+    names = [exercise.name for exercise in lesson.exercises]
+    assert len(names) >= 3
+    assert len(set(names)) == len(names)
+    assert any(exercise.broken for exercise in lesson.exercises)
+    functions = Counter(exercise.function for exercise in lesson.exercises)
+    assert functions.most_common(1)[0][1] == 1, f"two exercises share a function's name: {functions}"
+    wrong_versions = Counter(mutant.exercise for mutant in lesson.mutants)
+    assert set(wrong_versions) <= set(names)
+    assert {name: wrong_versions[name] for name in names if wrong_versions[name] < 3} == {}
+    assert len({(mutant.exercise, mutant.name) for mutant in lesson.mutants}) == len(lesson.mutants)
+    for exercise in lesson.exercises:
+        assert exercise.lesson == lesson.number
+        assert len(set(exercise.hints)) == 3, f"{exercise.name} has {len(exercise.hints)} hints"
+        assert exercise.title
+    for mutant in lesson.mutants:
+        assert mutant.world in lesson.exercise(mutant.exercise).worlds
+        assert mutant.source
+        assert mutant.says
+
+
+@pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
+def test_reference_passes(lesson: Lesson, exercise: Exercise) -> None:
+    report = examine(exercise, reference_of(exercise))
+    assert report.passed, str(report)
+    assert report.worlds == exercise.worlds
+
+
+@pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
+def test_stub_is_not_attempted(lesson: Lesson, exercise: Exercise) -> None:
+    def stub(*args: object, **named: object) -> None:
+        total = len(args) + len(named)  # not seen by looking at the text: the ranks must tell
+        raise NotYet(exercise.name if total >= 0 else "")
+
+    stub.__signature__ = inspect.signature(reference_of(exercise))  # type: ignore[attr-defined]
+    report = examine(exercise, stub, worlds=(exercise.worlds[-1],))
+    assert (report.verdict, report.fault) == ("not attempted", "not attempted"), str(report)
+
+
+@pytest.mark.parametrize(("lesson", "exercise"), [case for case in EXERCISES if case.values[1].broken])
+def test_version_to_repair_is_wrong(lesson: Lesson, exercise: Exercise) -> None:
+    broken = broken_of(exercise)
+    report = examine(exercise, broken)
+    assert report.verdict == "wrong", str(report)
+    assert broken is not None
+    assert list(inspect.signature(broken).parameters) == list(inspect.signature(reference_of(exercise)).parameters)
+
+
+@pytest.mark.parametrize(("lesson", "index"), MUTANTS)
+def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
+    mutant: Mutant = lesson.mutants[index]
+    report = report_of(lesson.number, index)
+    assert report.verdict == "wrong", str(report)
+    assert report.fault == mutant.fault, str(report)
+    assert mutant.says in report.message, str(report)
+
+
+def test_table_of_faults_is_what_the_checks_say() -> None:
+    found = [
+        (lesson, mutant, report_of(lesson.number, index))
+        for lesson in LESSONS
+        for index, mutant in enumerate(lesson.mutants)
+    ]
+    assert FAULTS.TABLE.read_text(encoding="utf-8") == FAULTS.table(found), "run: python tools/fault_table.py"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("lesson", "index"), MUTANTS)
+def test_wrong_version_on_every_number_of_ranks(lesson: Lesson, index: int) -> None:
+    mutant: Mutant = lesson.mutants[index]
+    for world in lesson.exercise(mutant.exercise).worlds:
+        report = FAULTS.examine_mutant(lesson, mutant, world=world)
+        assert report.verdict in ("passed", "wrong"), f"on {world} ranks: {report}"
+        if world == mutant.world:
+            assert report.verdict == "wrong"
+            assert mutant.says in report.message, f"on {world} ranks: {report}"
+        if report.verdict == "wrong":
+            assert report.message, f"on {world} ranks"

@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+from distlab.measure.calibrate import MESSAGE_BYTES, Observation, Round, fit_cluster, fit_device, median_round
+from distlab.plan.records import Contention, Work
+
+WORKS = [Work(1e6 * k**2, 1e5 * (7 - k) ** 2, 10 + k) for k in range(1, 7)]
+
+
+def observed(kernel_s, flops_per_s, bytes_per_s, noise=0.0):
+    generator = np.random.default_rng(1)
+    return [
+        Observation(
+            f"work {k}",
+            work,
+            (work.num_kernels * kernel_s + work.matmul_flops / flops_per_s + work.memory_bytes / bytes_per_s)
+            * (1 + noise * generator.standard_normal()),
+        )
+        for k, work in enumerate(WORKS)
+    ]
+
+
+def test_the_fit_finds_the_machine_that_made_the_times():
+    assert fit_device(observed(1e-5, 2e10, 5e9)) == pytest.approx((1e-5, 2e10, 5e9))
+
+
+def test_the_fit_is_close_under_noise():
+    kernel_s, flops_per_s, bytes_per_s = fit_device(observed(1e-5, 2e10, 5e9, noise=0.02))
+    assert kernel_s == pytest.approx(1e-5, rel=0.3)
+    assert flops_per_s == pytest.approx(2e10, rel=0.3)
+
+
+def test_a_term_that_would_be_negative_is_left_out():
+    rows = [
+        Observation("free kernels", work, max(work.matmul_flops / 1e10 - 1e-7 * work.num_kernels, 1e-9))
+        for work in WORKS
+    ]
+    kernel_s, flops_per_s, bytes_per_s = fit_device(rows)
+    assert kernel_s == 0.0
+    assert flops_per_s > 0
+    assert bytes_per_s > 0
+
+
+def test_rounds_combine_by_median_and_fit_to_a_cluster():
+    def one(scale):
+        rows = [Observation(row.what, row.work, row.seconds * scale) for row in observed(1e-5, 2e10, 5e9)]
+        times = tuple(scale * (1e-3 + size / 1e9) for size in MESSAGE_BYTES)
+        return Round(tuple(rows), times, Contention(1.5 * scale, 1.2))
+
+    cluster = fit_cluster(median_round([one(1.0), one(1.1), one(9.0)]), 4)
+    assert cluster.num_devices == 4
+    assert cluster.device.matmul_flops_per_s == pytest.approx(2e10 / 1.1)
+    assert cluster.contention.compute_slowdown == pytest.approx(1.65)
+
+
+def test_one_rank_has_no_link_to_fit():
+    measured = Round(tuple(observed(1e-5, 2e10, 5e9)), (1e-5,) * len(MESSAGE_BYTES), Contention())
+    assert fit_cluster(measured, 1).num_devices == 1

@@ -1,0 +1,88 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.measure.workload import HEAD, workload_from_module
+from distlab.models import GPT, GPTConfig
+
+SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)
+
+
+def gpt_step(config=SIZES, samples=2):
+    model = GPT(config, torch.Generator().manual_seed(0))
+    tokens = torch.randint(config.vocab_size, (samples, config.context))
+    return model, lambda: model.loss(model(tokens), tokens)
+
+
+def test_flops_of_a_gpt_layer_are_the_textbook_formula():
+    model, loss = gpt_step()
+    workload = workload_from_module(model, loss)
+    block = next(layer for layer in workload.layers if layer.name == "blocks.1")
+    batch, seq, hidden = 2, SIZES.context, SIZES.hidden_size
+    # 24 B s h^2 + 4 B s^2 h: arXiv 2104.04473, appendix
+    assert block.forward.matmul_flops == 24 * batch * seq * hidden**2 + 4 * batch * seq**2 * hidden
+    linear = 24 * batch * seq * hidden**2
+    assert block.weight_gradient.matmul_flops == linear
+    assert (
+        block.input_gradient.matmul_flops == linear + 10 * batch * seq**2 * hidden
+    )  # fused attention recomputes one product
+
+
+def test_every_parameter_counts_once_in_registration_order():
+    model, loss = gpt_step()
+    workload = workload_from_module(model, loss)
+    assert workload.num_parameters == model.num_parameters
+    sizes = [size for layer in workload.layers for size in layer.parameter_sizes]
+    assert sizes == [p.numel() for p in model.parameters()]
+
+
+def test_frozen_parameters_send_nothing():
+    model, loss = gpt_step()
+    model.position_embedding.weight.requires_grad_(False)
+    workload = workload_from_module(model, loss)
+    assert workload.num_parameters == model.num_parameters - model.position_embedding.weight.numel()
+
+
+def test_output_and_activation_bytes():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(5, 8)
+    workload = workload_from_module(model, lambda: model(x).sum())
+    assert [layer.output_bytes for layer in workload.layers] == [5 * 16 * 4, 5 * 16 * 4, 5 * 4 * 4, 0]
+    # kept: the input for layer 0; ReLU's result, which layer 2 keeps too, once
+    assert [layer.activation_bytes for layer in workload.layers[:3]] == [5 * 8 * 4, 5 * 16 * 4, 0]
+
+
+def test_a_model_of_one_function_is_one_layer():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (x * self.weight).sum()
+
+    model = Scale()
+    workload = workload_from_module(model, lambda: model(torch.ones(3)))
+    assert [layer.name for layer in workload.layers] == ["parameters of the model", HEAD]
+    assert workload.num_parameters == 3
+
+
+def test_counting_leaves_no_trace():
+    model, loss = gpt_step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss().backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    workload = workload_from_module(model, loss, optimizer=optimizer)
+    after = (model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert workload.optimizer_bytes_per_parameter == 8  # two moments in fp32
+    assert workload.optimizer.num_kernels > 0
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="scalar"):
+        workload_from_module(model, lambda: model(torch.ones(3, 2)))

@@ -1,0 +1,196 @@
+"""Working copies: made once, never overwritten, put aside on request, whatever state they are in."""
+
+import json
+import os
+import re
+
+import pytest
+
+from distlab.notebook import copies
+from distlab.notebook.copies import damage, make_copies, reset
+
+
+def notebook(*sources):
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "source": s, "outputs": [{"x": 1}], "execution_count": 7}
+        for i, s in enumerate(sources)
+    ]
+    return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    folder = tmp_path / "lessons"
+    for name in ("03_data_parallel", "01_ranks"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "lesson.ipynb").write_text(notebook("first", name))
+    (folder / "START.ipynb").write_text(notebook("start"))
+    (folder / "04_not_built").mkdir()
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path):
+    return tmp_path / "work"
+
+
+def states(made):
+    return {copy.name: copy.state for copy in made}
+
+
+def text_of(path):
+    return [cell["source"] for cell in json.loads(path.read_text())["cells"]]
+
+
+def test_copies_are_made_once_without_results(lessons, work):
+    first = make_copies(lessons, work)
+    assert [copy.name for copy in first] == ["START.ipynb", "01_ranks/lesson.ipynb", "03_data_parallel/lesson.ipynb"]
+    assert set(states(first).values()) == {"made"}
+    assert (work / ".distlab-work").exists()
+    cell = json.loads((work / "03_data_parallel/lesson.ipynb").read_text())["cells"][0]
+    assert (cell["source"], cell["outputs"], cell["execution_count"]) == ("first", [], None)
+    assert set(states(make_copies(lessons, work)).values()) == {"kept"}
+
+
+def test_what_you_wrote_is_kept_and_a_newer_lesson_is_told(lessons, work):
+    make_copies(lessons, work)
+    mine = work / "03_data_parallel" / "lesson.ipynb"
+    mine.write_text(notebook("my own words"))
+    before = mine.read_bytes()
+    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+
+    (lessons / "03_data_parallel" / "lesson.ipynb").write_text(notebook("better"))
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    assert told.state == "newer"
+    assert "there is a newer version" in told.message
+    assert "distlab lesson reset 03" in told.message
+    assert mine.read_bytes() == before
+
+
+def test_new_results_alone_make_no_newer_lesson(lessons, work):
+    make_copies(lessons, work)
+    original = lessons / "03_data_parallel" / "lesson.ipynb"
+    changed = json.loads(original.read_text())
+    changed["cells"][0]["outputs"] = [{"x": 2}]
+    original.write_text(json.dumps(changed))
+    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+
+
+def test_the_map_follows_the_course_unless_you_wrote_in_it(lessons, work):
+    make_copies(lessons, work)
+    (lessons / "START.ipynb").write_text(notebook("new map"))
+    assert states(make_copies(lessons, work))["START.ipynb"] == "refreshed"
+    assert text_of(work / "START.ipynb") == ["new map"]
+
+    (work / "START.ipynb").write_text(notebook("my notes"))
+    (lessons / "START.ipynb").write_text(notebook("newer map"))
+    assert states(make_copies(lessons, work))["START.ipynb"] == "newer"
+    assert text_of(work / "START.ipynb") == ["my notes"]
+
+
+DAMAGED = {
+    "is empty": b"",
+    "is not whole JSON (line 1, column": notebook("first").encode()[:40],
+    "is not UTF-8 text (byte 3 is 0xff)": b'{"c\xff": 1}',
+    "is JSON, but no notebook": b"[1, 2]",
+    "is a notebook of format 3": notebook("x").replace('"nbformat": 4', '"nbformat": 3').encode(),
+}
+
+
+@pytest.mark.parametrize("says", DAMAGED)
+def test_a_damaged_copy_is_told_exactly_and_left_alone(lessons, work, says):
+    make_copies(lessons, work)
+    mine = work / "03_data_parallel" / "lesson.ipynb"
+    mine.write_bytes(DAMAGED[says])
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    assert told.state == "damaged"
+    assert says in told.message
+    assert "distlab lesson reset 03" in told.message
+    assert mine.read_bytes() == DAMAGED[says]
+
+    aside, fresh = reset("3", lessons, work)
+    assert aside.read_bytes() == DAMAGED[says]
+    assert fresh == mine
+    assert text_of(fresh) == ["first", "03_data_parallel"]
+
+
+def test_a_folder_in_the_place_of_a_copy(lessons, work):
+    (work / "03_data_parallel" / "lesson.ipynb").mkdir(parents=True)
+    (work / "03_data_parallel" / "lesson.ipynb" / "notes.txt").write_text("mine")
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    assert (told.state, "is a folder, not a file" in told.message) == ("damaged", True)
+    aside, fresh = reset("03", lessons, work)
+    assert (aside / "notes.txt").read_text() == "mine"
+    assert damage(fresh) is None
+
+
+def test_a_file_in_the_place_of_a_lessons_folder_stops_only_that_lesson(lessons, work):
+    work.mkdir()
+    (work / "03_data_parallel").write_text("mine")
+    told = {copy.name: copy for copy in make_copies(lessons, work)}
+    assert told["03_data_parallel/lesson.ipynb"].state == "blocked"
+    assert "cannot be made" in told["03_data_parallel/lesson.ipynb"].message
+    assert told["01_ranks/lesson.ipynb"].state == "made"
+    assert (work / "03_data_parallel").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission_stops_only_that_lesson(lessons, work):
+    (work / "03_data_parallel").mkdir(parents=True)
+    (work / "03_data_parallel").chmod(0o500)
+    told = {copy.name: copy for copy in make_copies(lessons, work)}
+    assert "Permission denied" in told["03_data_parallel/lesson.ipynb"].message
+    assert told["01_ranks/lesson.ipynb"].state == "made"
+
+
+def test_a_copy_that_cannot_be_read_is_told(lessons, work, monkeypatch):
+    make_copies(lessons, work)
+    real = copies.Path.read_bytes
+
+    def refuse(path):
+        if path.parent.name == "03_data_parallel" and work in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(copies.Path, "read_bytes", refuse)
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    assert (told.state, "cannot be read (Permission denied)" in told.message) == ("damaged", True)
+
+
+def test_resets_within_one_second_keep_every_copy(lessons, work):
+    make_copies(lessons, work)
+    mine = work / "03_data_parallel" / "lesson.ipynb"
+    kept = []
+    for number in range(3):
+        mine.write_text(notebook(f"attempt {number}"))
+        aside, _ = reset("03", lessons, work)
+        assert re.fullmatch(r"lesson\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?\.ipynb", aside.name)
+        kept.append(aside)
+    assert [text_of(path) for path in kept] == [["attempt 0"], ["attempt 1"], ["attempt 2"]]
+    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+
+
+def test_nothing_to_reset_and_no_such_lesson(lessons, work):
+    with pytest.raises(ValueError, match="nothing to reset: .*lesson.ipynb is not there"):
+        reset("03", lessons, work)
+    with pytest.raises(ValueError, match="there is no lesson '17'; pass one of START, 01, 03"):
+        reset("17", lessons, work)
+
+
+def test_damaged_notes_about_versions_lose_nothing(lessons, work):
+    make_copies(lessons, work)
+    (work / copies.VERSIONS).write_text("{")
+    assert set(states(make_copies(lessons, work)).values()) == {"kept"}
+    (work / "01_ranks" / "lesson.ipynb").write_text(notebook("mine"))
+    (work / copies.VERSIONS).write_text("[]")
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["01_ranks/lesson.ipynb"]
+    assert (told.state, "not known which version" in told.message) == ("newer", True)
+    assert text_of(work / "01_ranks" / "lesson.ipynb") == ["mine"]
+
+
+def test_a_work_folder_that_cannot_be_one(lessons, work):
+    work.write_text("a file")
+    with pytest.raises(ValueError, match="is a file; pass --work"):
+        make_copies(lessons, work)
+    with pytest.raises(ValueError, match="inside the lessons"):
+        make_copies(lessons, lessons / "work")

@@ -1,0 +1,206 @@
+"""`distlab lesson`: a real server on loopback that ends with Ctrl-C, and copies that survive everything."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distlab.notebook import server
+
+COMMAND = [sys.executable, "-m", "distlab", "lesson"]
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def lesson(*arguments, work):
+    return subprocess.run(
+        [*COMMAND, *arguments, "--work", str(work)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+class Started:
+    """`distlab lesson start --no-browser`, up to the line with the address."""
+
+    def __init__(self, work: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "start", "--no-browser", "--work", str(work), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.search(r"(http://127\.0\.0\.1:(\d+))/lab/tree/START\.ipynb\?token=(\w+)", line):
+                self.url, self.port, self.token = found[1], int(found[2]), found[3]
+                break
+        else:
+            raise AssertionError("\n".join(self.lines))
+        self.family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def get(self, path: str, token: str | None = None) -> int:
+        headers = {"Authorization": f"token {token}"} if token else {}
+        try:
+            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", headers=headers), timeout=20) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def post(self, path: str, body: dict) -> dict:
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=json.dumps(body).encode(), headers={"Authorization": f"token {self.token}"}
+        )
+        with DIRECT.open(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def gone_after(self, number: int) -> float:
+        """Send a signal; seconds until the command and everything it started have gone."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        start = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(timeout=15)
+        gone, _ = psutil.wait_procs(family, timeout=10)
+        assert [process for process in family if process not in gone and is_alive(process)] == []
+        return time.monotonic() - start
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Addresses on which a process's descendants listen; a short-lived one may end while it is asked."""
+    found: set[str] = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections(kind="inet")
+            found |= {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs and is no zombie; it may end between the two questions."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def started(work, *arguments):
+    lab = Started(work, *arguments)
+    try:
+        yield lab
+    finally:
+        if lab.process.poll() is None:
+            lab.process.kill()
+            lab.process.wait()
+        lab.process.stdout.close()
+
+
+def test_a_server_that_answers_and_ends_with_ctrl_c(tmp_path):
+    work = tmp_path / "work"
+    with started(work) as lab:
+        assert sum("http://" in line for line in lab.lines) == 1, "one clear line"
+        assert (work / "START.ipynb").is_file()
+        assert lab.get("/api/contents/START.ipynb", lab.token) == 200
+        assert lab.get("/api/contents/START.ipynb") == 403, "not without the token"
+        assert lab.get("/lab/tree/START.ipynb", lab.token) == 200
+        assert lab.token not in " ".join(psutil.Process(lab.process.pid).children()[0].cmdline())
+        assert listening_addresses(lab.process.pid) == {"127.0.0.1"}
+        kernel = lab.post("/api/kernels", {"name": "python3"})
+        assert kernel["name"] == "python3"
+        assert lab.gone_after(signal.SIGINT) < 5
+        assert lab.process.returncode == 0
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", lab.port), timeout=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_the_server_goes_however_its_parent_goes(tmp_path, number):
+    with started(tmp_path / "work") as lab:
+        lab.post("/api/kernels", {"name": "python3"})
+        lab.gone_after(number)
+
+
+def test_damaged_copies_are_told_and_do_not_stop_the_start(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "START.ipynb").write_bytes(b'{"cells": [')
+    with started(work) as lab:
+        told = [line for line in lab.lines if "START.ipynb is not whole JSON" in line]
+        assert len(told) == 1
+        assert "distlab lesson reset START" in told[0]
+        lab.gone_after(signal.SIGINT)
+    assert (work / "START.ipynb").read_bytes() == b'{"cells": ['
+    done = lesson("reset", "START", work=work)
+    assert done.returncode == 0
+    assert "your copy is kept as" in done.stdout
+    assert [path.read_bytes() for path in work.glob("START.2*.ipynb")] == [b'{"cells": [']
+    assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = lesson("start", "--no-browser", "--port", str(port), work=tmp_path / "work")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"distlab lesson: port {port} is taken by another program; pass another --port, or none: a free one is found\n"
+    )
+
+
+def test_without_a_port_a_free_one_is_found(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(server, "FIRST_PORT", taken)
+        assert server._free_port() != taken
+        monkeypatch.setattr(server, "NUM_PORTS", 1)
+        assert server._free_port() > 0, "any, when all of those are taken"
+
+
+def test_list_and_mistakes_are_plain(tmp_path):
+    done = lesson("list", work=tmp_path / "work")
+    assert done.returncode == 0
+    assert "15  Planning" in done.stdout
+    assert not (tmp_path / "work").exists(), "looking makes nothing"
+    done = lesson("reset", "77", work=tmp_path / "work")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("distlab lesson: there is no lesson '77'; pass one of START")
+    assert len(done.stderr.splitlines()) == 1
+    done = lesson("reset", "START", work=tmp_path / "work")
+    assert "nothing to reset" in done.stderr
+    (tmp_path / "file").write_text("x")
+    done = lesson("start", "--no-browser", work=tmp_path / "file")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "is a file; pass --work" in done.stderr
+
+
+def test_without_jupyterlab_one_line_says_what_to_install(tmp_path):
+    code = (
+        "import sys; sys.modules['jupyterlab'] = None\n"
+        "from distlab.cli import main\n"
+        f"sys.exit(main(['lesson', 'start', '--no-browser', '--work', {str(tmp_path / 'work')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "distlab lesson: the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_work_folder_without_permission_is_one_line(tmp_path):
+    tmp_path.chmod(0o500)
+    done = lesson("start", "--no-browser", work=tmp_path / "work")
+    assert done.returncode == 2
+    assert "Permission denied" in done.stderr

@@ -1,0 +1,116 @@
+"""torch.distributed.pipelining as the peer: its orders are ours, and its own schedules pass our checks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from distlab.plan import Action, Schedule, add_communication, gpipe, one_f_one_b, parse_schedule, validate
+from distlab.plan.schedules.grammar import SEND_F
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def stage(index, num_stages, group_size):
+    """All that torch's planning asks of a stage; its ranks and networks are not needed."""
+    return SimpleNamespace(
+        stage_index=index,
+        num_stages=num_stages,
+        group_size=group_size,
+        group_rank=0,
+        group=None,
+        is_first=index == 0,
+        is_last=False,
+        submod=None,
+        has_backward=True,
+        stage_index_to_group_rank=None,
+    )
+
+
+class RecordingStage(SimpleNamespace):
+    """A stage that notes what torch makes it run."""
+
+    def forward_one_chunk(self, microbatch, *_, **__):
+        self.actions.append(Action(self.stage_index, "F", microbatch))
+
+    def backward_one_chunk(self, microbatch, *_, **__):
+        self.actions.append(Action(self.stage_index, "B", microbatch))
+
+    def get_fwd_recv_ops(self, _):
+        return []
+
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+    def perform_reduce_grad(self, _):
+        pass
+
+
+def executed(schedule_class, num_stages, num_microbatches):
+    """Run torch's schedule on recording stages and return what they ran."""
+    ranks = []
+    for index in range(num_stages):
+        recording = RecordingStage(**vars(stage(index, num_stages, num_stages)), actions=[])
+        schedule = schedule_class(recording, num_microbatches, loss_fn=lambda output, target: None)
+        schedule._initialize_stage = lambda *_, **__: None
+        schedule._step_microbatches()
+        ranks.append(recording.actions)
+    return Schedule.from_actions(ranks)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 2), (2, 5), (4, 4), (4, 8), (3, 7)])
+@pytest.mark.parametrize(("name", "ours"), [("ScheduleGPipe", gpipe), ("Schedule1F1B", one_f_one_b)])
+def test_torch_runs_our_order(name, ours, sizes):
+    assert executed(getattr(schedules, name), *sizes) == ours(*sizes)
+
+
+def printed(order):
+    """Write an order as torch's CSV: a line a rank, a cell a step, idle steps empty."""
+    return "\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in sorted(order))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 5), (4, 8)])
+@pytest.mark.parametrize(("name", "ours"), [("ScheduleGPipe", gpipe), ("Schedule1F1B", one_f_one_b)])
+def test_the_order_that_torch_prints(name, ours, sizes):
+    # torch 2.13 prints the last stage of 1F1B with its forward passes numbered from 1, and runs them from 0.
+    num_stages = sizes[0]
+    schedule = getattr(schedules, name)(stage(0, num_stages, num_stages), sizes[1])
+    order = schedule._get_pipeline_order()
+    theirs = parse_schedule(printed(order))
+    for rank in range(num_stages - (name == "Schedule1F1B")):
+        assert theirs.actions(rank) == ours(*sizes).actions(rank)
+
+
+MULTI = {
+    "ScheduleInterleaved1F1B": (0, 4),
+    "ScheduleLoopedBFS": (0, 4),
+    "ScheduleInterleavedZeroBubble": (0, 4),
+    "ScheduleZBVZeroBubble": (0, 7),
+    "ScheduleDualPipeV": (0, 7),
+}
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_schedules_of_two_stages_a_rank_load_and_pass(name, tmp_path):
+    stages = [stage(index, 8, 4) for index in MULTI[name]]
+    theirs = getattr(schedules, name)(stages, 8, loss_fn=lambda output, target: None)
+    loaded = {}
+    for form in ("compute_only", "compute_comms"):
+        theirs._dump_csv(tmp_path / form, form)
+        loaded[form] = parse_schedule((tmp_path / form).read_text())
+        assert parse_schedule(str(loaded[form])) == loaded[form]
+    computations, full = loaded["compute_only"], loaded["compute_comms"]
+    report = validate(computations)
+    assert (report.num_ranks, report.num_stages, report.num_microbatches) == (4, 8, 8)
+    assert validate(full).peak_in_flight == report.peak_in_flight
+    ours = add_communication(computations)
+    validate(ours)
+    for rank in range(4):  # the same messages, if not at the same places
+        assert sorted(ours.actions(rank)) == sorted(full.actions(rank))
+    assert np.count_nonzero(full.kind >= SEND_F) == len(full) - len(computations)
+
+
+def test_torch_loads_what_we_print():
+    for schedule in (one_f_one_b(3, 4), add_communication(gpipe(2, 3))):
+        for rank, line in enumerate(str(schedule).splitlines()):
+            theirs = [schedules._Action.from_str(cell) for cell in line.split(",")]
+            assert [str(action) for action in theirs] == [str(action) for action in schedule.actions(rank)]

@@ -1,0 +1,40 @@
+"""Records: checked fields, sums, and errors that say which field and what to pass."""
+
+import pytest
+
+from distlab.plan import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Work, Workload
+
+LINK = Link("wire", (Protocol(1e-6, 1e9),))
+CPU = Device("cpu", 1e9, 1e9, 1e9)
+LAYER = Layer("linear", (12, 4), Work(1, 2, 3), Work(1), Work(1))
+
+
+def test_sums():
+    assert Work(1, 2, 3) + Work(10, 20, 30) == Work(11, 22, 33)
+    workload = Workload("two layers", (LAYER, LAYER), bytes_per_parameter=2)
+    assert (LAYER.num_parameters, workload.num_parameters, workload.gradient_bytes) == (16, 32, 64)
+    assert Plan(data=2, pipeline=3).world_size == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Work(matmul_flops=-1), "Work: matmul_flops is -1"),
+        (lambda: Work(memory_bytes=float("nan")), "memory_bytes is nan"),
+        (lambda: Workload("empty", ()), "'empty' has no layers"),
+        (lambda: Workload("w", (LAYER,), samples=0), "samples is 0; pass a whole number"),
+        (lambda: Device("d", 0, 1, 1), "Device 'd': matmul_flops_per_s is 0"),
+        (lambda: Device("d", 1, 1, 1, kernel_s=-1), "kernel_s is -1"),
+        (lambda: Protocol(-1, 1), "latency_s is -1"),
+        (lambda: Link("l", ()), "Link 'l' has no protocol"),
+        (lambda: Contention(0.5), r"compute_slowdown is 0.5; pass 1.0"),
+        (lambda: Cluster("c", CPU, 6, 4, LINK, LINK), "6 devices do not fill nodes of 4; use a multiple of 4"),
+        (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
+        (lambda: Plan(pipeline=True), "pipeline is True"),
+        (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of gpipe, one_f_one_b"),
+        (lambda: Plan(gradient_sync="never"), "gradient_sync is 'never'; choose one of per_parameter"),
+    ],
+)
+def test_errors_name_the_field(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

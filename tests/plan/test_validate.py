@@ -1,0 +1,315 @@
+"""validate: what is right passes, what is wrong is refused with rank, step, action and what to do."""
+
+import pickle
+import time
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.plan import (
+    Schedule,
+    ScheduleError,
+    add_communication,
+    gpipe,
+    one_f_one_b,
+    parse_schedule,
+    text_grid,
+    validate,
+)
+
+
+def runs_to_the_end(schedule):
+    """Run a schedule action by action: an action needs what it needs, a receive the next message of its sender."""
+    todo = [deque(schedule.actions(rank)) for rank in range(schedule.num_ranks)]
+    home = {a.stage: rank for rank, actions in enumerate(todo) for a in actions}
+    last, explicit = schedule.num_stages - 1, schedule.has_communication
+    done, wires = [set() for _ in todo], {}
+
+    def ready(rank, action):
+        stage, kind, microbatch = action
+        other = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind)
+        backward = {(stage, "B", microbatch), (stage, "I", microbatch)}
+        if kind == "W":
+            return (stage, "I", microbatch) in done[rank]
+        if kind == "SEND_F":
+            return (stage, "F", microbatch) in done[rank]
+        if kind == "SEND_B":
+            return bool(backward & done[rank])
+        if kind in ("B", "I") and (stage, "F", microbatch) not in done[rank]:
+            return False
+        if other is None or not 0 <= other <= last:
+            return True
+        if explicit and home[other] != rank:
+            return (stage, "RECV_F" if kind == "F" else "RECV_B", microbatch) in done[rank]
+        kinds = ("F",) if kind == "F" else ("B", "I")
+        return any((other, k, microbatch) in done[home[other]] for k in kinds)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(todo):
+            while queue:
+                action = queue[0]
+                stage, kind, microbatch = action
+                if kind.startswith("RECV"):
+                    sender = stage - 1 if kind == "RECV_F" else stage + 1
+                    wire = wires.get((home[sender], rank), deque())
+                    if not wire:
+                        break
+                    if wire.popleft() != (sender, kind[-1], microbatch):
+                        return False
+                elif not ready(rank, action):
+                    break
+                if kind.startswith("SEND"):
+                    receiver = stage + 1 if kind == "SEND_F" else stage - 1
+                    wires.setdefault((rank, home[receiver]), deque()).append((stage, kind[-1], microbatch))
+                done[rank].add(tuple(action))
+                queue.popleft()
+                moved = True
+    return not any(todo)
+
+
+@st.composite
+def shuffled(draw):
+    """A valid schedule with some actions swapped: right or wrong, as chance has it."""
+    split = draw(st.booleans())
+    num_ranks, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    schedule = draw(st.sampled_from([gpipe, one_f_one_b]))(num_ranks, num_microbatches)
+    ranks = [schedule.actions(rank) for rank in range(num_ranks)]
+    if split:
+        halves = [[a] if a.kind == "F" else [a._replace(kind="I"), a._replace(kind="W")] for row in ranks for a in row]
+        size = 2 * num_microbatches
+        ranks = [sum(halves[r * size : (r + 1) * size], []) for r in range(num_ranks)]
+    schedule = Schedule.from_actions(ranks)
+    if draw(st.booleans()):
+        schedule = add_communication(schedule)
+    ranks = [schedule.actions(rank) for rank in range(num_ranks)]
+    for _ in range(draw(st.integers(0, 3))):
+        row = draw(st.sampled_from(ranks))
+        i = draw(st.integers(0, len(row) - 1))
+        j = draw(st.integers(max(i - 3, 0), min(i + 3, len(row) - 1)))
+        row[i], row[j] = row[j], row[i]
+    return Schedule.from_actions(ranks)
+
+
+@given(shuffled())
+def test_accepts_exactly_what_runs_to_the_end(schedule):
+    try:
+        accepted = bool(validate(schedule))
+    except ScheduleError:
+        accepted = False
+    assert accepted == runs_to_the_end(schedule)
+
+
+REFUSED = {
+    "backward before forward": (
+        "0F0 0B0\n1B0 1F0",
+        "rank 1, step 0, 1B0: expected 1F0 before it; got 1F0 at step 1; move 1F0 to before step 0",
+    ),
+    "W before I": (
+        "0F0 0W0 0I0",
+        "rank 0, step 1, 0W0: expected 0I0 before it; got 0I0 at step 2; move 0I0 to before step 1",
+    ),
+    "stages of one rank in the wrong order": (
+        "1F0 0F0 1B0 0B0",
+        "rank 0, step 0, 1F0: expected 0F0 before it; got 0F0 at step 1; move 0F0 to before step 0",
+    ),
+    "a stage on two ranks": (
+        "0F0 0B0\n0F1 0B1",
+        "rank 1, step 0, 0F1: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; "
+        "move this action to rank 0",
+    ),
+    "forward twice": (
+        "0F0 0F0 0B0",
+        "rank 0, step 1, 0F0: expected F of stage 0, micro-batch 0 once; got 0F0 at step 0 and this at step 1; "
+        "remove one of the two",
+    ),
+    "B and I": (
+        "0F0 0I0 0W0 0B0",
+        "rank 0, step 3, 0B0: expected B or I of stage 0, micro-batch 0 once; got 0I0 at step 1 and this at step 3; "
+        "B is I and W in one: keep one B, or one I and one W",
+    ),
+    "B and W": (
+        "0F0 0B0 0W0",
+        "rank 0, step 2, 0W0: expected no W beside 0B0, which computes the weight gradient too; got both; "
+        "remove the W, or make the B an I",
+    ),
+    "a forward is missing": (
+        "0F0 0F1 0B0 0B1\n1F1 1B0 1B1",
+        "rank 1, 1F0: expected every forward pass of 2 stages x 2 micro-batches; got none of it in the schedule; "
+        "add it, or number stages and micro-batches from 0 without gaps",
+    ),
+    "a stage is missing": (
+        "0F0 0B0\n2F0 2B0",
+        "no rank, 1F0: expected every forward pass of 3 stages x 1 micro-batches; got none of it in the schedule; "
+        "add it, or number stages and micro-batches from 0 without gaps",
+    ),
+    "a backward is missing": (
+        "0F0 0F1 0B1",
+        "rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; "
+        "got none of it in the schedule; add it, or say forward_only=True where nothing is trained",
+    ),
+    "W is missing": (
+        "0F0 0I0",
+        "rank 0, 0W0: expected a W for every I: together they are the backward pass; got none of it in the schedule; "
+        "add it",
+    ),
+    "a deadlock": (
+        "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0",
+        "rank 0, step 1, 0B0: expected 1B0 to happen; got a deadlock: "
+        "rank 0 waits at step 1 (0B0) for 1B0, which is step 3 of rank 1; "
+        "rank 1 waits at step 1 (1F1) for 0F1, which is step 2 of rank 0; "
+        "break the circle, for instance let rank 1 run 1B0 before 1F1",
+    ),
+    "a receive before the send that it answers": (
+        "0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
+        "rank 0, step 1, 0RECV_B0: expected 1SEND_B0 to happen; got a deadlock: "
+        "rank 0 waits at step 1 (0RECV_B0) for 1SEND_B0, which is step 3 of rank 1; "
+        "rank 1 waits at step 0 (1RECV_F0) for 0SEND_F0, which is step 2 of rank 0; "
+        "break the circle, for instance let rank 1 run 1SEND_B0 before 1RECV_F0",
+    ),
+    "messages that overtake each other": (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1",
+        "rank 1, step 0, 1RECV_F1: expected to receive 0SEND_F0, the next message that rank 0 sends; got 1RECV_F1; "
+        "messages between two ranks arrive in the order of their sends: receive in that order",
+    ),
+    "a send before its computation": (
+        "0SEND_F0 0F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
+        "rank 0, step 0, 0SEND_F0: expected 0F0 before it; got 0F0 at step 1; move 0F0 to before step 0",
+    ),
+    "a send without a receive": (
+        "0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0",
+        "rank 1, 1RECV_F0: expected a send and a receive for every message between ranks; "
+        "got none of it in the schedule; add it, or let add_communication derive all sends and receives",
+    ),
+    "a send from the last stage": (
+        "0F0 0B0 0SEND_F0",
+        "rank 0, step 2, 0SEND_F0: expected SEND_F between stages that are neighbours and live on different ranks; "
+        "got one with no stage at its other end, or with both ends on one rank; remove it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_what_to_do(name):
+    text, message = REFUSED[name]
+    with pytest.raises(ScheduleError) as caught:
+        validate(parse_schedule(text))
+    assert str(caught.value) == message
+
+
+def test_a_long_circle_is_told_in_short():
+    # Each of 8 ranks holds two stages; rank 0 starts with the later one, which waits for all the others.
+    lines = [f"{s}F0 {s + 8}F0 {s + 8}B0 {s}B0" for s in range(1, 8)]
+    with pytest.raises(ScheduleError, match="; and 2 more ranks in the circle; ") as caught:
+        validate(parse_schedule("\n".join(["8F0 0F0 8B0 0B0", *lines])))
+    assert len(str(caught.value)) < 900
+
+
+def test_the_error_carries_its_parts():
+    with pytest.raises(ScheduleError) as caught:
+        validate(parse_schedule("0F0 0B0\n1B0 1F0"))
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.rank, error.step, str(error.action)) == (1, 0, "1B0")
+        assert error.expected == "1F0 before it"
+        assert error.got == "1F0 at step 1"
+        assert error.advice == "move 1F0 to before step 0"
+        assert "<-- rank 1: 1B0" in error.grid
+        assert isinstance(error, ValueError)
+
+
+def test_peak_in_flight_counts_what_b_and_w_free():
+    assert validate(parse_schedule("0F0 0F1 0B0 0F2 0B1 0B2")).peak_in_flight == (2,)
+    assert validate(parse_schedule("0F0 0I0 0F1 0I1 0W0 0W1")).peak_in_flight == (2,)  # an I frees nothing
+    assert validate(parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1")).peak_in_flight == (1,)
+    assert validate(parse_schedule("0F0 1F0 1B0 0B0")).peak_in_flight == (2,)  # one micro-batch in two stages
+    assert validate(parse_schedule("0F0 0B0\n,\n1F0 1B0")).peak_in_flight == (1, 0, 1)
+
+
+def test_forward_only():
+    forward = parse_schedule("0F0 0F1\n1F0 1F1")
+    assert validate(forward, forward_only=True).longest_chain == 3
+    with pytest.raises(ScheduleError, match="say forward_only=True"):
+        validate(forward)
+    with pytest.raises(ScheduleError, match="rank 0, step 1, 0B0: expected forward passes only"):
+        validate(gpipe(1, 1), forward_only=True)
+
+
+def test_no_action_at_all():
+    with pytest.raises(ValueError, match="has no action"):
+        validate(parse_schedule(",\n,"))
+
+
+def test_the_report_reads_as_a_line():
+    assert str(validate(one_f_one_b(2, 3))) == (
+        "valid: 2 ranks, 2 stages, 3 micro-batches, 12 actions; longest chain 8 actions; "
+        "peak in flight 2, 1 (freed by B or W)"
+    )
+
+
+def test_huge_numbers_do_not_fill_memory():
+    with pytest.raises(ScheduleError, match="0F0: expected every forward pass of 2147483648 stages"):
+        validate(parse_schedule("2147483647F2147483647"))
+
+
+GRID = """\
+        rank 0  rank 1  rank 2
+step 0  0F0     1F0     2F0
+step 1  0F1     1F1     2B0
+step 2  0F2     1B0     2F1
+step 3  0B0     1F2     2B1
+step 4  0F3     1B1     2F2
+step 5  0B1     1F3     2B2
+step 6  0F4     1B2     2F3
+step 7  0B2     1F4     2B3
+step 8  0B3     1B3     2F4
+step 9  0B4     1B4     2B4"""
+
+ARROW = """\
+        rank 0    rank 1
+step 0  0F0       1RECV_F0  <-- rank 1: 1RECV_F0
+step 1  0RECV_B0  1F0
+step 2  0SEND_F0  1B0
+step 3  0B0       1SEND_B0"""
+
+WINDOW = """\
+        rank 0  rank 1
+step 4  0B0     1F2
+step 5  0B1     1B2
+step 6  0B2     1F3     <-- rank 0: 0B2
+step 7  0B3     1B3"""
+
+
+def test_grid():
+    assert text_grid(one_f_one_b(3, 5)) == GRID
+
+
+def test_grid_with_an_arrow():
+    schedule = parse_schedule("0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0")
+    assert text_grid(schedule, (1, 0)) == ARROW
+
+
+def test_grid_around_a_fault():
+    ranks = [gpipe(2, 4).actions(0), one_f_one_b(2, 4).actions(1)]
+    assert text_grid(Schedule.from_actions(ranks), (0, 6), context=2) == WINDOW
+
+
+def test_grid_of_uneven_ranks():
+    assert text_grid(parse_schedule("0F0\n,\n1F0 1B0")) == (
+        "        rank 0  rank 1  rank 2\nstep 0  0F0             1F0\nstep 1                  1B0"
+    )
+
+
+@pytest.mark.parametrize("fault", [(2, 0), (0, 4), (-1, 0), (0, -1)])
+def test_grid_refuses_a_fault_outside(fault):
+    with pytest.raises(ValueError, match="pass a fault that lies inside"):
+        text_grid(gpipe(2, 2), fault)
+
+
+def test_a_big_schedule_is_checked_at_once():
+    start = time.process_time()  # other programs do not count
+    report = validate(one_f_one_b(64, 1024))
+    assert time.process_time() - start < 2
+    assert report.longest_chain == 2 * (1024 + 63)

@@ -1,0 +1,77 @@
+import math
+
+import pytest
+
+from distlab.plan.records import Device, Link, Protocol, Work
+from simulator import cost
+
+LINK = Link("wire", (Protocol(1e-6, 1e9),))
+MIB = 2**20
+
+
+def test_ring_is_the_formula():
+    assert cost.all_reduce_s(8e6, 4, LINK) == pytest.approx(6e-6 + 1.5 * 8e-3)
+    assert cost.reduce_scatter_s(8e6, 4, LINK) == pytest.approx(3e-6 + 0.75 * 8e-3)
+    assert cost.all_gather_s(8e6, 4, LINK) == cost.reduce_scatter_s(8e6, 4, LINK)
+
+
+def test_tree_and_halving_doubling_are_the_formulas():
+    assert cost.all_reduce_s(8e6, 8, LINK, "tree") == pytest.approx(6e-6 + 2 * 8e-3)
+    assert cost.all_reduce_s(8e6, 8, LINK, "halving_doubling") == pytest.approx(6e-6 + 1.75 * 8e-3)
+    assert cost.all_reduce_s(8e6, 8, LINK, "in_network") == pytest.approx(2e-6 + 9 / 8 * 8e-3)
+    assert cost.broadcast_s(8e6, 8, LINK) == pytest.approx(3e-6 + 8e-3)
+    assert cost.message_s(8e6, LINK) == pytest.approx(1e-6 + 8e-3)
+
+
+def test_halving_doubling_pays_for_a_rank_too_many():
+    assert cost.all_reduce_steps(5, "halving_doubling") == (6, 1.5 + 2)
+    assert cost.all_reduce_steps(5, "tree") == (6, 2)
+
+
+def test_hierarchical_is_its_three_stages():
+    inside, across = LINK, Link("network", (Protocol(5e-6, 1e8),))
+    expected = 2 * cost.reduce_scatter_s(8e6, 4, inside) + cost.all_reduce_s(2e6, 3, across)
+    assert cost.hierarchical_all_reduce_s(8e6, 4, 3, intra_node=inside, inter_node=across) == pytest.approx(expected)
+
+
+def test_the_faster_protocol_is_taken():
+    link = Link("two", (Protocol(1e-6, 1e8), Protocol(1e-5, 1e10)))
+    small, large = Link("low", link.protocols[:1]), Link("high", link.protocols[1:])
+    for size in (1, 1e3, 1e5, 1e8):
+        both = cost.all_reduce_s(size, 4, link)
+        assert both == min(cost.all_reduce_s(size, 4, small), cost.all_reduce_s(size, 4, large))
+
+
+@pytest.mark.parametrize("algorithm", cost.ALL_REDUCE_ALGORITHMS)
+def test_one_rank_sends_nothing(algorithm):
+    assert cost.all_reduce_s(1e6, 1, LINK, algorithm) == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling"])
+def test_more_ranks_never_take_less(algorithm):
+    times = [cost.all_reduce_s(1e6, 2**power, LINK, algorithm) for power in range(1, 8)]
+    assert times == sorted(times)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    # 2**34 bytes in 127,997 us among 8 ranks are printed as 234.89 GB/s.
+    assert cost.bus_bytes_per_s(2**34, 127997e-6, 8) / 1e9 == pytest.approx(234.89, abs=0.01)
+
+
+def test_work_adds_matmuls_memory_and_kernels():
+    device = Device("d", 1e12, 1e11, 1e9, kernel_s=1e-6)
+    assert cost.compute_s(Work(2e9, 1e8, 10), device) == pytest.approx(2e-3 + 1e-3 + 1e-5)
+    assert cost.compute_s(Work(), device) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks"), [(-1, 4), (math.nan, 4), (math.inf, 2), (1, 0), (1, -3), (1, 2.5), (1, True)]
+)
+def test_senseless_messages_are_refused(size, ranks):
+    with pytest.raises(ValueError, match="pass a"):
+        cost.all_reduce_s(size, ranks, LINK)
+
+
+def test_an_unknown_algorithm_lists_those_that_exist():
+    with pytest.raises(ValueError, match="ring, halving_doubling, tree, in_network"):
+        cost.all_reduce_s(1, 2, LINK, "pigeon")

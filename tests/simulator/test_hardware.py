@@ -1,0 +1,49 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import simulator
+
+PRESETS = Path(simulator.__file__).with_name("presets.toml")
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_every_preset_loads(measured):
+    for name in simulator.names("devices"):
+        assert simulator.device(name, measured=measured).name == name
+    for name in simulator.names("links"):
+        assert simulator.link(name, measured=measured).protocols
+    for name in simulator.names("clusters"):
+        assert simulator.cluster(name, measured=measured).num_devices >= 1
+
+
+def test_every_figure_has_a_source_with_a_year_or_says_that_it_has_none():
+    presets = tomllib.loads(PRESETS.read_text(encoding="utf-8"))
+    for row in [*presets["devices"].values(), *presets["links"].values()]:
+        for part in (row, row.get("measured")):
+            if part is not None:
+                assert "20" in part["source"] or "no data sheet" in part["source"]
+
+
+def test_measured_is_below_the_data_sheet():
+    for name in simulator.names("devices"):
+        achieved = simulator.device(name).matmul_flops_per_s
+        assert achieved <= simulator.device(name, measured=False).matmul_flops_per_s
+
+
+@pytest.mark.parametrize("load", [simulator.device, simulator.link, simulator.cluster])
+def test_an_unknown_preset_lists_those_that_exist(load):
+    with pytest.raises(ValueError, match=r"no preset 'abacus' among the \w+; choose one of .*"):
+        load("abacus")
+
+
+def test_an_unknown_table_lists_the_tables():
+    with pytest.raises(ValueError, match="devices, links, clusters"):
+        simulator.names("planets")
+
+
+def test_a_cluster_fills_its_nodes():
+    assert simulator.cluster("dgx-h100", 64).num_devices == 64
+    with pytest.raises(ValueError, match="do not fill nodes of 8"):
+        simulator.cluster("dgx-h100", 12)

@@ -1,0 +1,267 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.plan import assign_buckets
+from distlab.plan.records import (
+    GRADIENT_SYNCS,
+    SCHEDULES,
+    Cluster,
+    Contention,
+    Device,
+    Layer,
+    Link,
+    Plan,
+    Protocol,
+    Work,
+    Workload,
+)
+from simulator import closed_form_bubble, simulate
+from simulator.cost import all_reduce_s
+from simulator.step import _compile
+from simulator.timing import queues, time_by_graph, time_directly
+from simulator.units import to_ns
+
+NO_WORK = Work()
+DEVICE = Device("d", 1e9, 1e9, 1e9)
+LINK = Link("wire", (Protocol(1e-5, 1e8),))
+
+
+def cluster_of(num_devices, *, per_node=64, contention=None, link=LINK, slow=LINK):
+    return Cluster("c", DEVICE, num_devices, per_node, link, slow, contention or Contention())
+
+
+def workload_of(times_ms, *, sizes=(1000, 500), output_bytes=100, optimizer=NO_WORK):
+    """Layers with a forward of so many ms, and I and W of the same."""
+    layers = tuple(
+        Layer(f"layer {i}", sizes, Work(ms * 1e6), Work(ms * 1e6), Work(ms * 1e6), 10, output_bytes)
+        for i, ms in enumerate(times_ms)
+    )
+    return Workload("w", layers, 4, optimizer)
+
+
+def random_case(seed):
+    generator = np.random.default_rng(seed)
+    layers = tuple(
+        Layer(
+            f"layer {i}",
+            tuple(generator.integers(1, 3000, generator.integers(0, 4)).tolist()),
+            *(Work(float(generator.integers(0, 10**6)), float(generator.integers(0, 10**5)), 1) for _ in range(3)),
+            int(generator.integers(0, 1000)),
+            int(generator.integers(0, 5000)),
+        )
+        for i in range(generator.integers(1, 8))
+    )
+    workload = Workload("random", layers, 4, Work(0, 1e5, 4))
+    per_node = int(generator.choice([1, 2, 4, 8]))
+    contention = Contention() if generator.integers(2) else Contention(*(1 + generator.random(2)))
+    links = [Link("l", (Protocol(1e-6, 10.0 ** generator.integers(7, 11)),)) for _ in range(2)]
+    cluster = Cluster("c", DEVICE, per_node * 4, per_node, *links, contention)
+    plan = Plan(
+        data=int(generator.integers(1, 6)),
+        pipeline=int(generator.integers(1, 6)),
+        num_microbatches=int(generator.integers(1, 7)),
+        schedule=str(generator.choice(SCHEDULES)),
+        gradient_sync=str(generator.choice(GRADIENT_SYNCS)),
+        bucket_bytes=int(generator.integers(1, 20000)),
+        first_bucket_bytes=int(generator.integers(1, 5000)),
+    )
+    return workload, cluster, plan
+
+
+def test_one_rank_is_the_sum_of_its_work():
+    step = simulate(workload_of([1, 2, 3], optimizer=Work(0, 5e6)), cluster_of(1), Plan())
+    assert step.duration_s == pytest.approx(0.006 + 0.012 + 0.005)
+    assert step.bubble_fraction == step.exposed_communication_s == 0
+    assert step.sent_bytes_per_rank == (0,)
+    assert [(span.name, span.kind) for span in step.trace] == [
+        ("forward", "F"),
+        ("backward", "B"),
+        ("optimizer", "optimizer"),
+    ]
+
+
+def test_overlapped_buckets_start_when_ready_and_one_after_the_other():
+    workload = workload_of([4, 1, 1, 1], sizes=(50_000, 10))
+    plan = Plan(data=4, bucket_bytes=1, first_bucket_bytes=1)
+    cluster = cluster_of(4)
+    step = simulate(workload, cluster, plan)
+    spans = [span for span in step.trace if span.kind == "all_reduce" and span.rank == 0]
+    sizes = [size * 4 for layer in workload.layers for size in layer.parameter_sizes]
+    buckets = assign_buckets(sizes, 1, 1)
+    assert [span.num_bytes for span in spans] == [bucket.num_bytes for bucket in buckets]
+    free, ready = 0, to_ns(0.007)
+    copies = iter(step.stages[0].syncs)
+    for layer in reversed(range(4)):
+        ready += step.stages[0].backward_ns[layer]
+        for _ in range(2):
+            sync, span = next(copies), spans.pop(0)
+            ready += sync.pack_ns
+            assert span.start_ns == max(ready, free)
+            free = span.start_ns + to_ns(all_reduce_s(sync.num_bytes, 4, LINK))
+            assert span.end_ns == free
+    optimizer = next(span for span in step.trace if span.kind == "optimizer")
+    assert optimizer.start_ns == max(free, ready)
+
+
+def test_the_ladder_never_gets_slower_where_latency_is_small():
+    workload = workload_of([5, 5, 5, 5], sizes=(200_000, 10))
+    link = Link("quick", (Protocol(1e-7, 1e8),))
+    cluster = cluster_of(4, link=link)
+    seconds = {
+        sync: simulate(workload, cluster, Plan(data=4, gradient_sync=sync)).duration_s for sync in GRADIENT_SYNCS
+    }
+    assert seconds["overlapped"] < seconds["bucketed"] <= seconds["flat"]
+
+
+def test_latency_makes_one_call_a_parameter_slow():
+    workload = workload_of([1] * 4, sizes=(10,) * 50)
+    cluster = cluster_of(4, link=Link("far", (Protocol(1e-3, 1e9),)))
+    alone = simulate(workload, cluster, Plan(data=4, gradient_sync="per_parameter"))
+    flat = simulate(workload, cluster, Plan(data=4, gradient_sync="flat"))
+    assert alone.exposed_communication_s == pytest.approx(200 * 6e-3, rel=0.01)
+    assert flat.exposed_communication_s == pytest.approx(6e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (4, 4), (4, 16), (3, 2)])
+def test_free_communication_gives_the_textbook_bubble(schedule, stages, microbatches):
+    link = Link("free", (Protocol(0.0, 1e30),))
+    plan = Plan(pipeline=stages, num_microbatches=microbatches, schedule=schedule)
+    step = simulate(workload_of([1] * stages), cluster_of(stages, link=link), plan)
+    assert step.bubble_fraction == pytest.approx(closed_form_bubble(stages, microbatches), abs=1e-9)
+
+
+def test_gradients_are_sent_as_often_as_the_formula_says():
+    step = simulate(workload_of([1, 1]), cluster_of(4), Plan(data=4))
+    assert step.sent_bytes_per_rank == pytest.approx([2 * 3 / 4 * step.workload.gradient_bytes] * 4)
+    step = simulate(workload_of([1, 1]), cluster_of(2), Plan(pipeline=2, num_microbatches=5))
+    assert step.sent_bytes_per_rank == (500, 500)
+
+
+def test_with_a_pipeline_only_the_first_stage_shows_its_sync():
+    workload = workload_of([5] * 4, sizes=(10_000,))
+    cluster, alone = cluster_of(8), Plan(pipeline=4, num_microbatches=8)
+    both = simulate(workload, cluster, replace(alone, data=2))
+    assert both.duration_s > simulate(workload, cluster, alone).duration_s
+    ends = [end for _, end in both.timing.optimizer]
+    assert ends[0] == max(ends)
+
+
+def test_replicas_across_nodes_use_both_links():
+    workload = workload_of([1], sizes=(1_000_000,))
+    slow = Link("network", (Protocol(1e-5, 1e7),))
+    inside = simulate(workload, cluster_of(8, per_node=8, slow=slow), Plan(data=8))
+    across = simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8))
+    odd = simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=6))
+    assert inside.duration_s < across.duration_s < odd.duration_s
+
+
+def test_contention_costs_only_where_something_overlaps():
+    workload = workload_of([5, 5, 5], sizes=(100_000,))
+    slow = cluster_of(4, contention=Contention(1.5, 2.0))
+    for sync in GRADIENT_SYNCS:
+        plan = Plan(data=4, gradient_sync=sync, bucket_bytes=200_000, first_bucket_bytes=200_000)
+        disturbed, alone = simulate(workload, slow, plan), simulate(workload, cluster_of(4), plan)
+        if sync in ("per_parameter", "flat"):
+            assert disturbed.duration_s == alone.duration_s
+        else:
+            assert disturbed.duration_s > alone.duration_s
+
+
+def test_the_trace_has_every_rank_and_the_layers_fill_the_passes():
+    workload = workload_of([1, 2, 3, 4], sizes=(10_000, 7), optimizer=Work(0, 1e6))
+    for contention in (None, Contention(1.3, 1.3)):
+        step = simulate(workload, cluster_of(6, contention=contention), Plan(data=3, pipeline=2, num_microbatches=4))
+        assert step.trace.ranks == step.layer_trace.ranks == tuple(range(6))
+        assert step.trace.duration_s == step.layer_trace.duration_s == step.duration_s
+        for kind in ("F", "B"):
+            passes = step.trace.select(step.trace.is_word("kind", kind))
+            layers = step.layer_trace.select(step.layer_trace.is_word("kind", kind))
+            assert passes.start_ns.min() == layers.start_ns.min()
+            assert len(layers) == 2 * len(passes)  # two layers a stage
+
+
+def test_messages_are_received_when_they_have_been_sent():
+    step = simulate(workload_of([1, 1, 1]), cluster_of(3), Plan(pipeline=3, num_microbatches=4))
+    sends = [s for s in step.trace if s.kind == "send"]
+    receives = [s for s in step.trace if s.kind == "recv"]
+    assert len(sends) == len(receives) == 2 * 2 * 4
+    assert sum(s.num_bytes for s in sends) == sum(s.num_bytes for s in receives) == sum(step.sent_bytes_per_rank)
+    assert {"0SEND_F0", "1RECV_F0", "2SEND_B3", "1RECV_B3"} <= {s.name for s in step.trace}
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32 - 1))
+def test_any_configuration_runs_or_says_clearly_why_not(seed):
+    workload, cluster, plan = random_case(seed)
+    if plan.world_size > cluster.num_devices or plan.pipeline > len(workload.layers):
+        with pytest.raises(ValueError, match=r"^the plan (needs|has) "):
+            simulate(workload, cluster, plan)
+        return
+    step = simulate(workload, cluster, plan)
+    trace = step.trace
+    for rank in trace.ranks:
+        for lane in ("compute", "communication", "send forward", "send backward"):
+            spans = trace.select((trace.rank == rank) & trace.is_word("lane", lane))
+            order = np.lexsort((spans.end_ns, spans.start_ns))
+            assert (spans.start_ns[order][1:] >= spans.end_ns[order][:-1]).all()
+    compute = np.array([sum(s.forward_ns) + sum(s.backward_ns) for s in step.stages]) * plan.num_microbatches
+    wires = [sum(sync.duration_ns for sync in stage.syncs) for stage in step.stages]
+    total = round(step.duration_s * 1e9)
+    assert total >= max(c + s.optimizer_ns for c, s in zip(compute.tolist(), step.stages, strict=True))
+    assert total >= max(wires)
+    assert 0 <= step.bubble_fraction < 1
+    assert 0 <= step.exposed_communication_s <= step.duration_s
+    if plan.data > 1:
+        sent = sum(span.num_bytes for span in trace if span.kind == "all_reduce")
+        assert sent == plan.data * workload.gradient_bytes
+    starts = {(s.stage, s.microbatch): s.start_ns for s in trace if s.kind == "F" and s.rank % plan.data == 0}
+    for span in trace:
+        if span.kind == "recv" and span.rank % plan.data == 0 and "F" in span.name:
+            assert starts[span.stage, span.microbatch] >= span.end_ns
+    assert len(step.layer_trace) > 0 or total == 0
+    assert str(step)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32 - 1))
+def test_both_roads_agree_to_the_nanosecond(seed):
+    workload, cluster, plan = random_case(seed)
+    cluster = replace(cluster, contention=Contention(), num_devices=cluster.devices_per_node * 32)
+    if plan.pipeline > len(workload.layers):
+        return
+    step = simulate(workload, cluster, plan)
+    if queues(step.stages):
+        return
+    compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
+    direct = time_directly(compiled, step.stages, sync=plan.gradient_sync)
+    by_graph = time_by_graph(compiled, step.stages, sync=plan.gradient_sync)
+    for name in ("start_ns", "end_ns", "send_end_ns"):
+        assert np.array_equal(getattr(direct, name), getattr(by_graph, name)), name
+    assert direct.syncs == by_graph.syncs
+    assert direct.optimizer == by_graph.optimizer
+
+
+def test_a_slow_link_queues_messages_in_order():
+    link = Link("slow", (Protocol(0.0, 1e4),))  # 100 bytes: 10 ms, longer than a pass
+    plan = Plan(pipeline=2, num_microbatches=4, schedule="gpipe")
+    step = simulate(workload_of([1, 1]), cluster_of(2, link=link), plan)
+    sends = [s for s in step.trace if s.kind == "send" and s.rank == 0]
+    assert [s.end_ns - s.start_ns for s in sends] == [10_000_000] * 4
+    assert sends[-1].end_ns == 41_000_000
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(data=3, pipeline=2), r"needs 3 \(data\) x 2 \(pipeline\) = 6 ranks; cluster 'c' has 4 devices"),
+        (Plan(pipeline=4), "has 4 pipeline stages; workload 'w' has 2 layers; use at most 2 stages"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(workload_of([1, 1]), cluster_of(4), plan)

@@ -1,0 +1,37 @@
+import math
+
+import pytest
+
+from simulator import units
+
+
+def test_gigabytes_are_decimal_and_gibibytes_binary():
+    assert units.gb_to_bytes(1) == 10**9
+    assert units.gib_to_bytes(1) == 2**30
+    assert units.bytes_to_gb(5e9) == 5
+    assert units.bytes_to_gib(2**31) == 2
+    assert units.gbit_to_bytes_per_s(200) == 25e9
+    assert units.tflops_to_flops_per_s(312) == 312e12
+
+
+def test_seconds_become_whole_nanoseconds_and_back():
+    assert units.to_ns(1.5e-6) == 1500
+    assert units.to_ns(0) == 0
+    assert units.to_s(1_500_000_000) == 1.5
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, math.nan, math.inf, 1e12])
+def test_a_duration_that_is_no_duration_is_refused(seconds):
+    with pytest.raises(ValueError, match="a duration is"):
+        units.to_ns(seconds)
+
+
+def test_text_has_three_digits_and_a_unit():
+    assert units.format_bytes(25_000_000) == "25 MB"
+    assert units.format_bytes(17) == "17 B"
+    assert units.format_bytes_per_s(450e9) == "450 GB/s"
+    assert units.format_flops_per_s(312e12) == "312 TFLOP/s"
+    assert units.format_s(0.00132) == "1.32 ms"
+    assert units.format_s(75) == "75 s"
+    assert units.format_s(2e-10) == "0.2 ns"
+    assert units.format_s(0) == "0 s"

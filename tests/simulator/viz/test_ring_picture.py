@@ -1,0 +1,125 @@
+"""A ring's picture follows every chunk through what was recorded, and refuses what is no ring."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from viz_traces import data_parallel, ring
+
+from distlab.trace import Span, Trace
+from simulator.viz import describe_ring_steps, draw_ring_steps, to_png
+from simulator.viz.ring_record import chunk_name, messages_of, ring_steps, step_verb
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_every_chunk_ends_summed_on_every_rank(num_ranks):
+    steps = ring_steps(ring(num_ranks))
+    assert steps.operation == "all_reduce"
+    assert steps.chunk.shape == (2 * (num_ranks - 1), num_ranks)
+    assert (steps.held[-1] == num_ranks).all()
+    assert (steps.held[num_ranks - 1] == num_ranks).sum() == num_ranks  # one full chunk a rank after the first half
+    verbs = [step_verb(steps, number) for number in range(len(steps.chunk))]
+    assert verbs == ["add"] * (num_ranks - 1) + ["copy"] * (num_ranks - 1)
+    assert steps.fault == ""
+
+
+def test_a_rank_sends_on_what_it_received():
+    steps = ring_steps(ring(4))
+    assert (steps.chunk[1:] == np.roll(steps.chunk, 1, axis=1)[:-1]).all()
+    assert steps.num_bytes[:, 0].tolist() == [4_000_004, 4_000_000, 4_000_000, 4_000_000, 4_000_004, 4_000_000]
+
+
+def test_chunks_cut_into_pieces_make_the_same_steps():
+    whole, pieces = ring_steps(ring(4, sizes=[400] * 4)), ring_steps(ring(4, sizes=[400] * 4, pieces=4))
+    assert (whole.chunk == pieces.chunk).all()
+    assert (whole.num_bytes == pieces.num_bytes).all()
+
+
+def test_calls_of_a_recorder_and_its_trace_give_the_same_picture():
+    trace = ring(3)
+    calls = [
+        SimpleNamespace(
+            rank=span.rank,
+            op=span.kind,
+            peer=int(span.name.split()[2]),
+            num_bytes=span.num_bytes,
+            start_ns=span.start_ns,
+            end_ns=span.end_ns,
+        )
+        for span in trace
+    ]
+    assert messages_of(calls) == messages_of(trace)
+    assert to_png(draw_ring_steps(calls)) == to_png(draw_ring_steps(trace))
+
+
+def test_picture_has_a_panel_a_step_and_the_figures_in_its_title():
+    figure = draw_ring_steps(ring(4))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert [text for text in texts if text.startswith("step ")] == [
+        f"step {number + 1}: {'add' if number < 3 else 'copy'}" for number in range(6)
+    ]
+    assert sum(text in "ABCD" for text in texts) == 24
+    assert figure.texts[0].get_text() == "Ring all-reduce: in 6 steps each rank sends 24 MB, 1.50x the 16 MB buffer"
+    assert "Steps 1-15 of 30" in draw_ring_steps(ring(16)).texts[1].get_text()
+
+
+def test_text_says_who_sends_what_to_whom():
+    lines = describe_ring_steps(ring(3)).splitlines()
+    assert lines[1] == "step 1 (add): 0 -A-> 1, 1 -B-> 2, 2 -C-> 0"
+    assert lines[2] == "step 2 (add): 0 -C-> 1, 1 -A-> 2, 2 -B-> 0"
+    assert len(lines) == 5
+
+
+def test_a_ring_of_whole_tensors_is_named():
+    text = describe_ring_steps(ring(4, whole=True))
+    assert "Not a ring's chunks: rank 2 receives 4 MB in step 1 and sends 16 MB in step 2" in text
+
+
+def test_half_a_ring():
+    half = ring(4, num_steps=3)
+    assert ring_steps(half).operation == "reduce_scatter"
+    gathered = ring_steps(half, "all_gather")
+    assert (gathered.held[-1] == 4).all()
+    assert step_verb(gathered, 0) == "copy"
+
+
+def test_chunk_names_go_on_after_z():
+    assert [chunk_name(index) for index in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (data_parallel(2), "no send"),
+        (Trace.from_spans([Span(0, "communication", "send #1", "send", 0, 5, 8)]), "names no peer"),
+        (
+            Trace.from_spans([Span(0, "communication", f"send to {to} #1", "send", to, 5, 8) for to in (1, 2)]),
+            "one neighbour",
+        ),
+        (ring(3).select(ring(3).rank != 2), "not one ring"),
+        (ring(4, num_steps=5), "one call only"),
+        (ring(3).select(np.arange(len(ring(3))) > 1), "different numbers"),
+    ],
+)
+def test_what_is_no_ring_is_refused_in_words(trace, message):
+    with pytest.raises(ValueError, match=message):
+        draw_ring_steps(trace)
+
+
+def test_a_real_ring_is_followed_from_its_record(ranks):
+    def add_up():
+        import torch
+
+        from distlab.collectives.ring import ring_all_reduce
+
+        tensor = torch.arange(10_001, dtype=torch.float32)
+        ring_all_reduce(tensor, piece_bytes=8_000)  # a chunk of 13 kB goes in two pieces
+        return float(tensor[1])
+
+    three = ranks(3)
+    assert three.run(add_up) == [3.0, 3.0, 3.0]
+    steps = ring_steps(three.records())
+    assert steps.fault == ""
+    assert steps.chunk.shape == (4, 3)
+    assert (steps.held[-1] == 3).all()
+    assert sorted(set(steps.num_bytes.ravel().tolist())) == [13_332, 13_336]

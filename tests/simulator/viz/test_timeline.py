@@ -1,0 +1,199 @@
+"""A timeline shows every span once, keeps time when it aggregates, and says what it shows."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from viz_traces import MS, data_parallel, grid
+
+from distlab.trace import Span, Trace
+from simulator.viz import describe_timeline, draw_timeline, to_png
+from simulator.viz.boxes import pixel_columns
+from simulator.viz.facts import facts_of
+from simulator.viz.rows import MAX_LEVELS, Side, lanes_of, pack, place
+
+
+def artists(figure, gid):
+    return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid() == gid]
+
+
+def boxes(figure):
+    return sum(len(artist.get_paths()) for artist in artists(figure, "boxes"))
+
+
+def words(figure):
+    return [text.get_text() for axes in figure.axes for text in axes.texts] + [text.get_text() for text in figure.texts]
+
+
+def test_one_box_a_span_of_both_traces():
+    measured, predicted = data_parallel(4, jitter=0.05), data_parallel(4)
+    assert boxes(draw_timeline(measured)) == len(measured)
+    assert boxes(draw_timeline(measured, predicted)) == len(measured) + len(predicted)
+
+
+def test_error_of_the_end_is_written_and_the_clock_does_not_matter():
+    measured, predicted = data_parallel(2), data_parallel(2)
+    late = Trace.concatenate([measured, Trace.from_spans([Span(0, "compute", "late", "F", 134 * MS, 140 * MS)])])
+    figure = draw_timeline(late.shifted(10**15), predicted)
+    assert any("measured 140 ms, predicted 134 ms: -4.3 %" in text for text in words(figure))
+    assert to_png(figure) == to_png(draw_timeline(late, predicted.shifted(-(10**15))))
+
+
+def test_names_then_letters_where_they_fit():
+    drawn = words(draw_timeline(data_parallel(1)))
+    assert {"forward", "backward", "A0", "A5", "O", "rank 0"} <= set(drawn)
+    assert not any(text.startswith("all-reduce") for text in drawn)
+
+
+def test_png_is_made_and_follows_the_data():
+    first, second = (to_png(draw_timeline(data_parallel(2, num_buckets=count))) for count in (5, 6))
+    assert first.startswith(b"\x89PNG")
+    assert len(first) > 5_000
+    assert first != second
+
+
+def test_many_spans_become_pixel_columns_and_a_narrow_range_boxes_again():
+    trace = grid(64, 100)
+    figure = draw_timeline(trace)
+    assert boxes(figure) == 0
+    assert len(artists(figure, "pixels")) == 1
+    near = draw_timeline(trace, time_range_s=(0.1, 0.2))
+    inside = (trace.end_ns >= 100 * MS) & (trace.start_ns <= 200 * MS)
+    assert boxes(near) == inside.sum()
+    assert not artists(near, "pixels")
+
+
+def test_pixel_columns_keep_every_nanosecond():
+    generator = np.random.default_rng(1)
+    cell = generator.integers(0, 7, 5_000)
+    start = generator.uniform(0, 9, 5_000)
+    end = start + generator.exponential(0.01, 5_000) * generator.integers(0, 2, 5_000)  # half of them last no time
+    end[0], start[0] = 10.0, 0.0
+    columns = pixel_columns(cell, start, end, 7, 333, (0.0, 10.0))
+    whole = np.bincount(cell, weights=end - start, minlength=7)
+    np.testing.assert_allclose(columns.sum(axis=1), whole, rtol=1e-9)
+    assert columns.min() >= -1e-9
+    part = pixel_columns(cell, start, end, 7, 333, (2.5, 3.5))
+    clipped = np.clip(end, 2.5, 3.5) - np.clip(start, 2.5, 3.5)
+    np.testing.assert_allclose(part.sum(axis=1), np.bincount(cell, weights=clipped, minlength=7), rtol=1e-9)
+
+
+def test_pixels_are_coloured_where_a_rank_is_busy_and_only_there():
+    trace = grid(2, 2_000)
+    half_ns = int(trace.end_ns.max()) // 2
+    figure = draw_timeline(trace.select((trace.rank == 1) | (trace.end_ns <= half_ns)))
+    picture = np.asarray(artists(figure, "pixels")[0].get_array())
+    height, width, _ = picture.shape
+    empty = (picture == np.array([0xF1, 0xF1, 0xF1])).all(axis=2) | (picture == 255).all(axis=2)
+    upper, lower = empty[: height * 2 // 5], empty[-(height * 2 // 5) :]  # two rows of 1 and a gap of 0.5
+    busy = 1 - upper[:, 2 : width // 2 - 12].mean()
+    assert busy == pytest.approx(25 / 30, abs=0.04)  # 25 of each 30 ms
+    assert upper[:, width // 2 + 2 :].all()
+    assert 1 - lower[:, 2 : int(width * 0.97)].mean() == pytest.approx(busy, abs=0.02)
+
+
+def test_spans_of_a_lane_that_overlap_stand_on_levels():
+    start, end = np.array([0, 5, 6, 20, 20]), np.array([10, 15, 20, 30, 20])
+    row = np.zeros(5, dtype=np.int64)
+    level = pack(row, start, end)
+    assert level.tolist()[:4] == [0, 1, 2, 0]
+    for a in range(4):
+        for b in range(a):
+            assert level[a] != level[b] or start[a] >= end[b] or start[b] >= end[a]
+    assert pack(np.zeros(9, dtype=np.int64), np.arange(9), np.arange(9) + 100).max() == MAX_LEVELS - 1
+
+
+def test_labels_of_boxes_that_are_covered_are_left_out():
+    spans = [Span(0, "communication", f"send #{n}", "send", n * MS, 100 * MS) for n in range(MAX_LEVELS + 3)]
+    figure = draw_timeline(Trace.from_spans(spans))
+    drawn = [text for text in words(figure) if text.startswith("send #")]
+    assert drawn == [f"send #{n}" for n in [*range(MAX_LEVELS - 1), MAX_LEVELS + 2]]
+    assert boxes(figure) == len(spans)
+    assert "A rank communicates for 100 ms of 100 ms" in words(figure)
+
+
+def test_predicted_rows_stand_under_their_measured_ones():
+    sides = [Side(data_parallel(3, jitter=0.1), False), Side(data_parallel(3), True)]
+    seen = [np.ones(len(side.trace), bool) for side in sides]
+    rows = place(sides, (0, 1, 2), lanes_of(sides), seen=seen, levels=True).rows
+    assert [(row.rank, row.lane, row.predicted) for row in rows[:4]] == [
+        (0, "compute", False),
+        (0, "compute", True),
+        (0, "communication", False),
+        (0, "communication", True),
+    ]
+    for above, below in zip(rows, rows[1:], strict=False):
+        assert below.top >= above.top + above.height - 1e-9
+
+
+@pytest.mark.parametrize("num_ranks", [1, 64])
+def test_from_one_rank_to_sixty_four(num_ranks):
+    trace = data_parallel(num_ranks, jitter=0.05)
+    figure = draw_timeline(trace)
+    assert boxes(figure) == len(trace)
+    assert figure.get_size_inches()[1] < 12
+    both = draw_timeline(trace, data_parallel(num_ranks))
+    assert any("16 of 64 ranks" in text for text in words(both)) == (num_ranks == 64)
+
+
+def test_spans_of_no_length_are_boxes_too():
+    trace = Trace.from_spans([Span(0, "compute", "mark", "F", 5, 5), Span(1, "compute", "mark", "B", 5, 5)])
+    assert boxes(draw_timeline(trace)) == 2
+    assert to_png(draw_timeline(trace))
+    assert "2 ranks" in describe_timeline(trace)
+
+
+def test_facts_count_what_is_hidden_once():
+    trace = Trace.from_spans(
+        [
+            Span(0, "compute", "f", "F", 0, 60 * MS),
+            Span(0, "compute", "inner", "B", 10 * MS, 50 * MS),
+            Span(0, "compute", "wait", "wait", 60 * MS, 100 * MS),
+            Span(0, "communication", "a", "all_reduce", 40 * MS, 80 * MS),
+            Span(0, "communication", "b", "all_reduce", 70 * MS, 90 * MS),
+            Span(1, "compute", "f", "F", 0, 100 * MS),
+        ]
+    )
+    facts = facts_of(trace)
+    assert (facts.num_ranks, facts.duration_s) == (2, 0.1)
+    assert facts.compute_share == pytest.approx(0.8)
+    assert facts.communication_s == pytest.approx(0.025)
+    assert facts.exposed_s == pytest.approx(0.015)
+
+
+def test_the_text_has_the_figures():
+    text = describe_timeline(data_parallel(4), data_parallel(4))
+    for part in ("4 ranks", "134 ms", "Compute fills", "exposed", "error of +0.0 %"):
+        assert part in text
+    assert "No rank communicates" in describe_timeline(grid(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_range_s": (2.0, 1.0)}, "start before end"),
+        ({"max_ranks": 0}, "max_ranks is 0"),
+        ({"lanes": ["gpu"]}, "compute"),
+    ],
+)
+def test_bad_options_are_refused_in_words(options, message):
+    with pytest.raises(ValueError, match=message):
+        draw_timeline(data_parallel(2), **options)
+
+
+@pytest.mark.parametrize("function", [draw_timeline, describe_timeline])
+def test_an_empty_trace_is_refused_in_words(function):
+    with pytest.raises(ValueError, match="no spans; record or simulate"):
+        function(Trace.from_spans([]))
+    with pytest.raises(ValueError, match="no spans"):
+        function(data_parallel(1), Trace.from_spans([]))
+
+
+def test_pictures_import_neither_widgets_nor_pyplot_nor_torch():
+    code = (
+        "import sys; sys.modules['ipywidgets'] = None; sys.modules['IPython'] = None\n"
+        "import simulator.viz\n"
+        "assert not {'torch', 'matplotlib.pyplot', 'anywidget'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,221 @@
+"""The step visualizer says at every moment what each rank holds, and cuts communication into hidden and exposed."""
+
+import numpy as np
+import pytest
+from viz_traces import MS, data_parallel, grid
+
+from distlab.plan.records import Plan
+from distlab.trace import Span, SpanWriter, Trace
+from simulator import cluster, gpt_workload, simulate
+from simulator.viz import describe_train_step, draw_train_step, step_of, to_png
+from simulator.viz.facts import facts_of
+from simulator.viz.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at, read_step
+from simulator.viz.style import name_ranks
+
+
+def gpt(sync, num_ranks=4):
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
+    workload = gpt_workload(**sizes, microbatch_size=2, bytes_per_parameter=4)
+    plan = Plan(data=num_ranks, gradient_sync=sync, bucket_bytes=100_000, first_bucket_bytes=30_000)
+    return simulate(workload, cluster("laptop", num_ranks), plan)
+
+
+def by_hand():
+    """One rank: forward 10 ms, backward 40, two all-reduces of 15: from 30 (hidden) and from 45 (5 hidden, 10 not)."""
+    spans = [
+        Span(0, "compute", "forward", "F", 0, 10 * MS),
+        Span(0, "compute", "backward", "B", 10 * MS, 50 * MS),
+        Span(0, "communication", "all_reduce bucket 0", "all_reduce", 30 * MS, 45 * MS, 100),
+        Span(0, "communication", "all_reduce bucket 1", "all_reduce", 46 * MS, 61 * MS, 300),
+        Span(0, "compute", "synchronize", "wait", 50 * MS, 61 * MS),
+        Span(0, "compute", "optimizer", "optimizer", 61 * MS, 70 * MS),
+    ]
+    return Trace.from_spans(spans)
+
+
+def states(trace, at_ms):
+    own = read_step(trace).ranks[0]
+    return [state for state, _ in held_at(own, at_ms / 1e3).gradients]
+
+
+def words(figure):
+    drawn = [text.get_text() for text in figure.texts]
+    for axes in figure.axes:
+        drawn += [line for artist in axes.collections if artist.get_gid() == "words" for line in _lines(artist)]
+    return drawn
+
+
+def _lines(artist):
+    return artist.get_label().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "expected"),
+    [
+        (5, [ABSENT, ABSENT]),
+        (20, [FILLING, ABSENT]),
+        (35, [SENT, FILLING]),
+        (45.5, [MEAN, FILLING]),
+        (50, [MEAN, SENT]),
+        (61, [MEAN, MEAN]),
+    ],
+)
+def test_a_gradient_is_made_then_sent_then_the_mean(at_ms, expected):
+    assert states(by_hand(), at_ms) == expected
+
+
+def test_what_a_rank_does_and_holds():
+    own = read_step(by_hand()).ranks[0]
+    seen = [(held_at(own, at / 1e3).doing, round(held_at(own, at / 1e3).activations, 3)) for at in (5, 30, 55, 65, 70)]
+    assert seen == [
+        ("forward 50 %", 0.5),
+        ("backward 50 %", 0.5),
+        ("waits for bucket 1", 0.0),
+        ("updates weights", 0.0),
+        ("step done", 0.0),
+    ]
+    assert [held_at(own, at / 1e3).updated for at in (60, 65, 70)] == [False, False, True]
+
+
+def test_communication_is_cut_into_hidden_and_exposed():
+    own = read_step(by_hand()).ranks[0]
+    assert own.hidden_s == pytest.approx(19e-3)
+    assert own.exposed_s == pytest.approx(11e-3)
+    assert own.exposed_share == pytest.approx(11 / 30)
+    assert "19 ms hidden, 11 ms exposed (37 %)" in describe_train_step(by_hand(), 0.02)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_hidden_and_exposed_are_those_of_the_timeline(num_ranks):
+    trace = data_parallel(num_ranks, jitter=0.05)
+    step, facts = read_step(trace), facts_of(trace)
+    assert np.mean([own.exposed_s for own in step.ranks]) == pytest.approx(facts.exposed_s)
+    assert np.mean([own.hidden_s + own.exposed_s for own in step.ranks]) == pytest.approx(facts.communication_s)
+
+
+@pytest.mark.parametrize("sync", ["per_parameter", "flat", "bucketed", "overlapped"])
+def test_every_rung_of_the_ladder_is_read(sync):
+    step = gpt(sync)
+    for trace in (step.trace, step.layer_trace):
+        own = read_step(trace).ranks[0]
+        assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].syncs))
+        for reduction in own.reductions:
+            assert reduction.fill_s <= reduction.ready_s <= reduction.start_s + 1e-9 < reduction.end_s
+        assert (own.hidden_s > 0) == (sync == "overlapped" or (sync == "bucketed" and trace is step.layer_trace))
+    assert own.exposed_s == pytest.approx(step.exposed_communication_s, abs=1e-9)  # the detailed trace has the copies
+
+
+def test_parameters_are_sent_first_to_last_but_made_last_to_first():
+    own = read_step(gpt("per_parameter").trace).ranks[0]
+    ready = [reduction.ready_s for reduction in own.reductions]
+    assert ready == sorted(ready, reverse=True)
+    ready = [reduction.ready_s for reduction in read_step(gpt("bucketed").trace).ranks[0].reductions]
+    assert ready == sorted(ready)
+
+
+def test_the_picture_frames_what_is_averaged_and_moves_its_cursor():
+    trace = data_parallel(4, jitter=0.05)
+    figure = draw_train_step(trace, 0.09)
+    cursor = [line for axes in figure.axes for line in axes.lines if line.get_gid() == "cursor"]
+    assert [line.get_xdata()[0] for line in cursor] == [0.09]
+    outlines = [a for a in figure.axes[0].collections if a.get_gid() == "outlines"]
+    assert [len(a.get_paths()) for a in outlines] == [1]
+    assert figure.texts[0].get_text() == "At 90 ms: averaging all-reduce 2, hidden behind rank 0's backward"
+    assert {"rank 0", "rank 3", "mean", "g0", "g3", "old", "all-reduce 5", "4 MB"} <= set(words(figure))
+    done = draw_train_step(trace, 1.0)
+    assert "new" in words(done)
+    assert "g0" not in words(done)[: words(done).index("not there yet")]
+    assert not [a for a in done.axes[0].collections if a.get_gid() == "outlines"]
+    assert to_png(figure) != to_png(done)
+
+
+def test_names_of_buckets_and_many_ranks():
+    trace = data_parallel(12, num_buckets=2)
+    figure = draw_train_step(trace, buckets=("head", "rest"))
+    assert {"head", "rest", "rank 7"} <= set(words(figure))
+    assert "rank 8" not in words(figure)
+    assert "ranks 0-7 of 12" in figure.texts[1].get_text()
+    assert "and 4 more ranks" in describe_train_step(trace)
+
+
+def test_nothing_is_averaged_before_the_last_rank_has_come():
+    late = by_hand().shifted(0)
+    other = Trace.from_spans([span._replace(rank=1) for span in by_hand()])
+    moved = [s._replace(start_ns=s.start_ns + 4 * MS) if s.kind == "all_reduce" else s for s in other]
+    step = read_step(Trace.concatenate([late, Trace.from_spans(moved)]))
+    own = step.ranks[0]
+    assert own.reductions[1].met_s == pytest.approx(50e-3)
+    assert own.reductions[1].missing(0.048) == (1,)
+    assert held_at(own, 0.048).gradients[1] == (SENT, 0.0)
+    assert held_at(own, 0.0555).gradients[1] == (SENT, pytest.approx(0.5))
+    assert held_at(own, 0.055).doing == "waits for bucket 1"
+    figure = draw_train_step(Trace.concatenate([late, Trace.from_spans(moved)]), 0.048)
+    assert "bucket 1 cannot be averaged before rank 1 has come" in figure.texts[0].get_text()
+    assert not [a for a in figure.axes[0].collections if a.get_gid() == "arrows"]
+
+
+def test_ranks_are_named_in_words():
+    assert [name_ranks(ranks) for ranks in ((1,), (1, 3), (0, 1, 3))] == ["rank 1", "ranks 1 and 3", "ranks 0, 1 and 3"]
+
+
+def test_the_best_moment_is_under_an_all_reduce():
+    for trace in (data_parallel(2), by_hand(), gpt("flat").trace):
+        step = read_step(trace)
+        assert SENT in [state for state, _ in held_at(step.ranks[0], best_moment(step)).gradients]
+
+
+def test_a_step_is_cut_out_of_several_each_rank_by_its_own_marks():
+    parts = [data_parallel(2, jitter=0.05).shifted(number * 200 * MS) for number in range(3)]
+    whole = Trace.concatenate(parts)
+    assert sorted(step_of(whole, 1)) == sorted(parts[1].from_zero())
+    assert sorted(step_of(whole)) == sorted(parts[2].from_zero())
+    with pytest.raises(ValueError, match="rank 0: the trace has 3 steps .* no step 3"):
+        step_of(whole, 3)
+    with pytest.raises(ValueError, match="cut one out with step_of"):
+        draw_train_step(whole)
+
+
+def test_recorded_calls_and_marked_spans_make_one_step(ranks):
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        writer = SpanWriter(dist.get_rank())
+        layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(3)])
+        for _ in range(2):
+            with writer.span("forward", kind="F"):
+                x = torch.randn(32, 64)
+                for layer in layers:
+                    x = layer(x).relu()
+            with writer.span("backward", kind="B"):
+                x.sum().backward()
+            with writer.span("synchronize", kind="wait"):
+                for layer in layers:
+                    dist.all_reduce(layer.weight.grad)
+            with writer.span("optimizer", kind="optimizer"):
+                layers.zero_grad()
+        return writer.trace()
+
+    two = ranks(2)
+    traces = two.run(train)
+    step = step_of(Trace.concatenate([*traces, two.records().to_trace()]))
+    own = read_step(step).ranks[0]
+    assert [reduction.num_bytes for reduction in own.reductions] == [64 * 64 * 4] * 3
+    assert own.hidden_s == 0
+    assert own.exposed_s > 0
+    assert to_png(draw_train_step(step)).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "message"),
+    [
+        (grid(2, 3).select(grid(2, 3).is_word("kind", "F")), {}, "no backward span"),
+        (grid(2, 3), {}, "several pipeline stages"),
+        (data_parallel(2), {"rank": 5}, "no rank 5"),
+        (data_parallel(2), {"buckets": ["a"]}, "1 names for 6 all-reduces"),
+        (data_parallel(2).select(np.arange(18) != 6), {}, "different numbers of all-reduces"),
+    ],
+)
+def test_what_is_no_step_is_refused_in_words(trace, options, message):
+    with pytest.raises(ValueError, match=message):
+        draw_train_step(trace, **options)

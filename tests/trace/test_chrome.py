@@ -1,0 +1,182 @@
+"""Chrome JSON: what a viewer needs is there, what was written is read, and foreign traces are understood."""
+
+import gzip
+import json
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distlab.trace import Span, Trace, read_chrome, write_chrome
+
+WORD = st.sampled_from(["compute", "</script>", "ü\n", "", '"', "\ud800"])
+SPANS = st.lists(
+    st.builds(
+        lambda rank, lane, name, kind, start, length, stage: Span(
+            rank, lane, name, kind, start, start + length, length * 3, stage, stage - 1
+        ),
+        st.integers(0, 2),
+        WORD,
+        WORD,
+        WORD,
+        st.integers(-(2**60), 2**60) | st.integers(0, 20),
+        st.integers(0, 12),
+        st.integers(0, 5),
+    ),
+    max_size=12,
+)
+STEP = Trace.from_spans(
+    [
+        Span(0, "compute", "forward", "F", 1_000_000_123, 1_000_002_124, 0, 0, 0),
+        Span(1, "compute", "backward", "B", 1_000_001_000, 1_000_005_001, 0, 1, 0),
+        Span(0, "communication", "all_reduce #0", "all_reduce", 1_000_002_000, 1_000_009_000, 4096),
+    ]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(SPANS, SPANS)
+def test_reading_is_the_exact_inverse_of_writing(tmp_path, measured, predicted):
+    traces = {"measured": Trace.from_spans(measured), "predicted": Trace.from_spans(predicted)}
+    back = read_chrome(write_chrome(tmp_path / "step.json", **traces))
+    assert list(back) == list(traces)
+    assert back == traces
+
+
+@given(SPANS)
+def test_a_viewer_can_stack_every_thread(rows):
+    from distlab.trace.chrome import _events
+
+    threads = {}
+    for event in _events({"measured": Trace.from_spans(rows)}):
+        if event["ph"] == "X":
+            times = (event["args"]["start_ns"], event["args"]["end_ns"])
+            threads.setdefault((event["pid"], event["tid"]), []).append(times)
+    for times in threads.values():
+        for (a, b), (c, d) in combinations(times, 2):
+            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+
+
+def test_what_perfetto_reads(tmp_path):
+    document = json.loads(write_chrome(tmp_path / "step.json", measured=STEP, predicted=STEP.shifted(7)).read_text())
+    events = document["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(processes.values()) == ["measured rank 0", "measured rank 1", "predicted rank 0", "predicted rank 1"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == 6
+    assert {e["ph"] for e in events} == {"M", "X"}
+    for event in complete:
+        assert event["pid"] in processes
+        assert (event["pid"], event["tid"]) in threads
+    first, second, third = complete[:3]
+    assert (first["name"], first["cat"], first["ts"], first["dur"]) == ("forward", "F", 0.0, 2.001)
+    assert (second["ts"], second["dur"]) == (0.877, 4.001)
+    assert threads[third["pid"], third["tid"]] == "communication"
+    assert [e["ts"] for e in complete[3:]] == [e["ts"] for e in complete[:3]]  # each trace from its own start
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    by_order = [processes[pid] for pid in sorted(order, key=order.__getitem__)]
+    assert by_order == ["measured rank 0", "predicted rank 0", "measured rank 1", "predicted rank 1"]
+
+
+def test_spans_that_overlap_get_a_second_thread(tmp_path):
+    trace = Trace.from_spans(
+        Span(0, "communication", f"bucket {i}", "all_reduce", 10 * i, 10 * i + 15) for i in range(3)
+    )
+    path = write_chrome(tmp_path / "step.json", measured=trace)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["communication", "communication (2)"]
+    assert read_chrome(path) == {"measured": trace}
+
+
+def test_gzip(tmp_path):
+    path = write_chrome(tmp_path / "step.json", measured=STEP)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_chrome(path) == {"measured": STEP}
+
+
+def test_nothing_to_write(tmp_path):
+    with pytest.raises(ValueError, match="write_chrome got no trace"):
+        write_chrome(tmp_path / "step.json")
+
+
+FOREIGN = [
+    {"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "python"}},
+    {"ph": "M", "name": "thread_name", "pid": 3, "tid": 7, "args": {"name": "main"}},
+    {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 3, "tid": 7, "ts": 10.5, "dur": 2.25, "args": {"x": []}},
+    {"ph": "B", "name": "outer", "pid": "GPU", "tid": "s0", "ts": "1"},
+    {"ph": "B", "name": "inner", "pid": "GPU", "tid": "s0", "ts": 2},
+    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 3},
+    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 4},
+    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 5},
+    {"ph": "i", "name": "mark", "pid": 3, "tid": 7, "ts": 1, "s": "g"},
+]
+
+
+@pytest.mark.parametrize("wrap", [lambda events: {"traceEvents": events}, lambda events: events])
+def test_a_foreign_trace(tmp_path, wrap):
+    path = tmp_path / "foreign.json"
+    path.write_text(json.dumps(wrap(FOREIGN)))
+    assert list(read_chrome(path)["trace"]) == [
+        Span(3, "main", "aten::mm", "cpu_op", 10500, 12750),
+        Span(0, "s0", "inner", "", 2000, 3000),
+        Span(0, "s0", "outer", "", 1000, 4000),
+    ]
+
+
+def test_torch_profiler(tmp_path):
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    profile.export_chrome_trace(str(tmp_path / "torch.json"))
+    trace = read_chrome(tmp_path / "torch.json")["trace"]
+    assert trace.is_word("name", "aten::mm").any()
+    assert 0 < trace.select(trace.is_word("name", "aten::mm")).duration_s < 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no JSON"),
+        (b"\x1f\x8bgarbage", "is no JSON"),
+        (b"\xff\xfe\x00", "is no JSON"),
+        (b'{"traceEvents": [', "is no JSON"),
+        (b"3", "is no Chrome trace: expected a list of events"),
+        (b'{"traceEvents": {}}', "is no Chrome trace"),
+        (b'{"events": []}', "is no Chrome trace"),
+        (b'[{"ph": "X"}]', "event 0: ts is 'None'; expected a number of microseconds"),
+        (b'[{"ph": "X", "ts": NaN}]', "event 0: ts is 'nan'"),
+        (b'[{"ph": "X", "ts": 1e300}]', "event 0: ts is"),
+        (b'[{"ph": "X", "ts": [1]}]', "event 0: ts is"),
+        (b'[{"ph": "X", "ts": 1, "dur": -1}]', "event 0 lasts -1 us"),
+        (b'[{"ph": "B", "ts": 4}, {"ph": "E", "ts": 3}]', "event 1 ends event 0 before it starts"),
+        (b"[1]", "event 0 is 1; expected an object"),
+        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 99}}}', "reads version 1"),
+        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "lists no traces"),
+        (b'{"traceEvents": [1], "otherData": {"distlab": {"version": 1, "traces": []}}}', "event 0 is damaged"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, content, message):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_chrome(path)
+    assert "bad.json" in str(caught.value)
+
+
+def test_a_damaged_event(tmp_path):
+    path = write_chrome(tmp_path / "step.json", measured=STEP)
+    document = json.loads(path.read_text())
+    for key, value in (("start_ns", 1.5), ("end_ns", None), ("end_ns", 2**80), ("stage", 2**40), ("end_ns", 0)):
+        damaged = json.loads(path.read_text())
+        next(e for e in damaged["traceEvents"] if e["ph"] == "X")["args"][key] = value
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="step.json: "):
+            read_chrome(path)
+        path.write_text(json.dumps(document))
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no trace at .*nowhere.json; write one with write_chrome"):
+        read_chrome(tmp_path / "nowhere.json")

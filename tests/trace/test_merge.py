@@ -1,0 +1,135 @@
+"""Traces on disk: exact, aligned when merged, and damage is named."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distlab.trace import Span, Trace, load_folder, load_trace, merge, rank_file, save_clocks, save_trace
+
+NAMES = ["forward", "", "a\x00", "\x00", "ü 日", "\ud800", '"<b>&']
+
+
+def trace_of(rank, *starts):
+    return Trace.from_spans(Span(rank, "compute", "forward", "F", start, start + 5) for start in starts)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**60)), max_size=5))
+def test_a_saved_trace_loads_exactly(tmp_path, rows):
+    trace = Trace.from_spans(Span(0, name, name, name, start, start, 1, 2, 3) for name, start in rows)
+    assert load_trace(save_trace(trace, tmp_path / "t.npz")) == trace
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_merge_aligns_clocks_and_sorts():
+    merged = merge([trace_of(0, 10, 30), trace_of(1, 1020)], clock_offsets_ns=[0, -1000])
+    assert [(span.rank, span.start_ns) for span in merged] == [(0, 10), (1, 20), (0, 30)]
+    assert [span.start_ns for span in merge([trace_of(0, 5), trace_of(1, 3)])] == [3, 5]
+    assert len(merge([])) == 0
+
+
+def test_merge_needs_an_offset_for_each_trace():
+    with pytest.raises(ValueError, match="got 1 clock offsets for 2 traces"):
+        merge([trace_of(0), trace_of(1)], [0])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_trace(trace_of(0, 10), rank_file(tmp_path, 0))
+    save_trace(trace_of(1, 500), rank_file(tmp_path, 1))
+    save_clocks([0, -495], tmp_path)
+    (tmp_path / "notes.txt").write_text("not a trace")
+    return tmp_path
+
+
+def test_load_folder(folder):
+    assert list(load_folder(folder)) == [*trace_of(1, 5), *trace_of(0, 10)]
+
+
+def test_ten_ranks_are_in_the_order_of_numbers(tmp_path):
+    for rank in range(11):
+        save_trace(trace_of(rank, 100), rank_file(tmp_path, rank))
+    save_clocks(range(11), tmp_path)
+    assert [(span.rank, span.start_ns) for span in load_folder(tmp_path)] == [(r, 100 + r) for r in range(11)]
+
+
+def test_what_is_missing_is_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+        load_folder(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"there is no trace at .*rank7.*save_trace"):
+        load_trace(rank_file(folder, 7))
+    save_clocks([0, 0, 0, 0], folder)
+    with pytest.raises(FileNotFoundError, match="has no trace of rank 2, 3, of 4 ranks"):
+        load_folder(folder)
+    save_clocks([0], folder)
+    with pytest.raises(ValueError, match=r"traces of ranks \[0, 1\], but clocks.json has 1 clocks; empty the folder"):
+        load_folder(folder)
+    (folder / "clocks.json").unlink()
+    with pytest.raises(FileNotFoundError, match="clocks.json; save the ranks' clock offsets with save_clocks"):
+        load_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "[1.5, 2]", '["0", "1"]', "[true, 1]", "3"])
+def test_damaged_clocks(folder, text):
+    (folder / "clocks.json").write_text(text)
+    with pytest.raises(ValueError, match=r"clocks.json (is no JSON|holds)"):
+        load_folder(folder)
+
+
+def test_spans_of_another_rank(folder):
+    save_trace(trace_of(0, 10), rank_file(folder, 1))
+    with pytest.raises(ValueError, match=r"rank1.*holds spans of ranks \(0,\); expected rank 1 only"):
+        load_folder(folder)
+
+
+def test_every_truncation_is_noticed(folder):
+    path = rank_file(folder, 0)
+    content = path.read_bytes()
+    for size in range(0, len(content), 37):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"rank0.trace.npz is no readable trace .*record the run again"):
+            load_trace(path)
+
+
+def test_flipped_bits_never_give_another_trace(folder):
+    path = rank_file(folder, 0)
+    content, good = path.read_bytes(), load_trace(path)
+    random = np.random.default_rng(0)
+    for place, bit in zip(random.integers(0, len(content), 200), random.integers(0, 8, 200), strict=True):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(bit)
+        path.write_bytes(damaged)
+        try:
+            loaded = load_trace(path)
+        except ValueError:
+            continue
+        assert loaded == good  # the bit carried nothing, such as a date in the archive
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": np.int64(99)}, "version 99, this program reads version 1"),
+        ({"words": np.frombuffer(b"[1]", np.uint8)}, "no list of texts"),
+        ({"rank": np.zeros(3, np.int64)}, "column rank has shape"),
+        ({"name": np.full(1, 9, np.int32)}, "column name points outside"),
+        ({"end_ns": np.zeros(1, np.int64)}, "ends before it starts"),
+        ({"stage": np.zeros((1, 1), np.int32)}, "column stage has shape"),
+        ({"other": np.zeros(1)}, "holds the arrays"),
+        ({"lane": np.array([{}], object)}, "ValueError"),
+    ],
+)
+def test_wrong_content(folder, change, message):
+    path = rank_file(folder, 0)
+    with np.load(path) as file:
+        stored = dict(file)
+    np.savez(path, **(stored | change))
+    with pytest.raises(ValueError, match=message):
+        load_trace(path)
+
+
+def test_clocks_are_a_list_of_whole_numbers(tmp_path):
+    assert json.loads(save_clocks(np.array([0, -7]), tmp_path).read_text()) == [0, -7]

@@ -1,0 +1,82 @@
+"""Trace: columns and spans are two views of one thing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.trace import Span, Trace
+
+WORD = st.text(max_size=6)
+TIME = st.integers(-(2**61), 2**61)
+
+
+@st.composite
+def spans(draw):
+    start, length = draw(TIME), draw(st.integers(0, 2**60))
+    return Span(
+        draw(st.integers(0, 4)),
+        draw(WORD),
+        draw(WORD),
+        draw(WORD),
+        start,
+        start + length,
+        draw(st.integers(0, 2**62)),
+        draw(st.integers(-1, 2**31 - 1)),
+        draw(st.integers(-1, 2**31 - 1)),
+    )
+
+
+SPANS = st.lists(spans(), max_size=8)
+TWO = Trace.from_spans([Span(0, "compute", "forward", "F", 5, 9), Span(1, "communication", "send", "send", 2, 4, 64)])
+
+
+@given(SPANS)
+def test_spans_in_spans_out(rows):
+    trace = Trace.from_spans(rows)
+    assert list(trace) == rows
+    assert [trace[index] for index in range(len(trace))] == rows
+
+
+@given(SPANS, SPANS)
+def test_concatenate(left, right):
+    joined = Trace.concatenate([Trace.from_spans(left), Trace.from_spans(right)])
+    assert joined == Trace.from_spans(left + right)
+
+
+def test_equality_looks_at_spans_not_at_codes():
+    assert Trace.concatenate([TWO, TWO]).select(np.array([False, True, False, True])) == Trace.from_spans([TWO[1]] * 2)
+    assert Trace.from_spans([TWO[1], TWO[0]]) != TWO
+    assert Trace.concatenate([]) == Trace.from_spans([])
+
+
+def test_from_columns_takes_scalars():
+    trace = Trace.from_columns(rank=[0, 1], lane="compute", name="step", kind="F", start_ns=[0, 1], end_ns=np.int64(7))
+    assert list(trace) == [Span(0, "compute", "step", "F", 0, 7), Span(1, "compute", "step", "F", 1, 7)]
+    assert len(Trace.from_columns(rank=[], lane="x", name="x", kind="x", start_ns=[], end_ns=[])) == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"start_ns": [1, 2, 3]}, "'start_ns' has 3 rows|has 2 rows"),
+        ({"end_ns": [0, 0]}, "row 1 ends before it starts"),
+        ({"colour": [0, 0]}, "trace columns are .*colour"),
+    ],
+)
+def test_from_columns_checks(columns, message):
+    good = {"rank": [0, 0], "lane": "c", "name": "n", "kind": "F", "start_ns": [0, 1], "end_ns": [1, 2]}
+    with pytest.raises(ValueError, match=message):
+        Trace.from_columns(**(good | columns))
+
+
+def test_pick_and_move():
+    assert TWO.ranks == (0, 1)
+    assert TWO.duration_s == pytest.approx(7e-9)
+    assert list(TWO.select(TWO.is_word("kind", "F"))) == [TWO[0]]
+    assert list(TWO.select(lambda span: span.num_bytes > 0)) == [TWO[1]]
+    assert list(TWO.take(np.array([1, 0]))) == [TWO[1], TWO[0]]
+    assert TWO.from_zero()[1].start_ns == 0
+    assert TWO.shifted(10)[0].end_ns == 19
+    assert TWO[0].duration_s == pytest.approx(4e-9)
+    assert Trace.from_spans([]).from_zero().duration_s == 0

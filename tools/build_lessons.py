@@ -1,0 +1,200 @@
+"""Build the notebooks of the lessons from their sources.
+
+    python tools/build_lessons.py                  every lesson, and START
+    python tools/build_lessons.py 03 --execute     one lesson; run it too, and keep what its cells show
+    python tools/build_lessons.py --check          change nothing; name each cell that differs from its source
+
+Outputs of cells that did not change are kept. `--check` compares text, ids and metadata, not outputs, which hold times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import lesson_gates
+import nbformat
+from lesson_notebook import KINDS, make_notebook, read_source
+from nbformat import NotebookNode
+
+from distlab.grading.progress import MARKER
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = ROOT / "lessons"
+CELL_TIMEOUT_S = 120
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("lessons", nargs="*", metavar="NN", help="a lesson's number, or START; default: all")
+    parser.add_argument("--check", action="store_true", help="name the cells that differ from their source; exit 1")
+    parser.add_argument("--execute", action="store_true", help="run the notebooks and keep what their cells show")
+    parser.add_argument("--folder", type=Path, default=LESSONS, help="where the lessons are")
+    arguments = parser.parse_args(argv)
+    wrong = 0
+    try:
+        for path in sources(arguments.folder.resolve(), arguments.lessons):
+            wrong += _one(path, check=arguments.check, run=arguments.execute)
+    except ValueError as error:
+        print(f"build_lessons: {error}", file=sys.stderr)
+        return 2
+    return 1 if wrong else 0
+
+
+def sources(folder: Path, wanted: list[str]) -> list[Path]:
+    """Return the sources to build: those named, or all.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found = {path.parent.name.partition("_")[0]: path for path in sorted(folder.glob("[0-9][0-9]_*/lesson.py"))}
+    if (folder / "START.py").is_file():
+        found["START"] = folder / "START.py"
+    names = [f"{int(name):02}" if name.isdigit() else name for name in wanted]
+    for name in names:
+        if name not in found:
+            raise ValueError(f"there is no lesson {name!r} in {folder}; there are {', '.join(found) or 'none'}")
+    return [found[name] for name in names or found]
+
+
+def notebooks(path: Path) -> Iterator[tuple[Path, NotebookNode]]:
+    """Yield the path and the content of each notebook that a source makes."""
+    source = read_source(path)
+    if path.name != "lesson.py":
+        yield path.with_suffix(".ipynb"), make_notebook(source, "lesson")
+        return
+    for kind in KINDS:
+        yield path.parent / f"{kind}.ipynb", make_notebook(source, kind)
+
+
+def drift(made: NotebookNode, path: Path) -> list[str]:
+    """Return what differs between a notebook and what its source makes, a line for each cell."""
+    if not path.is_file():
+        return [f"{path.name} is missing; run python tools/build_lessons.py"]
+    kept = nbformat.read(path, as_version=4)
+    lines = [] if kept.metadata == made.metadata else ["the notebook's metadata differ"]
+    there = {cell.get("id", f"no id {i}"): cell for i, cell in enumerate(kept.cells)}
+    for number, cell in enumerate(made.cells, 1):
+        old = there.pop(cell["id"], None)
+        name = f"cell {number} ({lesson_gates.first_line(cell)})"
+        if old is None:
+            lines.append(f"{name} is new or has changed")
+        elif (old.source, old.cell_type) != (cell.source, cell.cell_type):
+            lines.append(f"{name} has another text than its source")
+        elif _metadata(old) != _metadata(cell):
+            lines.append(f"{name} has other metadata: {_metadata(old)}, its source {_metadata(cell)}")
+    lines += [f"a cell is no longer in the source ({lesson_gates.first_line(cell)})" for cell in there.values()]
+    if not lines and [cell["id"] for cell in kept.cells] != [cell["id"] for cell in made.cells]:
+        lines.append("the cells stand in another order")
+    return lines
+
+
+def _metadata(cell: NotebookNode) -> dict[str, object]:
+    return {name: value for name, value in cell.metadata.items() if name != "execution"}
+
+
+def keep_outputs(made: NotebookNode, path: Path) -> None:
+    """Take over the outputs of cells that are the same as in the notebook on disk."""
+    if not path.is_file():
+        return
+    try:
+        there = {cell.get("id"): cell for cell in nbformat.read(path, as_version=4).cells}
+    except Exception:  # whatever stood there is no notebook, and is replaced
+        return
+    for cell in made.cells:
+        old = there.get(cell["id"])
+        if cell.cell_type == "code" and old is not None and old.source == cell.source:
+            cell["outputs"], cell["execution_count"] = old.outputs, old.execution_count
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Run every cell in a kernel of its own, and keep what a reader without a kernel can see."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellTimeoutError
+
+    lessons = folder if folder.name == LESSONS.name else folder.parent
+    beside = lessons.parent / "work"
+    beside.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".build-") as work:  # as if you had opened it
+        (Path(work) / MARKER).touch()
+        resources = {"metadata": {"path": work}}
+        client = NotebookClient(
+            notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", allow_errors=True, resources=resources
+        )
+        try:
+            client.execute()  # an error in a cell is shown in it, and a complaint of the gates
+        except CellTimeoutError as error:
+            raise ValueError(f"{folder.name}: {str(error).strip()}") from None
+    tidy(notebook)
+
+
+def tidy(notebook: NotebookNode) -> None:
+    """Remove what only this run knows: the state of widgets, times of execution, this machine's folders."""
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell["outputs"] = list(_joined(cell.outputs))
+        for output in cell.get("outputs", ()):
+            for data in (output.get("data", {}), output):
+                data.pop("application/vnd.jupyter.widget-view+json", None)
+                for name in ("text", "text/plain", "text/html", "evalue", "traceback"):
+                    if name in data:
+                        data[name] = _without_folders(data[name])
+
+
+def _joined(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
+    """Join what was printed in several pieces, whose borders are a matter of chance."""
+    last: NotebookNode | None = None
+    for output in outputs:
+        if last is not None and output.output_type == "stream" == last.output_type and output.name == last.name:
+            last["text"] += output.text
+            continue
+        last = output
+        yield output
+
+
+def _without_folders(text: str | list[str]) -> str | list[str]:
+    if isinstance(text, list):
+        return [str(_without_folders(line)) for line in text]
+    return re.sub(rf"{re.escape(sys.prefix)}/lib/python[\d.]+/(site-packages/)?", "", text).replace(f"{ROOT}/", "")
+
+
+def _one(path: Path, *, check: bool, run: bool) -> int:
+    """Build or check one lesson's notebooks; return how many complaints there are."""
+    wrong = 0
+    for target, made in notebooks(path):
+        start = time.monotonic()
+        lines = drift(made, target) if check else []
+        if run and not check:
+            execute(made, target.parent)
+        elif not lines:
+            keep_outputs(made, target)
+        if not check:
+            nbformat.validate(made)
+            write(made, target)
+        lines += lesson_gates.complaints(made)
+        name = target.relative_to(path.parents[1] if path.name == "lesson.py" else path.parent)
+        did = "written" if not check else "differs from its source" if lines else "is as its source"
+        print(
+            f"{name} {did} ({time.monotonic() - start:.1f} s)", *(f"  {line}" for line in lines), sep="\n", flush=True
+        )
+        wrong += len(lines)
+    return wrong
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """Put the notebook in place all at once, so that nobody reads half of it."""
+    part = path.with_suffix(".part")
+    part.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

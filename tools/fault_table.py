@@ -1,0 +1,76 @@
+"""Write lessons/FAULTS.md: every wrong version that the checks know, and what a check says to it, from a run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from distlab.grading.check import examine
+from distlab.grading.exercise import Mutant
+from distlab.grading.lesson import Lesson, lessons, load_lesson
+from distlab.grading.report import Report
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "lessons" / "FAULTS.md"
+HANG_S = 5.0  # a wrong version that hangs need not be waited for as long as a learner's
+HEAD = """# Faults that the checks name
+
+Every exercise is tested with wrong versions of its solution, most of them seen in real code. Each must be rejected with
+the words that name its own fault. This table is written by `python tools/fault_table.py`, from a run; times, and which
+of several equal ranks spoke first, are left out.
+"""
+
+
+def examine_mutant(lesson: Lesson, mutant: Mutant, *, world: int | None = None) -> Report:
+    """Check a wrong version on the number of ranks that reveals it, or on another."""
+    exercise = lesson.exercise(mutant.exercise)
+    if mutant.fault == "hang":
+        exercise = replace(exercise, timeout_s=min(exercise.timeout_s, HANG_S))
+    return examine(exercise, mutant.fn, worlds=(mutant.world if world is None else world,))
+
+
+def what_it_says(message: str) -> str:
+    """Return the first line of a message without what differs from run to run."""
+    line = message.strip().splitlines()[0]
+    line = re.sub(r"\bfor \d+(\.\d+)? s\b", "", line)
+    line = re.sub(r"\d+(\.\d+)?(?= (us|ms)\b)", "...", line)
+    line = re.sub(r"^on rank \d+ of (\d+): ", "", line)
+    line = re.sub(r"\S*/(?=[\w.]+\.py\b)", "", line)
+    line = line.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    line = " ".join(line.split())
+    return line if len(line) <= 260 else line[:257] + "..."
+
+
+def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
+    """Return the file's text."""
+    lines = [HEAD.rstrip()]
+    lesson_seen = ""
+    for lesson, mutant, report in found:
+        if lesson.number != lesson_seen:
+            lesson_seen = lesson.number
+            lines += ["", f"## {lesson.number} {lesson.title}", ""]
+            lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
+        cells = (mutant.exercise, mutant.name, str(mutant.world), what_it_says(report.message), mutant.source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def all_reports() -> Iterable[tuple[Lesson, Mutant, Report]]:
+    """Check every wrong version of every lesson."""
+    for number in lessons(ROOT / "lessons"):
+        lesson = load_lesson(number, ROOT / "lessons")
+        for mutant in lesson.mutants:
+            yield lesson, mutant, examine_mutant(lesson, mutant)
+
+
+def main() -> int:
+    TABLE.write_text(table(all_reports()), encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Measure every lab with its default settings and write what it printed to lessons/NN/lab_reference.md.
+
+Run it with nothing else running; sections of a device or a number of ranks that this machine cannot measure are kept
+as they are.
+
+    python tools/lab_reference.py            # all labs
+    python tools/lab_reference.py 03 --ranks 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from distlab.cli.lab import find_lab
+from distlab.lab.report import reference_section
+from distlab.measure.machine import this_machine
+
+DEVICES = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 8)}
+NOT_MEASURED = "Not measured here: this machine has no such GPUs. If you run it, send us what `--json` prints."
+
+
+def section_name(device: str, num_ranks: int) -> str:
+    return f"{device}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+
+
+def measure(number: str, device: str, num_ranks: int) -> str:
+    command = [sys.executable, "-m", "distlab", "lab", number, "--ranks", str(num_ranks), "--json"]
+    done = subprocess.run([*command, "--device", device], stdout=subprocess.PIPE, text=True, timeout=600, check=True)
+    return reference_section(json.loads(done.stdout))
+
+
+def known_sections(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    parts = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.M)[1:]
+    return {name.strip(): body.strip() for name, _, body in (part.partition("\n") for part in parts)}
+
+
+def write(path: Path, number: str, sections: dict[str, str]) -> None:
+    head = [
+        f"# Reference output of lab {number}",
+        "",
+        "What `distlab lab` printed with default settings and the reference's functions. Facts (bytes, calls, equal or",
+        "not) are the same everywhere; times are this machine's. Written by `tools/lab_reference.py`.",
+        "",
+        f"Measured {this_machine()}; load average {os.getloadavg()[0]:.1f} when it was written.",
+        "",
+    ]
+    ordered = [section_name(device, count) for device, counts in DEVICES.items() for count in counts]
+    body = [f"## {name}\n\n{sections.get(name, NOT_MEASURED)}\n" for name in ordered]
+    path.write_text("\n".join([*head, *body]), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("labs", nargs="*", default=["01", "02", "03"], metavar="NN")
+    parser.add_argument("--ranks", type=int, nargs="*", help="numbers of ranks to measure (default: all)")
+    parser.add_argument("--device", choices=tuple(DEVICES), default="cpu")
+    arguments = parser.parse_args()
+    for name in arguments.labs:
+        number, script = find_lab(name)
+        path = script.parent / "lab_reference.md"
+        sections = known_sections(path)
+        for num_ranks in arguments.ranks or DEVICES[arguments.device]:
+            section = section_name(arguments.device, num_ranks)
+            sections[section] = measure(number, arguments.device, num_ranks)
+            print(f"lab {number}: {section}", flush=True)
+            write(path, number, sections)
+
+
+if __name__ == "__main__":
+    main()

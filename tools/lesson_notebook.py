@@ -1,0 +1,185 @@
+"""Make a lesson's two notebooks from its `lesson.py`: one to work in, one with the solutions.
+
+An exercise is one empty code cell, `# %% exercise="03.flat"`. In its place both notebooks get three cells: the function
+(a stub in the lesson, the whole text in the solution), its hints, and its check. The function's text is read from the
+file where it lives, so that nothing is kept twice. Ids of cells are hashes of what is in them: building twice gives the
+same file.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jupytext
+import nbformat
+from nbformat import NotebookNode
+
+from distlab.grading import Exercise, load_lesson
+
+KINDS = ("lesson", "solution")
+FIELDS = ("title", "minutes", "needs", "aims")
+
+
+class Text(NamedTuple):
+    """The text of a function: up to the end of its docstring, and the rest."""
+
+    head: str
+    body: str
+
+
+class Source(NamedTuple):
+    """A lesson before it is a notebook: its cells, its header, its exercises."""
+
+    number: str
+    folder: Path
+    cells: list[NotebookNode]
+    facts: dict[str, Any]
+    exercises: dict[str, Exercise]
+
+
+def read_source(path: Path) -> Source:
+    """Read `lesson.py` (or START.py, which has no exercises) and the `checks.py` beside it.
+
+    Raises:
+        ValueError: an exercise of the text is not in checks.py, is named twice, or is missing in the text.
+    """
+    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
+    facts = dict(notebook.metadata.get("distlab", {}))
+    number = path.parent.name.partition("_")[0] if path.name == "lesson.py" else path.stem
+    exercises: dict[str, Exercise] = {}
+    if path.name == "lesson.py":
+        lesson = load_lesson(path.parent.name, path.parent.parent)
+        exercises = {exercise.name: exercise for exercise in lesson.exercises}
+        facts |= {field: getattr(lesson, field) for field in FIELDS}
+    named = [cell.metadata["exercise"] for cell in notebook.cells if "exercise" in cell.metadata]
+    for name in named:
+        if name not in exercises:
+            raise ValueError(
+                f"{path}: exercise {name!r} is not in checks.py, which has {', '.join(exercises) or 'none'}"
+            )
+        if named.count(name) > 1:
+            raise ValueError(f"{path}: exercise {name!r} is there {named.count(name)} times; once is enough")
+    if missing := [name for name in exercises if name not in named]:
+        raise ValueError(f'{path}: no cell for {missing[0]}; add the line  # %% exercise="{missing[0]}"')
+    return Source(number, path.parent, list(notebook.cells), facts, exercises)
+
+
+def make_notebook(source: Source, kind: str) -> NotebookNode:
+    """Return the notebook of one kind, "lesson" or "solution", without outputs."""
+    cells = [made for cell in source.cells for made in _cells_of(cell, source, kind)]
+    seen: dict[str, int] = {}
+    for cell in cells:
+        cell["id"] = _identity(cell, source.number, kind, seen)
+    facts = {field: list(value) if isinstance(value, tuple) else value for field, value in source.facts.items()}
+    if source.exercises:
+        facts["exercises"] = [cell.metadata["exercise"] for cell in source.cells if "exercise" in cell.metadata]
+    metadata = {
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "distlab": {**facts, "lesson": source.number, "kind": kind},
+    }
+    return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+
+
+def student_cell(exercise: Exercise, folder: Path) -> str:
+    """Return what the learner begins with: a stub, or the wrong version to be repaired."""
+    text = function_text(exercise.source, folder)
+    if exercise.broken is None:
+        return _cell(exercise, f'{text.head}\n    raise NotYet("{exercise.name}")')
+    broken = function_text(exercise.broken, folder)
+    name = exercise.broken.rpartition(":")[2]
+    # The wrong version's own docstring may name its fault: show what the function is meant to do.
+    signature = broken.head.partition('\n    """')[0]
+    docstring = text.head[len(text.head.partition('\n    """')[0]) :]
+    return _cell(
+        exercise, re.sub(rf"\b{re.escape(name)}\b", exercise.function, f"{signature}{docstring}\n{broken.body}")
+    )
+
+
+def solution_cell(exercise: Exercise, folder: Path) -> str:
+    """Return the whole function, after the imports that it may rely on."""
+    text = function_text(exercise.source, folder)
+    return _cell(exercise, f"{text.head}\n{text.body}")
+
+
+def function_text(where: str, folder: Path) -> Text:
+    """Return the text of "solutions:name" of the lesson in `folder`, or of "package.module:name".
+
+    Raises:
+        ValueError: there is no such module-level function, or it has no docstring on lines of its own.
+    """
+    module, _, name = where.rpartition(":")
+    path = _file_of(module, folder)
+    text = path.read_text(encoding="utf-8")
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not nodes:
+        raise ValueError(f"{path} has no module-level function {name!r}, which an exercise names as {where!r}")
+    node, lines = nodes[-1], text.splitlines()
+    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    first = node.body[0]
+    if ast.get_docstring(node) is None or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:
+        raise ValueError(
+            f"{path}: {name} needs a docstring and a body: the stub shows the one and leaves out the other"
+        )
+    return Text("\n".join(lines[start : first.end_lineno]), "\n".join(lines[first.end_lineno : node.end_lineno]))
+
+
+def _file_of(module: str, folder: Path) -> Path:
+    beside = folder / f"{module}.py"
+    if "." not in module and beside.is_file():
+        return beside
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ValueError(f"there is no module {module!r} beside {folder / 'lesson.py'} and none to import")
+    return Path(found.origin)
+
+
+def _cell(exercise: Exercise, text: str) -> str:
+    imports = "\n".join(exercise.imports)
+    return f"{imports}\n\n\n{text}" if imports else text
+
+
+def _cells_of(cell: NotebookNode, source: Source, kind: str) -> Iterator[NotebookNode]:
+    """Turn one cell of the source into those of the notebook."""
+    metadata = dict(cell.metadata)
+    name = metadata.pop("exercise", None)
+    if name is None:
+        yield _node(cell.cell_type, cell.source, metadata)
+        return
+    exercise = source.exercises[name]
+    make = student_cell if kind == "lesson" else solution_cell
+    yield _node("code", make(exercise, source.folder), metadata | {"distlab": {"exercise": name}})
+    if exercise.hints:
+        yield _node("markdown", _hints(exercise), {"distlab": {"hints": name}})
+    check = f'{exercise.function} = check("{name}", {exercise.function}).function'
+    yield _node("code", check, {"distlab": {"check": name}})
+
+
+def _hints(exercise: Exercise) -> str:
+    """Return the hints, each closed until it is clicked."""
+    folded = (
+        f"<details><summary>Hint {number}</summary>\n\n{hint}\n\n</details>"
+        for number, hint in enumerate(exercise.hints, 1)
+    )
+    return "\n\n".join(folded)
+
+
+def _node(kind: str, text: str, metadata: dict[str, Any]) -> NotebookNode:
+    cell: dict[str, Any] = {"cell_type": kind, "metadata": metadata, "source": text}
+    if kind == "code":
+        cell |= {"execution_count": None, "outputs": []}
+    return nbformat.from_dict(cell)
+
+
+def _identity(cell: NotebookNode, number: str, kind: str, seen: dict[str, int]) -> str:
+    """Hash what makes the cell itself; equal cells are counted, so that ids are unique."""
+    mark = cell.metadata.get("distlab")
+    key = f"{number}\n{kind}\n{cell.cell_type}\n{mark or cell.source}"
+    seen[key] = seen.get(key, 0) + 1
+    return hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest()[:16]
