@@ -1,10 +1,11 @@
 """Kill training runs, and kill them while they save: does every run go on, and end with the same bits?
 
 Two promises, each with a count of failures that must be 0: a run killed by SIGKILL at random moments and resumed ends
-bitwise equal to the uninterrupted one; and after a kill while saving the newest checkpoint is whole and no older than
-the last that a rank knew to be saved. Moments come from a fixed seed; where in the code they fall differs each time.
+bitwise equal to the uninterrupted one, whichever way its gradients are averaged; and after a kill while saving the
+newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
+where in the code they fall differs each time.
 
-    python benchmarks/checkpoint.py            # 100 kills of training, 200 kills while saving: minutes
+    python benchmarks/checkpoint.py            # 3 x 100 kills of training, 200 while saving: minutes
     python benchmarks/checkpoint.py --quick
 """
 
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -29,15 +30,23 @@ import torch.distributed as dist
 
 from distlab.checkpoint import load, newest, save
 from distlab.comm import RankError, Ranks
+from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
-from distlab.data_parallel import DataParallel, train_step
+from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
+from distlab.gradient_hook import GradientHook
 from distlab.measure.ratio import Row, absolute, format_rows
 from distlab.models import GPT, GPTConfig
+from distlab.plan.compression import Compression
 from distlab.rng import generator, seed_rank
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 NUM_STEPS = 60
 KILLS_A_RUN = 10
+WAYS = {
+    "manual": "averaged by one all-reduce after backward",
+    "bucketed": "averaged by DataParallel",
+    "top-k": "compressed by top-k with error memory",
+}
 
 
 def kill_after(seconds: float) -> None:
@@ -46,36 +55,58 @@ def kill_after(seconds: float) -> None:
     timer.start()
 
 
-def train(directory: Path, victim: int | None, delay_s: float) -> tuple[str, float]:
+def replicate(way: str, model: GPT) -> tuple[Callable[[], None], GradientHook | None]:
+    """Return what averages the model's gradients, and the hook, if there is one."""
+    if way == "manual":
+        broadcast_parameters(model)
+        return (lambda: average_flat(model.parameters())), None
+    hook = make_hook(Compression("top_k", ratio=0.1)) if way == "top-k" else None
+    replicas = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000, hook=hook)
+    return replicas.synchronize, hook
+
+
+def train(directory: Path, victim: int | None, delay_s: float, way: str) -> tuple[str, float]:
     """Run on each rank: resume, train to the end; return a digest of all that has a state, and the seconds it took."""
     begin = time.monotonic()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed_rank(0, rank)
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
     model = GPT(CONFIG, generator(0, rank, "weights"))
-    replicas = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000)
+    synchronize, hook = replicate(way, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    parts = {"model": model, "optimizer": optimizer}
+    parts = {"model": model, "optimizer": optimizer} | ({"hook": hook} if hook else {})
     if rank == victim:
         kill_after(delay_s)
     resumed = load(directory, parts=parts)
     for step in range(resumed.step if resumed else 0, NUM_STEPS):
         inputs, targets = corpus.batch(step, 6, rank=rank, world_size=world_size)
-        train_step(model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=replicas.synchronize)
+        train_step(model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=synchronize)
         if step % 3 == 0:
             save(directory, step + 1, parts=parts, data_position=step + 1)
-    state = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values()), torch.rand(2)]
-    bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in state)
+    state = [model.state_dict(), optimizer.state_dict()["state"], hook.state_dict() if hook else None, torch.rand(2)]
+    bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors_in(state))
     return hashlib.sha256(bits).hexdigest(), time.monotonic() - begin
 
 
-def count_wrong_endings(num_kills: int, world_size: int) -> tuple[int, int, int]:
+def tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """Yield every tensor of nested lists and dictionaries."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for item in state.values():
+            yield from tensors_in(item)
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from tensors_in(item)
+
+
+def count_wrong_endings(num_kills: int, world_size: int, way: str) -> tuple[int, int, int]:
     """Kill training at random moments; return runs that ended otherwise than the uninterrupted one, runs, kills."""
     chance = random.Random(1)
     num_wrong = num_runs = killed = 0
     with Ranks(world_size, timeout_s=120, echo=False) as ranks, tempfile.TemporaryDirectory() as folder:
-        ranks.run(train, Path(folder, "warm"), None, 0.0)
-        uninterrupted = ranks.run(train, Path(folder, "uninterrupted"), None, 0.0)
+        ranks.run(train, Path(folder, "warm"), None, 0.0, way)
+        uninterrupted = ranks.run(train, Path(folder, "uninterrupted"), None, 0.0, way)
         expected, longest_s = [digest for digest, _ in uninterrupted], uninterrupted[0][1]
         while killed < num_kills:
             num_runs += 1
@@ -83,7 +114,8 @@ def count_wrong_endings(num_kills: int, world_size: int) -> tuple[int, int, int]
             while final is None:
                 victim = chance.randrange(world_size) if kills_here < KILLS_A_RUN and killed < num_kills else None
                 try:
-                    final = ranks.run(train, Path(folder, str(num_runs)), victim, chance.uniform(0, longest_s))
+                    delay_s = chance.uniform(0, longest_s)
+                    final = ranks.run(train, Path(folder, str(num_runs)), victim, delay_s, way)
                 except RankError as error:
                     require_kill(error)
                     killed += 1
@@ -141,9 +173,13 @@ def require_kill(error: RankError) -> None:
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield one row a promise."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    wrong, num_runs, kills = count_wrong_endings(4 if quick else 100, 2)
-    claim = f"runs not bitwise equal to the uninterrupted one, after {kills} SIGKILLs in {num_runs} runs on 2 ranks"
-    yield absolute(claim, [wrong], bar=0, unit="runs")
+    for way, what in WAYS.items():
+        wrong, num_runs, kills = count_wrong_endings(4 if quick else 100, 2, way)
+        claim = (
+            f"gradients {what}: runs not bitwise equal to the uninterrupted one, after {kills} SIGKILLs in {num_runs} "
+            "runs on 2 ranks"
+        )
+        yield absolute(claim, [wrong], bar=0, unit="runs")
     for world_size in (1, 4):
         kills = 4 if quick else 100
         lost = count_lost_checkpoints(kills, world_size)

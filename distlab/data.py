@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -129,3 +130,41 @@ def rank_slice(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
         )
     share, longer = divmod(batch_size, world_size)
     return rank * share + min(rank, longer), (rank + 1) * share + min(rank + 1, longer)
+
+
+class Digits(NamedTuple):
+    """Handwritten digits of 8 x 8 pixels, row after row; `.unflatten(1, (1, 8, 8))` makes them images.
+
+    Attributes:
+        train_inputs: [1437, 64], float32 in [0, 1].
+        train_targets: [1437], int64, 0 to 9.
+        test_inputs: [360, 64]
+        test_targets: [360]
+    """
+
+    train_inputs: Tensor
+    train_targets: Tensor
+    test_inputs: Tensor
+    test_targets: Tensor
+
+
+def digits(seed: int = 0) -> Digits:
+    """Return scikit-learn's bundled digits, cut into a training and a test set by a seed; nothing is downloaded.
+
+    The same seed gives the same split on every rank and in every run. A fifth of the samples is for the test.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+
+    Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits (UCI), its 1,797 test samples.
+    """
+    try:
+        from sklearn.datasets import load_digits  # here: it takes a second that text needs not wait for
+    except ImportError:
+        raise ImportError("digits() needs scikit-learn; install it with: pip install 'distlab[labs]'") from None
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(derive_seed(seed, 0, "split of the digits")).permutation(len(labels))
+    inputs = torch.from_numpy(pixels[order] / 16).float()  # 0 to 16 dark dots of a 4 x 4 field are a pixel
+    targets = torch.from_numpy(labels[order]).long()
+    num_test = len(labels) // 5 + 1
+    return Digits(inputs[num_test:], targets[num_test:], inputs[:num_test], targets[:num_test])

@@ -1,9 +1,10 @@
 import os
+import sys
 
 import pytest
 import torch
 
-from distlab.data import ByteCorpus, python_documentation, rank_slice, read_text
+from distlab.data import ByteCorpus, digits, python_documentation, rank_slice, read_text
 
 TEXT = bytes(range(1, 101))
 
@@ -96,3 +97,25 @@ def test_a_text_file_is_read_whole(tmp_path):
 def test_a_corpus_needs_one_sample(context):
     with pytest.raises(ValueError, match="context"):
         ByteCorpus(TEXT, context)
+
+
+def test_digits_are_split_once_and_for_all():
+    data = digits()
+    assert data.train_inputs.shape == (1437, 64)
+    assert data.test_inputs.shape == (360, 64)
+    assert data.train_targets.shape == (1437,)
+    assert data.test_targets.shape == (360,)
+    assert data.train_inputs.dtype == torch.float32
+    assert data.train_targets.dtype == torch.int64
+    assert (data.train_inputs.min(), data.train_inputs.max()) == (0, 1)
+    assert all(torch.equal(one, other) for one, other in zip(data, digits(), strict=True))
+    assert not torch.equal(data.test_targets, digits(seed=1).test_targets)
+    samples = torch.cat([data.train_inputs, data.test_inputs])
+    assert len(samples.unique(dim=0)) == len(samples)  # so no sample can be in both sets
+    assert sorted(data.test_targets.unique().tolist()) == list(range(10))
+
+
+def test_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"needs scikit-learn; install it with: pip install 'distlab\[labs\]'"):
+        digits()

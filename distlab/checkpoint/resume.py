@@ -2,44 +2,28 @@
 
 To repeat the uninterrupted run bit for bit a resumed run needs more than the weights: the optimizer's state (Adam's
 moments), every generator of random numbers on every rank (dropout), and the place in the data. Rank 0 writes what all
-ranks share; each rank writes what is its own. See `files` for how a checkpoint comes to be on disk.
+ranks share; each rank writes what is its own: see `parts`. See `files` for how a checkpoint comes to be on disk.
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.rng import random_state, restore_random_state
+from distlab.checkpoint.parts import Parts, check_fit, check_plain, own_state, shared_state, take_up
 
 Result = TypeVar("Result")
-_PLAIN = (bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None))
-
-
-class Stateful(Protocol):
-    """A module, an optimizer, a learning-rate schedule: what gives and takes its state as a dictionary."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state back."""
-
-
-Parts = Mapping[str, Stateful | torch.Generator]
 
 
 @dataclass(frozen=True)
@@ -74,8 +58,9 @@ def save(
     Args:
         directory: where this run's checkpoints are; one run a directory.
         step: updates made so far.
-        parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, and generators that the run
-            draws from. Python's, numpy's and torch's own generators are saved always, and each rank's module buffers.
+        parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
+            draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its
+            own generators, hooks and module buffers, and always Python's, numpy's and torch's own generators.
         data_position: where to go on in the data: plain values, equal on all ranks.
         group: the ranks that save together; None is all, or this process alone where there are none.
         keep: newest checkpoints to leave in the directory.
@@ -94,7 +79,7 @@ def save(
     rank, world_size = _place(group)
     directory = Path(directory)
     what = f"save step {step} in {str(directory)!r}"
-    _together(group, what, lambda: _check_plain(parts, data_position))
+    _together(group, what, lambda: check_plain(parts, data_position))
     places = _together(group, what, lambda: (step, repr(data_position)))
     if len(set(places)) > 1:
         differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
@@ -128,8 +113,8 @@ def load(
         directory: as given to `save`.
         parts: as given to `save`, made in the same way.
         group: the ranks that load together.
-        other_world_size: accept a checkpoint of another number of ranks: shared state is loaded, generators and a
-            rank's own buffers are not, so the run is not the uninterrupted one bit for bit.
+        other_world_size: accept a checkpoint of another number of ranks: shared state is loaded; generators, hooks
+            and a rank's own buffers are not, so the run is not the uninterrupted one bit for bit.
 
     Raises:
         ValueError: it was saved by another number of ranks, or the parts do not fit it. No part was changed.
@@ -149,8 +134,8 @@ def load(
     names = [SHARED, rank_file(rank)] if same_size else [SHARED]
     states: list[dict[str, Any]] = []
     _together(group, what, lambda: states.extend(_read(found.path, names)))
-    _together(group, what, lambda: _check_fit(parts, *states))
-    _together(group, what, lambda: _take_up(parts, *states))
+    _together(group, what, lambda: check_fit(parts, *states))
+    _together(group, what, lambda: take_up(parts, *states))
     return Resumed(states[0]["step"], states[0]["data_position"], found.path)
 
 
@@ -191,45 +176,11 @@ def _quietly(action: Callable[[], None]) -> None:
 def _write(prepared: Path, step: int, parts: Parts, data_position: Any, rank: int) -> tuple[FileRecord, ...]:
     if not prepared.is_dir():
         raise OSError(f"{prepared} was made by rank 0 and is not seen here; save to a file system that all ranks share")
-    own = {
-        "random": random_state(),
-        "generators": {name: p.get_state() for name, p in parts.items() if isinstance(p, torch.Generator)},
-        "buffers": {name: _saved_buffers(p) for name, p in parts.items() if isinstance(p, nn.Module)},
-    }
-    record = files.write_tensors(prepared, rank_file(rank), own)
+    record = files.write_tensors(prepared, rank_file(rank), own_state(parts))
     if rank != 0:
         return (record,)
-    states = {name: p.state_dict() for name, p in parts.items() if not isinstance(p, torch.Generator)}
-    shared = {"step": step, "data_position": data_position, "parts": states}
+    shared = {"step": step, "data_position": data_position, "parts": shared_state(parts)}
     return files.write_tensors(prepared, SHARED, shared), record
-
-
-def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    state = module.state_dict()
-    return {name: state[name] for name, _ in module.named_buffers() if name in state}
-
-
-def _check_plain(parts: Parts, data_position: Any) -> None:
-    """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
-    _require_plain(data_position, "data_position")
-    for name, part in parts.items():
-        if not isinstance(part, torch.Generator):
-            _require_plain(part.state_dict(), name)
-
-
-def _require_plain(value: Any, where: str) -> None:
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            _require_plain(key, f"a key of {where}")
-            _require_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _require_plain(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN and type(value) is not nn.Parameter:
-        raise ValueError(
-            f"{where} is a {type(value).__name__}; a checkpoint holds numbers, strings, tensors, and lists and "
-            "dictionaries of them: convert it in the part's state_dict()"
-        )
 
 
 def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:
@@ -242,43 +193,3 @@ def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:
             except pickle.UnpicklingError:
                 raise ValueError(f"{path.name}/{name} holds more than plain values and tensors; not loaded") from None
     return states
-
-
-def _check_fit(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
-    """Refuse parts that are not those that were saved, before any of them is changed."""
-    generators = {name for name, part in parts.items() if isinstance(part, torch.Generator)}
-    saved = set(shared["parts"]) | set(own["generators"] if own else generators)
-    if saved != set(parts):
-        raise ValueError(f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}")
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            now = {key: _shape(value) for key, value in part.state_dict().items()}
-            then = {key: _shape(value) for key, value in shared["parts"][name].items()}
-            for key in [*then, *now]:
-                if now.get(key) != then.get(key):
-                    there, here = then.get(key, "nothing"), now.get(key, "nothing")
-                    raise ValueError(f"{name}: {key} is {there} in the checkpoint and {here} in the model")
-        elif isinstance(part, torch.optim.Optimizer):
-            now_sizes = [len(group["params"]) for group in part.param_groups]
-            then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
-            if now_sizes != then_sizes:
-                raise ValueError(f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here")
-
-
-def _shape(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-@torch.no_grad()
-def _take_up(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
-    for name, part in parts.items():
-        if isinstance(part, torch.Generator):
-            if own is not None:
-                part.set_state(own["generators"][name])
-            continue
-        part.load_state_dict(shared["parts"][name])
-        if own is not None and isinstance(part, nn.Module):
-            for key, buffer in _saved_buffers(part).items():
-                buffer.copy_(own["buffers"][name][key])
-    if own is not None:
-        restore_random_state(own["random"])

@@ -1,10 +1,14 @@
 """Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
 
 Read `steps` first (the ladder, from one all-reduce a parameter to buckets that travel during backward), then `bucketed`
-(`DataParallel`, the same with everything that real models need).
+(`DataParallel`, the same with everything that real models need), which opens `bucket` (one bucket's way) and `census`
+(how ranks tell each other what is wrong with a gradient).
 """
 
 from distlab.data_parallel.bucketed import DataParallel
+from distlab.data_parallel.buffers import SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
+from distlab.data_parallel.horovod import HorovodOptimizer
+from distlab.data_parallel.sampler import DistributedBatchSampler, DistributedSampler
 from distlab.data_parallel.steps import (
     Bucketed,
     Overlapped,
@@ -12,16 +16,24 @@ from distlab.data_parallel.steps import (
     average_per_parameter,
     broadcast_parameters,
     loss_weight,
+    micro_weights,
     train_step,
 )
 
 __all__ = [
     "Bucketed",
     "DataParallel",
+    "DistributedBatchSampler",
+    "DistributedSampler",
+    "HorovodOptimizer",
     "Overlapped",
+    "SyncBatchNorm",
     "average_flat",
     "average_per_parameter",
+    "broadcast_buffers",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "loss_weight",
+    "micro_weights",
     "train_step",
 ]

@@ -1,13 +1,14 @@
 """DataParallel: the top of the ladder, made fit for real models.
 
 What it adds to `Overlapped`: gradients *are* views of the buckets after the first copy (no unpacking, no second copy
-in memory), ranks prove at the start that they hold the same model, micro-batches can be accumulated, and a parameter
-that some rank did not use is found and named, or counted as zeros, instead of hanging the job.
+in memory), ranks prove at the start that they hold the same model, micro-batches can be accumulated, and whatever goes
+wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank and hangs none.
+
+Read `bucket` for one bucket's way, `census` for how ranks tell each other what is wrong.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,61 +18,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import agree
+from distlab.data_parallel.bucket import Bucket
+from distlab.data_parallel.buffers import SyncBatchNorm
+from distlab.data_parallel.census import TWICE, UNUSED, USED, Census, judge, take_census
 from distlab.data_parallel.steps import broadcast_parameters, in_buckets, wanting_gradients
-from distlab.flat import FlatBuffer
+from distlab.gradient_hook import GradientHook
 from distlab.trace import SpanWriter
 
-UNUSED = ("error", "zeros")
-CACHE_LINE_BYTES = 64
-
-
-class _Bucket:
-    """Gradients that travel together, as views of one buffer.
-
-    The buffer ends in one more element, the flag: not zero when this rank misses a gradient. It is summed with the
-    gradients, so all ranks learn that one of them misses something and pay no call of its own for it.
-    """
-
-    def __init__(self, index: int, parameters: list[nn.Parameter], num_ranks: int) -> None:
-        self.index = index
-        self.parameters = parameters
-        flag = parameters[0].detach().new_empty(())
-        self.flat = FlatBuffer([*parameters, flag], multiple_of=CACHE_LINE_BYTES * num_ranks)
-        *self.views, self.flag = self.flat.views
-        self.scale = 1 / num_ranks
-        self.used = [False] * len(parameters)  # a backward pass reached it since the last synchronize
-        self.packed = [False] * len(parameters)  # its gradient lies in the buffer, divided
-        self.num_packed = 0
-        self.work: dist.Work | None = None
-        self.start_ns = 0
-        self.end_ns = 0
-
-    @property
-    def full(self) -> bool:
-        return self.num_packed == len(self.parameters)
-
-    def pack(self, slot: int, gradient: torch.Tensor | None) -> None:
-        """Write gradient / num_ranks into the buffer (one pass over memory, also when the gradient is the view)."""
-        if gradient is None:
-            self.views[slot].zero_()
-        elif gradient.requires_grad:  # backward(create_graph=True); what is sent is a number, no graph
-            torch.mul(gradient.detach(), self.scale, out=self.views[slot])
-        else:
-            torch.mul(gradient, self.scale, out=self.views[slot])  # as torch DDP: a product is faster
-        self.packed[slot] = True
-        self.num_packed += 1
-
-    def start(self, group: ProcessGroup | None) -> None:
-        self.flag.fill_(float(not all(self.used)))
-        self.start_ns = time.monotonic_ns()
-        self.end_ns = 0
-        self.work = dist.all_reduce(self.flat.buffer, group=group, async_op=True)
-
-    def reset(self) -> None:
-        self.used = [False] * len(self.parameters)
-        self.packed = [False] * len(self.parameters)
-        self.num_packed = 0
-        self.work = None
+WAYS_WITH_UNUSED = ("error", "zeros")
 
 
 class DataParallel:
@@ -85,8 +39,9 @@ class DataParallel:
         optimizer.step()
 
     The group's first rank gives its parameters and buffers to all at construction; after that buffers (running
-    statistics) go their own way. Gradient buckets keep one order for ever, so a resumed run repeats the uninterrupted
-    one bit for bit.
+    statistics) go their own way (see `broadcast_buffers`, `convert_sync_batchnorm`). Gradient buckets keep one order
+    for ever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
+    backward; the last is full when backward ends, and waits for `synchronize()`: its flag speaks for the whole step.
 
     Args:
         module: the model; frozen parameters are left alone, a tied parameter is sent once.
@@ -97,13 +52,20 @@ class DataParallel:
             process does with the whole batch: ranks that did not use it count as zeros, and where no rank used it the
             gradient stays as it was (None).
         spans: marks each bucket's way on the communication lane; its end is seen when the next hook or wait looks.
+        hook: how a bucket travels; None is one all-reduce.
+        check_finite: refuse NaN and infinite gradients, by name, instead of giving them to every rank.
 
-    Cost: one all-reduce a bucket, of its gradient bytes and one element, rounded up to a cache line a rank (64 n
-        bytes); at construction agreement and a broadcast.
+    Attributes:
+        step: number of the next `synchronize()`, from 0, for the text of errors; set it in a resumed run.
+
+    Cost: one all-reduce a bucket, of its gradient bytes (the last: and one element), rounded up to a cache line a rank
+        (64 n bytes); in a step with something to tell P + 1 bytes a rank more. With a hook: what the hook sends, and
+        one all-reduce of one element. At construction agreement and a broadcast.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
-        ValueError: ranks hold different models or options, or nothing wants a gradient.
+        ValueError: on every rank: ranks hold different models or options, nothing wants a gradient, or a SyncBatchNorm
+            shares the group while ranks may leave parameters unused.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Buckets here are fixed; there they are rebuilt in the
         order of the first backward pass. The flag replaces a bitmap that is reduced each step.
@@ -118,75 +80,81 @@ class DataParallel:
         first_bucket_bytes: int = 1_000_000,
         unused: str = "error",
         spans: SpanWriter | None = None,
+        hook: GradientHook | None = None,
+        check_finite: bool = True,
     ) -> None:
-        if unused not in UNUSED:
-            raise ValueError(f"unused is {unused!r}; choose one of {', '.join(UNUSED)}")
         self.module = module
         self.group = group
         self.unused = unused
         self.spans = spans
+        self.hook = hook
+        self.step = 0
         self._rank = dist.get_rank(group)
-        self._num_ranks = dist.get_world_size(group)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for p, name in self._names.items()]
         agree(facts, group, what="parameters (name, shape, dtype, wants a gradient)")
-        agree([bucket_bytes, first_bucket_bytes, unused], group, what="bucket_bytes, first_bucket_bytes and unused")
+        options = [bucket_bytes, first_bucket_bytes, unused, type(hook).__name__, check_finite]
+        agree(options, group, what="bucket_bytes, first_bucket_bytes, unused, hook and check_finite")
+        if unused not in WAYS_WITH_UNUSED:
+            raise ValueError(f"unused is {unused!r}; choose one of {', '.join(WAYS_WITH_UNUSED)}")
+        self._refuse_crossing_calls()
         parameters = wanting_gradients(self._names)
         if not parameters:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to average")
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
+        self._modules = list(module.modules())
+        self._registered = self._registrations()
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
-        self._buckets = [_Bucket(index, same, self._num_ranks) for index, same in enumerate(members)]
+        num_ranks = dist.get_world_size(group)
+        self._buckets = [
+            Bucket(
+                index,
+                same,
+                num_ranks,
+                num_flags=int(hook is None and index == len(members) - 1),
+                hook=hook,
+                check_finite=check_finite,
+            )
+            for index, same in enumerate(members)
+        ]
+        last = self._buckets[-1]
+        self._flag = last.flags[0] if hook is None else last.flat.buffer.new_zeros((), dtype=torch.float32)
         broadcast_parameters(module, group)
         self._num_started = 0
         self._accumulating = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            parameter.register_post_accumulate_grad_hook(self._when_ready(bucket, slot))
             for bucket in self._buckets
             for slot, parameter in enumerate(bucket.parameters)
         ]
 
     @property
     def num_buckets(self) -> int:
-        """All-reduces in a step."""
+        """Exchanges of a bucket in a step."""
         return len(self._buckets)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a step's all-reduces carry: each bucket's gradients and one element, rounded up to 64 n bytes."""
+        """Bytes of all buckets: what a step's all-reduces carry, or what a hook is given."""
         return sum(bucket.flat.num_bytes for bucket in self._buckets)
 
-    def _hook(self, bucket: _Bucket, slot: int) -> Callable[[nn.Parameter], None]:
+    def _when_ready(self, bucket: Bucket, slot: int) -> Callable[[nn.Parameter], None]:
         def gradient_ready(parameter: nn.Parameter) -> None:
+            if bucket.packed[slot]:  # this backward added to a bucket that may be on the wire
+                bucket.codes[slot] = TWICE
+                self.synchronize()  # raises here and, at their synchronize(), on the other ranks
+            bucket.codes[slot] = USED
             if self._accumulating:
-                bucket.used[slot] = True
                 return
-            if bucket.packed[slot]:
-                raise RuntimeError(
-                    f"rank {self._rank}: {self._names[parameter]} got a second gradient before synchronize(); call "
-                    "synchronize() after each backward, or run all but the last backward in `with no_sync():`"
-                )
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided:
-                self._check_dense(parameter)
-            bucket.used[slot] = True
-            bucket.pack(slot, gradient)
-            parameter.grad = bucket.views[slot]  # frees backward's own tensor; undone by zero_grad(), redone here
+            bucket.take(slot)
             if bucket.full or self.spans is not None:
-                self._start_full()
+                self._start(len(self._buckets) - 1)
 
         return gradient_ready
 
-    def _check_dense(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise ValueError(
-                f"rank {self._rank}: {self._names[parameter]} has a sparse gradient, buckets hold dense ones; "
-                "build the layer with sparse=False"
-            )
-
-    def _start_full(self) -> None:
+    def _start(self, end: int) -> None:
         # In order, even when a later bucket is full first: all ranks must send in one order.
-        while self._num_started < len(self._buckets) and self._buckets[self._num_started].full:
+        while self._num_started < end and self._buckets[self._num_started].full:
             self._buckets[self._num_started].start(self.group)
             self._num_started += 1
         if self.spans is not None:
@@ -194,8 +162,7 @@ class DataParallel:
 
     def _note_ends(self) -> None:
         for bucket in self._buckets[: self._num_started]:
-            if bucket.end_ns == 0 and bucket.work is not None and bucket.work.is_completed():
-                bucket.end_ns = time.monotonic_ns()
+            bucket.note_end()
 
     def zero_grad(self) -> None:
         """Forget the gradients; as good as the optimizer's own `zero_grad()`.
@@ -207,7 +174,11 @@ class DataParallel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: gradients of backward passes in this block stay on the rank and are averaged by the next."""
+        """Accumulate: gradients of backward passes in this block stay on the rank and are averaged by the next.
+
+        Put forward and backward inside. Only where backward runs counts here; torch's own counts where forward ran,
+        and a program with forward outside silently sends every micro-batch there.
+        """
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -221,76 +192,102 @@ class DataParallel:
         rank waits for a bucket that never comes.
 
         Raises:
-            RuntimeError: on every rank: a parameter got no gradient on some rank (unused="error"), or one that was
-                frozen at construction now wants a gradient.
+            NotFiniteError: a gradient was NaN or infinite on some rank (a RuntimeError; check_finite=True).
+            RuntimeError: a parameter got no gradient on some rank (unused="error"), or a sparse one, or a second one
+                before this call; or it was added, or frozen, when this was built. Every error is raised on every rank;
+                gradients then hold nothing of use: zero them to go on.
         """
-        thawed = [self._names[parameter] for parameter in self._frozen if parameter.requires_grad]
+        complaints = self._complaints()
         for bucket in self._buckets:
-            for slot, parameter in enumerate(bucket.parameters if not bucket.full else ()):
-                if not bucket.packed[slot]:
-                    self._check_dense(parameter)
-                    bucket.pack(slot, parameter.grad)
-                    if parameter.grad is not None:  # accumulated under no_sync
-                        parameter.grad = bucket.views[slot]
-        self._start_full()
-        for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            if self.spans is not None:
-                self._note_ends()
-                self._mark(bucket)
+            bucket.take_rest()
         try:
-            self._hand_out(self._exchange_used())
+            self._exchange(complaints)
+            # Not zero, or NaN: some rank has something to tell.
+            error = self._hear(complaints) if bool(self._flag.item()) else None
         finally:
+            self.step += 1
             self._num_started = 0
             for bucket in self._buckets:
                 bucket.reset()
-        if thawed:
-            raise RuntimeError(
-                f"rank {self._rank}: {', '.join(thawed)} was frozen when DataParallel was built and wants a gradient "
-                "now, which is not averaged; close() this one and build another"
-            )
+        if error is not None:
+            raise error
 
-    def _mark(self, bucket: _Bucket) -> None:
-        assert self.spans is not None
-        end_ns = bucket.end_ns or time.monotonic_ns()
-        self.spans.add(
-            f"all_reduce bucket {bucket.index}",
-            "all_reduce",
-            bucket.start_ns,
-            end_ns,
-            lane="communication",
-            num_bytes=bucket.flat.num_bytes,
-        )
+    @torch.no_grad()
+    def _exchange(self, complaints: list[str]) -> None:
+        """Send what is not yet on its way, and wait for all."""
+        work: dist.Work | None = None
+        if self.hook is None:
+            self._raise_flag(complaints)
+            self._start(len(self._buckets))
+        else:
+            self._start(len(self._buckets))
+            self._raise_flag(complaints)
+            work = dist.all_reduce(self._flag, group=self.group, async_op=True)
+        for bucket in self._buckets:
+            bucket.wait()
+            if self.spans is not None:
+                self._note_ends()
+                bucket.mark(self.spans)
+        if work is not None:
+            work.wait()
 
-    def _exchange_used(self) -> list[list[bool]] | None:
-        """Return which rank used which parameter, or None when every rank used all: the sum of the flags says so."""
-        if not any(bucket.flag.item() for bucket in self._buckets):
-            return None
-        used = torch.tensor([flag for bucket in self._buckets for flag in bucket.used], dtype=torch.uint8)
-        used = used.to(self._buckets[0].flat.buffer.device)
-        gathered = [torch.empty_like(used) for _ in range(self._num_ranks)]
-        dist.all_gather(gathered, used, group=self.group)
-        return [[bool(flag) for flag in row.tolist()] for row in gathered]
+    def _raise_flag(self, complaints: list[str]) -> None:
+        self._flag.fill_(float(bool(complaints) or any(any(bucket.codes) for bucket in self._buckets)))
+        if self.hook is None:
+            for bucket in self._buckets:
+                self._flag.add_(bucket.poison().to(self._flag))
 
-    def _hand_out(self, used: list[list[bool]] | None) -> None:
-        if used is None:  # each gradient is the view already: its hook, or synchronize, made it so
-            return
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        views = [view for bucket in self._buckets for view in bucket.views]
-        missing = []
-        for index, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
-            without = [rank for rank, row in enumerate(used) if not row[index]]
-            if without:
-                missing.append(f"{self._names[parameter]} (rank {', '.join(map(str, without))})")
-            if len(without) < self._num_ranks or parameter.grad is not None:
-                parameter.grad = view
-        if missing and self.unused == "error":
-            raise RuntimeError(
-                f"rank {self._rank}: {len(missing)} parameters got no gradient on some rank of the group: "
-                f"{'; '.join(missing)}. Use them in the loss on every rank, freeze them with requires_grad_(False), or "
-                'pass unused="zeros"'
-            )
+    def _hear(self, complaints: list[str]) -> RuntimeError | None:
+        """Learn what all ranks have to tell; return the error that all must raise, or None."""
+        for bucket in self._buckets:
+            bucket.note_not_finite()
+        codes = [code for bucket in self._buckets for code in bucket.codes]
+        census = take_census(codes, complaints, self._flag.device, self.group)
+        self._hand_out(census)
+        names = [self._names[parameter] for bucket in self._buckets for parameter in bucket.parameters]
+        error = judge(census, names, unused=self.unused, step=self.step)
+        return None if error is None else type(error)(f"rank {self._rank}: {error}")
+
+    def _hand_out(self, census: Census) -> None:
+        """Give a gradient to parameters that this rank did not use and another did."""
+        index = 0
+        for bucket in self._buckets:
+            for slot, parameter in enumerate(bucket.parameters):
+                if bucket.codes[slot] == UNUSED and not census.all_unused(index):
+                    parameter.grad = bucket.views[slot]
+                index += 1
+
+    def _refuse_crossing_calls(self) -> None:
+        """Ranks that take different branches call a norm's all-reduce and a bucket's in different orders."""
+        mine = dist.group.WORLD if self.group is None else self.group
+        for name, one in self.module.named_modules() if self.unused == "zeros" else ():
+            if isinstance(one, SyncBatchNorm) and (dist.group.WORLD if one.group is None else one.group) is mine:
+                raise ValueError(
+                    f'{name} sums over the group of the buckets, and unused="zeros" lets ranks take different '
+                    "branches: their calls could cross. Give the norms a group of their own: "
+                    "convert_sync_batchnorm(module, dist.new_group())"
+                )
+
+    def _registrations(self) -> list[int]:
+        """Identities of all that is registered in the module: cheaper to compare each step than names."""
+        return [id(one) for m in self._modules for one in (*m._parameters.values(), *m._modules.values())]
+
+    def _complaints(self) -> list[str]:
+        """Say what became of the module itself since construction."""
+        found = [
+            f"{self._names[parameter]} was frozen when DataParallel was built and wants a gradient now, which is not "
+            "averaged; close() this one and build another"
+            for parameter in self._frozen
+            if parameter.requires_grad
+        ]
+        if self._registrations() != self._registered:
+            found += [
+                f"{name} was added after DataParallel was built, so ranks neither share its values nor average its "
+                "gradient; close() this one and build another"
+                for name, parameter in self.module.named_parameters()
+                if parameter not in self._names
+            ]
+        return found
 
     def close(self) -> None:
         """Take the hooks off the module; gradients stay where they are."""

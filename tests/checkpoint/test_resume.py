@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ import torch.distributed as dist
 
 from distlab.checkpoint import CheckpointError, files, load, newest, save
 from distlab.comm import RankError
+from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
-from distlab.data_parallel import DataParallel, train_step
+from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.models import GPT, GPTConfig
+from distlab.plan.compression import METHODS, Compression
 from distlab.rng import generator, seed_rank
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
-NUM_STEPS = 40
+USUAL = {"way": "bucketed", "optimizer": "adamw", "num_steps": 40}
 SAVE_EVERY = 3
 
 
@@ -33,28 +36,64 @@ def require_kill(error):
         raise error
 
 
-def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0):
+class Coarse:
+    """A hook that sends gradients rounded to a grid, and adds what it cut off to the next ones: a state of its rank."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def start(self, bucket, group):
+        whole = bucket.buffer + self.memory.get(bucket.index, 0.0)
+        sent = torch.round(whole * 4096) / 4096
+        self.memory[bucket.index] = whole - sent
+        bucket.buffer.copy_(sent / dist.get_world_size(group))
+        return dist.all_reduce(bucket.buffer, group=group, async_op=True)
+
+    def state_dict(self):
+        return {"memory": dict(self.memory)}
+
+    def load_state_dict(self, state_dict):
+        self.memory = dict(state_dict["memory"])
+
+
+def replicate(way, model):
+    """Return what averages the gradients, and the hook if there is one."""
+    if way == "manual":
+        broadcast_parameters(model)
+        return (lambda: average_flat(model.parameters())), None
+    hook = Coarse() if way == "hook" else make_hook(Compression(way)) if way in METHODS else None
+    return DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000, hook=hook).synchronize, hook
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0, **how):
     """Train with everything that has a state; the victim is killed delay_s into a step or a save."""
+    way, optimizer_name, end = (how.get(key, usual) for key, usual in USUAL.items())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
     seed_rank(3, rank)
     model = GPT(CONFIG, generator(3, rank, "weights"))
-    replicas = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    synchronize, hook = replicate(way, model)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8)
     noise = generator(3, rank, "noise")
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "noise": noise}
+    parts |= {"hook": hook} if hook else {}
     resumed = load(directory, parts=parts)
     step = resumed.data_position if resumed else 0
     num_steps = num_saves = 0
-    while step < NUM_STEPS:
+    while step < end:
         if rank == victim and num_steps == num_steps_before:
             kill_after(delay_s)
         inputs, targets = corpus.batch(step, 6, seed=3, rank=rank, world_size=world_size)
         weight = 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand((), generator=noise).item()
-        train_step(
-            model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=replicas.synchronize, weight=weight
-        )
+        batch = inputs, targets
+        train_step(model, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=synchronize, weight=weight)
         schedule.step()
         step += 1
         num_steps += 1
@@ -64,7 +103,7 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
             save(directory, step, parts=parts, data_position=step, keep=2)
             num_saves += 1
     draws = random.random(), np.random.rand(), torch.rand(()).item()
-    return model.state_dict(), optimizer.state_dict()["state"], draws
+    return model.state_dict(), optimizer.state_dict()["state"], hook and hook.state_dict(), draws
 
 
 def same_bits(one, other):
@@ -77,8 +116,9 @@ def same_bits(one, other):
     return one == other
 
 
-def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path):
-    expected = ranks(2).run(train, str(tmp_path / "uninterrupted"))
+@pytest.mark.parametrize("way", ["bucketed", "manual"])
+def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, way):
+    expected = ranks(2).run(partial(train, way=way), str(tmp_path / "uninterrupted"))
     chance = random.Random(0)
     num_kills = num_runs = num_while_saving = 0
     while num_kills < 10:
@@ -91,7 +131,8 @@ def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path):
             try:
                 if num_kills == 10:
                     victim = None
-                final = ranks(2).run(train, str(directory), victim, *_moment(when), chance.uniform(0, 0.012))
+                delay_s = chance.uniform(0, 0.012)
+                final = ranks(2).run(partial(train, way=way), str(directory), victim, *_moment(when), delay_s)
             except RankError as error:
                 require_kill(error)
                 num_kills += 1
@@ -108,24 +149,90 @@ def _moment(when):
     return when.get("num_steps_before"), when.get("num_saves_before")
 
 
+def half(directory, **how):
+    """Train to the end, then lose the newest checkpoint."""
+    final = train(directory, **how)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for _, _, path in files.saved(directory)[:1]:
+            os.rename(path, directory.parent / f"later than {directory.name}")
+    dist.barrier()
+    return final
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size):
+    """A run that is resumed at its last checkpoint but one repeats its own end, the memory of a hook included."""
+
+    def both(way, optimizer):
+        directory = tmp_path / f"{way} {optimizer}"
+        how = {"way": way, "optimizer": optimizer, "num_steps": 8}
+        return half(directory, **how), train(directory, **how)
+
+    ways = [("manual", "adamw"), ("bucketed", "sgd"), ("bucketed", "adamw"), ("hook", "sgd")]
+    results = ranks(world_size).run(lambda: [both(*way) for way in ways])
+    for index, way in enumerate(ways):
+        for rank, result in enumerate(results):
+            uninterrupted, resumed = result[index]
+            assert same_bits(uninterrupted, resumed), f"{way}, rank {rank}"
+    memories = [result[-1][1][2] for result in results]
+    assert world_size == 1 or not same_bits(memories[0], memories[1])  # each rank has its own
+
+
+def test_every_compressors_memory_comes_back(ranks, tmp_path):
+    def both(method):
+        directory = tmp_path / method
+        how = {"way": method, "optimizer": "sgd", "num_steps": 5}
+        return half(directory, **how), train(directory, **how)
+
+    for result in ranks(2).run(lambda: {method: both(method) for method in METHODS}):
+        for method, (uninterrupted, resumed) in result.items():
+            assert same_bits(uninterrupted, resumed), method
+
+
+def test_a_hook_that_forgets_is_noticed(ranks, tmp_path):
+    def forgetful(directory):
+        Coarse.load_state_dict = lambda self, state_dict: None
+        return train(directory, way="hook", num_steps=8)
+
+    directory = tmp_path / "run"
+    expected = ranks(2).run(partial(half, way="hook", num_steps=8), directory)
+    assert not same_bits(ranks(2).run(forgetful, directory), expected)
+
+
+def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
+    def write():
+        hook = Coarse()
+        hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
+        save(tmp_path, 1, parts={"model": torch.nn.Linear(2, 2), "hook": hook})
+
+    def read(other_world_size):
+        hook = Coarse()
+        load(tmp_path, parts={"model": torch.nn.Linear(2, 2), "hook": hook}, other_world_size=other_world_size)
+        return [memory.tolist() for memory in hook.memory.values()]
+
+    def read_without():
+        with pytest.raises(ValueError, match=r"has parts \['hook', 'model'\]; got \['model'\]"):
+            load(tmp_path, parts={"model": torch.nn.Linear(2, 2)})
+
+    ranks(2).run(write)
+    assert ranks(2).run(read, False) == [[[1.0] * 3], [[2.0] * 3]]
+    assert ranks(3).run(read, True) == [[], [], []]
+    ranks(2).run(read_without)
+
+
 def test_every_generator_and_moment_matters(ranks, tmp_path):
     """Resuming without the rank's own file is noticed by the same comparison: the proof above proves something."""
 
     def forgetful(directory):
-        import distlab.checkpoint.resume as resume
+        import distlab.checkpoint.parts as parts
 
-        real = resume.restore_random_state
-        resume.restore_random_state = lambda state: None
+        real = parts.restore_random_state
+        parts.restore_random_state = lambda state: None
         try:
             return train(directory)
         finally:
-            resume.restore_random_state = real
-
-    def half(directory):
-        train(directory)
-        if dist.get_rank() == 0:
-            for _, _, path in files.saved(directory)[:1]:
-                os.rename(path, directory.parent / "later")
+            parts.restore_random_state = real
 
     directory = tmp_path / "run"
     expected = ranks(2).run(train, str(tmp_path / "uninterrupted"))

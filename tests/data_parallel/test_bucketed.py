@@ -188,7 +188,7 @@ def test_a_second_backward_without_synchronize_is_explained(ranks):
         for _ in range(2):
             model(data(0), ALL).sum().backward()
 
-    with pytest.raises(RankError, match=r"third.* got a second gradient before synchronize\(\).*no_sync"):
+    with pytest.raises(RankError, match=r"got a second gradient before synchronize\(\): third.*no_sync"):
         ranks(2).run(train)
 
 
@@ -271,11 +271,43 @@ def test_a_parameter_that_thaws_later_is_an_error(ranks):
 def test_a_sparse_gradient_is_refused_by_name(ranks):
     def train():
         model = torch.nn.Embedding(5, 2, sparse=True)
-        DataParallel(model)
+        replicas = DataParallel(model)
         model(torch.tensor([1, 2])).sum().backward()
+        replicas.synchronize()
 
-    with pytest.raises(RankError, match="weight has a sparse gradient.*sparse=False"):
+    with pytest.raises(RankError, match="got a sparse gradient.*: weight.*sparse=False"):
         ranks(2).run(train)
+
+
+def test_parameters_of_every_shape_and_kind(ranks):
+    """A number, an empty one, a transposed one, a complex one, and half precision in buckets of their own."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.number = torch.nn.Parameter(torch.tensor(2.0))
+            self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+            self.turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+            self.complex = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+            self.low = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            parts = (self.number * x, self.empty, self.turned * x, (self.complex * x).abs(), self.low.float() * x)
+            return sum(part.sum() for part in parts)
+
+    def train():
+        model = Odd()
+        replicas = DataParallel(model)
+        for _ in range(2):
+            replicas.zero_grad()
+            model(torch.tensor(1.0 + 2 * dist.get_rank())).backward()
+            replicas.synchronize()
+        return replicas.num_buckets, [parameter.grad.tolist() for parameter in model.parameters()]
+
+    for num_buckets, (number, empty, turned, complex_, low) in ranks(2).run(train):
+        assert num_buckets == 3
+        assert (number, empty, turned, low) == (2.0, [], [[2.0] * 2] * 3, [2.0] * 3)
+        assert complex_ == [2.0, 2.0]
 
 
 def test_two_groups_average_apart_and_two_groups_of_one_rank_together(ranks):
@@ -323,8 +355,9 @@ def test_communication_starts_before_backward_ends(ranks):
         backward = next(span for span in spans if span.kind == "B")
         sent = [span for span in spans if span.kind == "all_reduce"]
         assert [span.name for span in sent] == [f"all_reduce bucket {index}" for index in range(4)]
-        rounded = -(-4 * (64 * 64 + 64 + 1) // 128) * 128  # to 2 ranks x 64 bytes
-        assert all(span.lane == "communication" and span.num_bytes == rounded for span in sent)
+        sizes = [4 * (64 * 64 + 64)] * 3 + [4 * (64 * 64 + 64 + 1)]  # the last one has the flag
+        assert [span.num_bytes for span in sent] == [-(-size // 128) * 128 for size in sizes]  # to 2 ranks x 64 bytes
+        assert all(span.lane == "communication" for span in sent)
         starts = [span.start_ns for span in sent]
         assert starts == sorted(starts)
         assert all(start < backward.end_ns - 20e6 for start in starts[:-1])

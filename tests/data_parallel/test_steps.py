@@ -42,7 +42,7 @@ NUM_SINGLE = 5 * 400 + 5 * 20  # float32: five different weights, six biases les
 NUM_DOUBLE = 84
 GRADIENT_BYTES = 4 * NUM_SINGLE + 8 * NUM_DOUBLE
 NUM_PARAMETERS = 12
-BUCKETS = (1680 + 4, 4960 + 4, 1760 + 4, 672 + 8)  # gradients and a flag, as DataParallel's capacities cut them
+BUCKETS = (672, 1680, 4960, 1760 + 4)  # as DataParallel's capacities cut them; the flag is in the last
 ROUNDED_BYTES = sum(-(-num_bytes // 128) * 128 for num_bytes in BUCKETS)  # up to a cache line for each of 2 ranks
 
 
@@ -86,7 +86,7 @@ NUM_BUCKETS = 3  # two of float32 (at least 4,000 bytes, and the rest) and one o
         ("flat", 0, 2, GRADIENT_BYTES),
         ("bucketed", 0, NUM_BUCKETS, GRADIENT_BYTES),
         ("overlapped", NUM_BUCKETS, 0, GRADIENT_BYTES),
-        ("data_parallel", NUM_BUCKETS + 1, 0, ROUNDED_BYTES),  # a first bucket; a flag in each
+        ("data_parallel", NUM_BUCKETS, 1, ROUNDED_BYTES),  # a small first bucket; the last waits for synchronize
     ],
 )
 def test_calls_and_bytes_are_as_documented(ranks, way, num_during, num_after, num_bytes):

@@ -1,0 +1,136 @@
+"""The parts of a run: what each gives to a checkpoint, and how it takes it back.
+
+Two kinds of state: what all ranks share (weights, the optimizer's moments) is written once, by rank 0; what is a
+rank's own is written by each rank: generators of random numbers, the buffers of modules (running statistics of the
+samples that this rank saw), and what a GradientHook remembers (the error memory of a compressor: what this rank did
+*not* send). Saved from rank 0 alone, the latter would come back as rank 0's on every rank, and nothing would complain.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import nn
+
+from distlab.gradient_hook import GradientHook
+from distlab.rng import random_state, restore_random_state
+
+_PLAIN = (bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None))
+
+
+class Stateful(Protocol):
+    """A module, an optimizer, a learning-rate schedule: what gives and takes its state as a dictionary."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state back."""
+
+
+Parts = Mapping[str, Stateful | torch.Generator]
+
+
+def is_own(part: Stateful | torch.Generator) -> bool:
+    """Return whether every rank has a state of its own of this part."""
+    return isinstance(part, torch.Generator) or is_hook(part)
+
+
+def is_hook(part: object) -> TypeGuard[GradientHook]:
+    """Return whether a part is a GradientHook, and not a module that happens to have a `start`."""
+    return isinstance(part, GradientHook) and not isinstance(part, nn.Module | torch.optim.Optimizer)
+
+
+def shared_state(parts: Parts) -> dict[str, Any]:
+    """Return what rank 0 writes for all."""
+    return {
+        name: part.state_dict()
+        for name, part in parts.items()
+        if not isinstance(part, torch.Generator) and not is_hook(part)
+    }
+
+
+def own_state(parts: Parts) -> dict[str, Any]:
+    """Return what this rank must write for itself."""
+    return {
+        "random": random_state(),
+        "generators": {name: p.get_state() for name, p in parts.items() if isinstance(p, torch.Generator)},
+        "hooks": {name: p.state_dict() for name, p in parts.items() if is_hook(p)},
+        "buffers": {name: _saved_buffers(p) for name, p in parts.items() if isinstance(p, nn.Module)},
+    }
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    state = module.state_dict()
+    return {name: state[name] for name, _ in module.named_buffers() if name in state}
+
+
+def check_plain(parts: Parts, data_position: Any) -> None:
+    """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
+    _require_plain(data_position, "data_position")
+    for name, part in parts.items():
+        if not isinstance(part, torch.Generator):
+            _require_plain(part.state_dict(), name)
+
+
+def _require_plain(value: Any, where: str) -> None:
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _require_plain(key, f"a key of {where}")
+            _require_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _require_plain(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN and type(value) is not nn.Parameter:
+        raise ValueError(
+            f"{where} is a {type(value).__name__}; a checkpoint holds numbers, strings, tensors, and lists and "
+            "dictionaries of them: convert it in the part's state_dict()"
+        )
+
+
+def check_fit(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
+    """Refuse parts that are not those that were saved, before any of them is changed."""
+    own_here = {name for name, part in parts.items() if is_own(part)}
+    saved = set(shared["parts"]) | ({*own["generators"], *own.get("hooks", {})} if own else own_here)
+    if saved != set(parts):
+        raise ValueError(f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}")
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            now = {key: _shape(value) for key, value in part.state_dict().items()}
+            then = {key: _shape(value) for key, value in shared["parts"][name].items()}
+            for key in [*then, *now]:
+                if now.get(key) != then.get(key):
+                    there, here = then.get(key, "nothing"), now.get(key, "nothing")
+                    raise ValueError(f"{name}: {key} is {there} in the checkpoint and {here} in the model")
+        elif isinstance(part, torch.optim.Optimizer):
+            now_sizes = [len(group["params"]) for group in part.param_groups]
+            then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
+            if now_sizes != then_sizes:
+                raise ValueError(f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here")
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+@torch.no_grad()
+def take_up(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
+    """Give every part its state; without `own`, all but what is a rank's own."""
+    for name, part in parts.items():
+        if isinstance(part, torch.Generator):
+            if own is not None:
+                part.set_state(own["generators"][name])
+            continue
+        if is_hook(part):
+            if own is not None:
+                part.load_state_dict(own["hooks"][name])
+            continue
+        part.load_state_dict(shared["parts"][name])
+        if own is not None and isinstance(part, nn.Module):
+            for key, buffer in _saved_buffers(part).items():
+                buffer.copy_(own["buffers"][name][key])
+    if own is not None:
+        restore_random_state(own["random"])

@@ -1,0 +1,303 @@
+"""SyncBatchNorm equals one process, also with uneven and empty parts; buffers drift apart where nothing keeps them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from distlab.comm import RankError, recorded
+from distlab.data_parallel import DataParallel, SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
+from distlab.data_parallel.buffers import local_statistics, merge
+
+CHANNELS = 3
+PARTS = {1: [7], 2: [5, 2], 3: [4, 0, 3], 4: [3, 1, 0, 3]}  # samples of each rank: uneven, and none
+TORCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+CASES = [
+    {"pixels": ()},
+    {"pixels": (4,), "momentum": None},
+    {"pixels": (2, 3), "momentum": 0.3, "eps": 1e-3},
+    {"pixels": (2, 1, 2), "affine": False},
+    {"pixels": (2, 2), "track_running_stats": False},
+]
+
+
+def make_layer(case):
+    options = {name: value for name, value in case.items() if name != "pixels"}
+    layer = TORCH[2 + len(case["pixels"])](CHANNELS, **options).double()
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
+            layer.bias.copy_(torch.tensor([1.0, 0.0, -3.0]))
+    return layer
+
+
+def sample(case, step, purpose):
+    shape = (sum(PARTS[1]), CHANNELS, *case["pixels"])
+    seed = torch.Generator().manual_seed(10 * step + purpose)
+    return torch.randn(shape, generator=seed, dtype=torch.float64) * 2 + 5
+
+
+def three_steps(case, layer, part):
+    """Three forward and backward passes of a part of the batch, then one in eval."""
+    found = {}
+    for step in range(3):
+        x = sample(case, step, 0)[part].requires_grad_()
+        out = layer(x)
+        out.backward(sample(case, step, 1)[part])
+        found |= {f"output {step}": out.detach(), f"input gradient {step}": x.grad}
+    found |= {f"{name} gradient": parameter.grad for name, parameter in layer.named_parameters()}
+    found |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    if layer.track_running_stats:
+        found["eval"] = layer.eval()(sample(case, 9, 0)[part]).detach()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_forward_backward_and_running_statistics_equal_one_process(ranks, world_size):
+    sizes = PARTS[world_size]
+
+    def run():
+        rank = dist.get_rank()
+        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        return [three_steps(case, convert_sync_batchnorm(make_layer(case)), part) for case in CASES]
+
+    results = ranks(world_size).run(run)
+    for index, case in enumerate(CASES):
+        expected = three_steps(case, make_layer(case), slice(None))
+        mine = [result[index] for result in results]
+        for name, value in expected.items():
+            if name.endswith("gradient"):  # of a parameter: each rank has that of its own samples
+                found = sum(result[name] for result in mine)
+            elif name.startswith(("output", "input", "eval")):
+                found = torch.cat([result[name] for result in mine])
+            else:
+                found = mine[0][name]
+                assert all(torch.equal(found, result[name]) for result in mine), f"{case}: {name} differs by rank"
+            assert torch.allclose(found, value, rtol=0, atol=1e-10), f"{case}: {name}"
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(lambda counts: sum(counts) > 1), st.integers(0, 99))
+def test_merged_statistics_are_those_of_all_values_together(counts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(count, 2, 3, generator=generator, dtype=torch.float64) for count in counts]
+    whole = torch.cat(parts)
+    merged = merge([local_statistics(part) for part in parts])
+    variance, mean = torch.var_mean(whole, (0, 2), correction=0)
+    assert merged.num_values == 3 * sum(counts)
+    assert torch.allclose(merged.mean, mean, rtol=0, atol=1e-13)
+    assert torch.allclose(merged.squares / merged.num_values, variance, rtol=0, atol=1e-13)
+
+
+def test_a_large_mean_costs_no_digits_where_sums_of_squares_lose_all():
+    x = 10_000 + torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+    exact = x.double().var(correction=0).item()
+    merged = merge([local_statistics(part) for part in x.split([40, 24])])
+    assert abs((merged.squares / merged.num_values).item() / exact - 1) < 1e-4
+    by_sums = (x.square().sum() / 64 - (x.sum() / 64).square()).item()
+    assert abs(by_sums / exact - 1) > 0.1
+
+
+def test_calls_and_bytes_are_as_documented_and_eval_sends_nothing(ranks):
+    def run():
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(5))
+        x = torch.randn(3, 5, 2, 2, requires_grad=True)
+        rank, seen = dist.get_rank(), []
+        for action in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer(x.detach()).sum().backward()):
+            with recorded() as sent:
+                action()
+            records = sent.records
+            calls = [(op, records.payload_bytes(rank, op)) for op in records.ops(rank)]
+            seen.append(calls)
+        with recorded() as sent:
+            layer.eval()(x).sum().backward()
+            SyncBatchNorm(5, track_running_stats=False).eval()(x)
+        return seen, sent.records.num_calls()
+
+    gather, reduce = ("all_gather", 4 * (2 * 5 + 1)), ("all_reduce", 4 * 2 * 5)
+    for seen, in_eval in ranks(2).run(run):
+        assert seen == [[gather], [gather, reduce], [gather]]  # the last: an input that wants no gradient
+        assert in_eval == 0
+
+
+def test_construction_of_its_own_agrees_once(ranks):
+    def run():
+        layer = SyncBatchNorm(2)
+        counts = []
+        for _ in range(2):
+            with recorded() as sent:
+                layer(torch.randn(4, 2))
+            counts.append(sent.records.num_calls())
+        return counts
+
+    assert ranks(2).run(run) == [[2, 1]] * 2
+
+
+def test_half_precision_is_normalised_in_float32(ranks):
+    def run():
+        layer = SyncBatchNorm(2)
+        x = (300 + torch.randn(8, 2, generator=torch.Generator().manual_seed(dist.get_rank()))).half()
+        out = layer(x.requires_grad_())
+        out.sum().backward()
+        return x.detach(), out.detach(), x.grad.dtype
+
+    results = ranks(2).run(run)
+    expected = nn.BatchNorm1d(2)(torch.cat([x for x, _, _ in results]).float())
+    found = torch.cat([out for _, out, _ in results])
+    assert found.dtype == results[0][2] == torch.float16
+    assert torch.allclose(found.float(), expected, rtol=0, atol=2e-3)  # 2^-11 of values up to 4
+
+
+def train(synchronised, broadcasts):
+    """Ten updates of a model with batch norm on other samples a rank; return its parameters and buffers."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    if synchronised:
+        convert_sync_batchnorm(model)
+    replicas = DataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(9 * step + dist.get_rank())).double()
+        optimizer.zero_grad()
+        if broadcasts:
+            broadcast_buffers(model)
+        model(x).square().mean().backward()
+        replicas.synchronize()
+        optimizer.step()
+    if broadcasts:
+        broadcast_buffers(model)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_running_statistics_drift_apart_unless_synchronised_or_broadcast(ranks):
+    def run():
+        return [train(*way) for way in ((False, False), (False, True), (True, False))]
+
+    (alone, broadcast, synchronised), other = ranks(2).run(run)
+    for name in alone:
+        running = name.startswith("1.running")
+        assert torch.equal(alone[name], other[0][name]) == (not running), name  # nothing else ever says so
+        assert torch.equal(broadcast[name], other[1][name]), name
+        assert torch.equal(synchronised[name], other[2][name]), name
+    assert not torch.allclose(alone["0.weight"], synchronised["0.weight"])  # another function was trained
+
+
+def test_buffers_of_all_types_are_broadcast_and_parameters_left_alone(ranks):
+    def run():
+        model, rank = nn.Linear(2, 2), dist.get_rank()
+        nn.init.constant_(model.weight, rank)
+        model.register_buffer("mask", torch.tensor([True, False]) ^ bool(rank))
+        model.register_buffer("mean", torch.full((3,), float(rank)))
+        model.register_buffer("variance", torch.full((2,), float(rank)), persistent=False)
+        model.register_buffer("count", torch.tensor(rank))
+        with recorded() as sent:
+            broadcast_buffers(model)
+            broadcast_buffers(nn.Linear(2, 2))
+        records = sent.records
+        return (
+            [b.tolist() for b in model.buffers()],
+            model.weight[0, 0].item(),
+            records.ops(rank),
+            records.payload_bytes(rank),
+        )
+
+    for rank, (buffers, weight, ops, num_bytes) in enumerate(ranks(2).run(run)):
+        assert buffers == [[True, False], [0.0] * 3, [0.0] * 2, 0]
+        assert weight == rank
+        assert ops == ("broadcast",) * 3  # bool, float32, int64
+        assert num_bytes == 2 + 4 * 5 + 8
+
+
+def test_conversion_keeps_objects_names_sharing_and_mode(ranks):
+    def run():
+        shared = nn.BatchNorm1d(4, momentum=None)
+        model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Linear(4, 4), shared, shared)})
+        model["c"] = nn.BatchNorm3d(2, affine=False, eps=0.1).eval()
+        model["d"] = nn.SyncBatchNorm(3, track_running_stats=False)
+        model["d"].weight.requires_grad_(False)
+        before = dict(model.named_parameters())
+        torchs = copy.deepcopy(model)
+        converted = convert_sync_batchnorm(model)
+        after = dict(model.named_parameters())
+        a, b = converted["a"], converted["b"]
+        return {
+            "in place": converted is model,
+            "parameters": all(after[name] is before[name] for name in before) and len(after) == len(before),
+            "sharing": a is b[1] is b[2] and isinstance(a, SyncBatchNorm),
+            "mode": a.training and not converted["c"].training,
+            "options": converted["c"].eps == 0.1 and a.momentum is None and not converted["d"].weight.requires_grad,
+            "checkpoints": torchs.load_state_dict(converted.state_dict()).missing_keys == [],
+            "none left": all(type(m) is not nn.BatchNorm1d for m in converted.modules()),
+            "alone": isinstance(convert_sync_batchnorm(nn.BatchNorm2d(2)), SyncBatchNorm),
+            "nothing to do": type(convert_sync_batchnorm(nn.Linear(1, 1))) is nn.Linear,
+        }
+
+    assert [name for name, right in ranks(2).run(run)[1].items() if not right] == []
+
+
+def test_bad_input_is_an_error_on_every_rank(ranks):
+    def lazy():
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
+
+    def other_layers():
+        convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2, eps=1e-5 if dist.get_rank() else 1e-3)))
+
+    def other_sizes():
+        SyncBatchNorm(2 + dist.get_rank())(torch.randn(4, 2 + dist.get_rank()))
+
+    def other_momentum():
+        SyncBatchNorm(2, momentum=0.1 * dist.get_rank())(torch.randn(4, 2))
+
+    def one_value():
+        SyncBatchNorm(2)(torch.randn(int(dist.get_rank() == 1), 2))
+
+    def no_value():
+        SyncBatchNorm(2)(torch.randn(0, 2, 5))
+
+    def twice_differentiated():
+        x = torch.randn(4, 2, requires_grad=True)
+        first = torch.autograd.grad(SyncBatchNorm(2)(x).square().sum(), x, create_graph=True)
+        first[0].sum().backward()
+
+    cases = {
+        lazy: "ValueError: 1: a lazy layer has no channels yet; run one batch",
+        other_layers: "ValueError: ranks disagree on batch norms",
+        other_sizes: "ValueError: ranks disagree on SyncBatchNorm",
+        other_momentum: "ValueError: ranks disagree on SyncBatchNorm",
+        one_value: "ValueError: rank {rank}: SyncBatchNorm got 1 values a channel from all ranks together",
+        no_value: "ValueError: rank {rank}: SyncBatchNorm got 0 values a channel",
+        twice_differentiated: "RuntimeError: trying to differentiate twice",
+        lambda: SyncBatchNorm(0): "ValueError: SyncBatchNorm: num_features 0 must be at least 1",
+        lambda: SyncBatchNorm(2, eps=0): "ValueError: SyncBatchNorm: num_features 2 must be at least 1, eps 0 above 0",
+        lambda: SyncBatchNorm(2, momentum=1.5): "momentum 1.5 in [0, 1] or None",
+        lambda: SyncBatchNorm(2)(
+            torch.randn(3, 4)
+        ): "ValueError: SyncBatchNorm of 2 channels expects [B, 2, ...]; got [3, 4]",
+        lambda: SyncBatchNorm(2)(torch.randn(2)): "got [2]: pass samples first",
+    }
+
+    def run(actions):
+        texts = []
+        for action in actions:
+            try:
+                action()
+                texts.append("no error")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        return texts
+
+    for rank, texts in enumerate(ranks(2).run(run, list(cases))):
+        for text, words in zip(texts, cases.values(), strict=True):
+            assert words.format(rank=rank) in text
+
+
+def test_a_rank_that_fails_alone_ends_the_job(ranks):
+    def run():
+        SyncBatchNorm(2)(torch.randn(4, 2 + dist.get_rank()))
+
+    with pytest.raises(RankError, match=r"expects \[B, 2, ...\]; got \[4, 3\]"):
+        ranks(2).run(run)

@@ -1,0 +1,305 @@
+"""Which samples a rank sees: none lost, none twice, in any number of ranks, and on from any position."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler as TorchSampler
+
+from distlab.comm import RankError
+from distlab.data_parallel import (
+    DataParallel,
+    DistributedBatchSampler,
+    DistributedSampler,
+    loss_weight,
+    train_step,
+)
+
+TAILS = ["drop", "pad", "keep"]
+sizes = st.tuples(st.integers(1, 6), st.integers(0, 40)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+tails = st.sampled_from(TAILS)
+
+
+def samplers(num_samples, world_size, state=None, **options):
+    made = [DistributedSampler(range(num_samples), rank=r, world_size=world_size, **options) for r in range(world_size)]
+    for sampler in made:
+        if state is not None:
+            sampler.load_state_dict(state)
+    return made
+
+
+def dealt(made):
+    """All ranks' samples in the order in which the ranks take turns."""
+    shares = [list(sampler) for sampler in made]
+    return [share[turn] for turn in range(max(map(len, shares))) for share in shares if turn < len(share)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, tails, st.integers(0, 3), st.booleans())
+def test_no_sample_is_lost_or_seen_twice(size, tail, epoch, shuffle):
+    world_size, num_samples = size
+    made = samplers(num_samples, world_size, tail=tail, shuffle=shuffle)
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    lengths = [len(sampler) for sampler in made]
+    order = made[0].order().tolist()
+    seen = dealt(made)
+    rest = num_samples % world_size
+    assert sorted(order) == list(range(num_samples))
+    assert lengths == [len(sampler) for sampler in made]
+    assert sum(lengths) == made[0].num_handed_out == len(seen)
+    if tail == "keep":
+        assert seen == order
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= 1
+    elif tail == "drop":
+        assert seen == order[: num_samples - rest]
+    else:
+        assert seen == order + order[: -num_samples % world_size]
+    if tail != "keep":
+        assert len(set(lengths)) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, tails, st.data())
+def test_resumed_with_any_number_of_ranks_nothing_is_lost_or_seen_twice(size, tail, data):
+    world_size, num_samples = size
+    seed, epoch = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 2))
+    state, seen = None, []
+    for _ in range(3):  # stopped twice, each time with another number of ranks
+        made = samplers(num_samples, world_size, state, seed=seed, tail=tail)
+        for sampler in made:
+            sampler.set_epoch(epoch)  # what a loop does that need not know whether it was resumed
+        left = len(made[-1])
+        steps = data.draw(st.integers(0, max(0, left - 1)))
+        iterators = [iter(sampler) for sampler in made]
+        seen += [next(iterator) for _ in range(steps) for iterator in iterators]
+        states = [sampler.state_dict() for sampler in made]
+        assert all(other == states[0] for other in states)
+        assert states[0]["position"] == len(seen)
+        state, world_size = states[0], data.draw(st.integers(1, min(6, num_samples)))
+    last = samplers(num_samples, world_size, state, seed=seed, tail=tail)
+    order = last[0].order().tolist()
+    seen += dealt(last)
+    assert seen[:num_samples] == order[: len(seen)]  # the order that nobody interrupted
+    missing = num_samples - len(seen)
+    assert missing == 0 if tail == "keep" else missing < len(last)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, tails, st.integers(1, 7))
+def test_every_rank_makes_as_many_batches_and_every_sample_is_in_one(size, tail, batch_size):
+    world_size, num_samples = size
+    made = samplers(num_samples, world_size, tail=tail)
+    batched = [DistributedBatchSampler(sampler, batch_size) for sampler in made]
+    batches = [list(sampler) for sampler in batched]
+    expected = [index for sampler in samplers(num_samples, world_size, tail=tail) for index in sampler]
+    assert {len(own) for own in batches} == {len(sampler) for sampler in batched}
+    assert [index for own in batches for batch in own for index in batch] == expected
+    assert all(len(batch) == batch_size for own in batches for batch in own[:-1])
+    for step in range(len(batched[0])):
+        together = [len(own[step]) for own in batches]
+        assert all(1 <= size <= batch_size + 1 for size in together)
+        assert sum(together) == batched[0].global_size(step)
+        weights = [loss_weight(size, batched[0].global_size(step), world_size) for size in together]
+        assert math.isclose(sum(weights), world_size)
+
+
+def test_an_epoch_has_its_own_order_and_the_same_in_every_run():
+    first, again, other = (DistributedSampler(range(50), rank=0, world_size=1, seed=s) for s in (3, 3, 4))
+    orders = []
+    for epoch in range(4):
+        for sampler in (first, again, other):
+            sampler.set_epoch(epoch)
+        orders.append(list(first))
+        assert orders[-1] == list(again) != list(other)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_torchs_sampler_is_as_disjoint_and_repeats_what_ours_pads():
+    for num_samples, world_size in [(12, 4), (10, 4), (7, 3)]:
+        ours = samplers(num_samples, world_size, tail="pad", shuffle=False)
+        theirs = [TorchSampler(range(num_samples), world_size, rank, shuffle=False) for rank in range(world_size)]
+        assert [list(sampler) for sampler in ours] == [list(sampler) for sampler in theirs]
+        dropped = samplers(num_samples, world_size, tail="drop", shuffle=False)
+        theirs = [
+            TorchSampler(range(num_samples), world_size, rank, shuffle=False, drop_last=True)
+            for rank in range(world_size)
+        ]
+        assert [list(sampler) for sampler in dropped] == [list(sampler) for sampler in theirs]
+
+
+def test_a_forgotten_set_epoch_is_an_error_where_torch_repeats_the_order():
+    theirs = TorchSampler(range(20), 2, 0)
+    assert list(theirs) == list(theirs)
+    ours = DistributedSampler(range(20), rank=1, world_size=2)
+    first = list(ours)
+    with pytest.raises(RuntimeError, match=r"rank 1: epoch 0 is begun a second time.*set_epoch\(1\)"):
+        list(ours)
+    ours.set_epoch(0)
+    assert list(ours) == first  # asked for, it is repeated
+    ours.set_epoch(1)
+    assert list(ours) != first
+
+
+def test_without_shuffle_there_is_nothing_to_forget():
+    sampler = DistributedSampler(range(9), rank=0, world_size=2, shuffle=False, tail="keep")
+    assert list(sampler) == list(sampler) == [0, 2, 4, 6, 8]
+    state = {**sampler.state_dict(), "position": 4}
+    sampler.load_state_dict(state)
+    batches = DistributedBatchSampler(sampler, 2)
+    assert list(batches) == [[4, 6, 8]]  # the other rank has two samples: one batch
+    assert list(batches) == [[0, 2], [4, 6, 8]]  # the next pass begins at the first sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_resumes_where_training_stood(num_workers):
+    data = torch.arange(23)
+
+    def loader(sampler):
+        return DataLoader(data, batch_sampler=DistributedBatchSampler(sampler, 2), num_workers=num_workers)
+
+    def fresh():
+        sampler = DistributedSampler(data, rank=1, world_size=3, tail="keep", seed=5)
+        sampler.set_epoch(2)
+        return sampler
+
+    whole = [batch.tolist() for batch in loader(fresh())]
+    assert len(loader(fresh())) == len(whole) == 4  # 8 samples on this rank, 7 on the last
+    stopped = fresh()
+    for step, batch in enumerate(loader(stopped), 1):
+        assert batch.tolist() == whole[step - 1]
+        if step == 2:
+            state = stopped.state_dict(step * 2)  # a worker may have fetched more by now: the number is said
+            break
+    assert state["position"] == 12
+    resumed = DistributedSampler(data, rank=1, world_size=3, tail="keep", seed=5)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(2)
+    assert [batch.tolist() for batch in loader(resumed)] == whole[2:]
+    assert resumed.state_dict()["position"] == 23
+    plain = DataLoader(data, sampler=fresh(), batch_size=2, num_workers=num_workers)
+    assert [batch.tolist() for batch in plain] == whole
+
+
+def test_persistent_workers_begin_each_epoch_once():
+    sampler = DistributedSampler(range(8), rank=0, world_size=2)
+    loader = DataLoader(range(8), sampler=sampler, batch_size=2, num_workers=1, persistent_workers=True)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append([index for batch in loader for index in batch.tolist()])
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert epochs[epoch] == list(sampler)
+
+
+def test_a_finished_epoch_stays_finished_until_the_next():
+    made = samplers(11, 2, tail="keep")
+    assert len(dealt(made)) == 11
+    states = [sampler.state_dict() for sampler in made]
+    assert states[0] == states[1]
+    resumed = samplers(11, 3, states[0], tail="keep")
+    assert dealt([resumed[0]]) == []
+    resumed[1].set_epoch(0)
+    assert list(DistributedBatchSampler(resumed[1], 2)) == []
+    resumed[0].set_epoch(1)
+    assert len(list(resumed[0])) == 4
+
+
+def make(**changes):
+    return DistributedSampler(**{"dataset": range(10), "rank": 0, "world_size": 2, **changes})
+
+
+STATE = {"num_samples": 10, "seed": 0, "shuffle": True, "epoch": 1, "position": 4}
+BAD = [
+    (lambda: make(dataset=range(1)), "1 samples leave some of 2 ranks without one; use fewer ranks or more data"),
+    (lambda: make(dataset=[]), "0 samples leave some of 2 ranks"),
+    (lambda: make(dataset=10), r"got 10: pass it, or range\(length\)"),
+    (lambda: make(rank=2), "rank 2 is not one of 2 ranks"),
+    (lambda: make(rank=-1), "rank -1 is not one of 2 ranks"),
+    (lambda: make(rank=0, world_size=0), "rank 0 is not one of 0 ranks"),
+    (lambda: make(rank=None), "rank is None and world_size 2; pass both"),
+    (lambda: make(world_size=None), "rank is 0 and world_size None; pass both"),
+    (lambda: make(tail="wrap"), "tail is 'wrap'; choose one of drop, pad, keep"),
+    (lambda: make().set_epoch(-1), "epoch is -1; pass 0 or more"),
+    (lambda: make().state_dict(1), "rank 0: num_taken is 1, but 0 samples were handed out"),
+    (lambda: make().state_dict(-1), "num_taken is -1"),
+    (lambda: make().load_state_dict({}), "has no num_samples, seed, shuffle, epoch, position"),
+    (lambda: make().load_state_dict({**STATE, "num_samples": 9}), "num_samples 9, this sampler has 10"),
+    (lambda: make().load_state_dict({**STATE, "seed": 1}), "seed 1, this sampler has 0"),
+    (lambda: make().load_state_dict({**STATE, "shuffle": False}), "shuffle False, this sampler has True"),
+    (lambda: make().load_state_dict({**STATE, "position": 11}), "position 11 cannot be.*0 to 10"),
+    (lambda: make().load_state_dict({**STATE, "epoch": -1}), "epoch -1 or position 4 cannot be"),
+    (lambda: DistributedBatchSampler(make(), 0), "batch_size is 0; pass at least 1"),
+    (lambda: DistributedBatchSampler(make(), 2).global_size(3), "step is 3; this pass has 3 batches"),
+]
+
+
+@pytest.mark.parametrize(("action", "words"), BAD, ids=range(len(BAD)))
+def test_what_cannot_be_is_refused(action, words):
+    with pytest.raises(ValueError, match=words):
+        action()
+
+
+def test_too_little_left_for_a_batch_on_every_rank_is_an_error_on_every_rank():
+    for sampler in samplers(10, 4, {**STATE, "position": 7}, tail="keep"):
+        with pytest.raises(ValueError, match=f"rank {sampler.rank}: 3 samples are left of epoch 1 for 4 ranks"):
+            next(iter(DistributedBatchSampler(sampler, 2)))
+
+
+def test_the_group_gives_the_rank_and_checks_that_all_agree(ranks):
+    def build(length):
+        sampler = DistributedSampler(range(length), tail="keep")
+        return list(sampler)
+
+    assert sorted(sum(ranks(3).run(build, 10), [])) == list(range(10))
+
+    def differ():
+        DistributedSampler(range(10 + dist.get_rank()))
+
+    with pytest.raises(RankError, match=r"ranks disagree on the sampler's(.|\n)*rank 1 has"):
+        ranks(2).run(differ)
+
+
+def train_epoch(batches, world_size, samples=None):
+    """One epoch of a linear model over batches of indices; each counts by its samples."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    synchronize = None if samples is None else DataParallel(model).synchronize
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, indices in enumerate(batches):
+        total = len(indices) if samples is None else samples(step)
+        batch = data(indices)
+        weight = loss_weight(len(indices), total, world_size)
+        train_step(
+            model, optimizer, batch=batch, loss_fn=torch.nn.functional.mse_loss, synchronize=synchronize, weight=weight
+        )
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def data(indices):
+    x = torch.linspace(-1, 1, 3 * 23, dtype=torch.float64).view(23, 3).sin()[indices]
+    return x, x.sum(1, keepdim=True).square()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_epoch_with_uneven_batches_trains_like_one_process(ranks, world_size):
+    def run():
+        found = []
+        for tail in TAILS:
+            sampler = DistributedSampler(range(23), tail=tail)
+            batches = DistributedBatchSampler(sampler, 5)
+            found.append(train_epoch(batches, dist.get_world_size(), batches.global_size))
+        return found
+
+    results = ranks(world_size).run(run)
+    for index, tail in enumerate(TAILS):
+        batched = [DistributedBatchSampler(sampler, 5) for sampler in samplers(23, world_size, tail=tail)]
+        together = [sum(parts, []) for parts in zip(*batched, strict=True)]  # strict: as many batches on every rank
+        expected = train_epoch(together, 1)
+        assert all((result[index] - expected).abs().max() <= 1e-12 for result in results), tail
