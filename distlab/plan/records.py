@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from distlab.plan.compression import Compression
+
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 SCHEDULES = ("gpipe", "one_f_one_b")
 
@@ -65,6 +67,8 @@ class Layer:
         parameter_sizes: elements of each parameter tensor, in the order in which the module registers them.
         activation_bytes: bytes kept from forward for backward, a micro-batch.
         output_bytes: bytes of the layer's output, a micro-batch: what a pipeline sends when the stage ends here.
+        parameter_shapes: shape of each parameter tensor; what is left out counts as a vector. Only compression by
+            low rank looks at shapes.
     """
 
     name: str
@@ -74,11 +78,26 @@ class Layer:
     weight_gradient: Work
     activation_bytes: int = 0
     output_bytes: int = 0
+    parameter_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.parameter_shapes:
+            sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
+            _require(
+                sizes == self.parameter_sizes,
+                f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
+                f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none",
+            )
 
     @property
     def num_parameters(self) -> int:
         """Elements in all parameter tensors of the layer."""
         return sum(self.parameter_sizes)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each parameter tensor: a vector where it was not given."""
+        return self.parameter_shapes or tuple((size,) for size in self.parameter_sizes)
 
 
 @dataclass(frozen=True)
@@ -218,6 +237,7 @@ class Plan:
         gradient_sync: how replicas average gradients; one of GRADIENT_SYNCS.
         bucket_bytes: capacity of a gradient bucket.
         first_bucket_bytes: capacity of the first bucket, small so that communication starts early.
+        compression: what replicas send in place of their gradients, or None.
     """
 
     data: int = 1
@@ -227,6 +247,7 @@ class Plan:
     gradient_sync: str = "overlapped"
     bucket_bytes: int = 25_000_000
     first_bucket_bytes: int = 1_000_000
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         _require_count(
@@ -244,6 +265,10 @@ class Plan:
         _require(
             self.gradient_sync in GRADIENT_SYNCS,
             f"Plan: gradient_sync is {self.gradient_sync!r}; choose one of {', '.join(GRADIENT_SYNCS)}",
+        )
+        _require(
+            self.compression is None or isinstance(self.compression, Compression),
+            f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None",
         )
 
     @property

@@ -1,0 +1,135 @@
+"""PowerSGD gives the gradients of torch's hook at equal settings, and at full rank those of one process."""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from distlab.compression import PowerSGD
+from distlab.data_parallel import DataParallel, loss_weight, train_step
+from distlab.flat import FlatBuffer
+from distlab.gradient_hook import GradientBucket
+from distlab.rng import generator
+
+SHAPES = ((24, 20), (24,), (24, 20), (24,), (9, 4, 3), (7,), (24, 20), (30, 6), (2, 3))
+
+
+def gradient_bucket():
+    flat = FlatBuffer([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES])
+    return GradientBucket(0, flat.buffer, flat.views)
+
+
+def fill(bucket, step):
+    """Write this rank's gradients of a step: a part that all ranks and steps share, and the rank's own."""
+    size = bucket.buffer.numel()
+    common = torch.randn(size, generator=generator(0, 0, "common"), dtype=torch.float64)
+    own = torch.randn(size, generator=generator(0, dist.get_rank(), f"own {step}"), dtype=torch.float64)
+    bucket.buffer.copy_(common + 0.5 * own)
+
+
+class TorchBucket(NamedTuple):
+    """What torch's hook asks of a bucket of DDP, which needs no DDP."""
+
+    bucket: GradientBucket
+
+    def buffer(self):
+        return self.bucket.buffer
+
+    def gradients(self):
+        return list(self.bucket.gradients)
+
+    def index(self):
+        return self.bucket.index
+
+    def is_last(self):
+        return True
+
+
+class FromTorchsDraws(PowerSGD):
+    """The hook with the numbers that torch's hook draws, in torch's order."""
+
+    def _first_factors(self, index, memory):
+        if not hasattr(self, "draws"):
+            self.draws = np.random.RandomState(0)
+        torch.manual_seed(self.draws.randint(1_000_000_000))
+        drawn = [
+            torch.randn(1, batch.columns, batch.rank, dtype=torch.float64).flatten()
+            for batch in memory.layout.batches
+            for _ in range(batch.count)
+        ]
+        return torch.cat(drawn)
+
+
+def beside_torch(rank, feedback, warm):
+    start_step = 2
+    hook = FromTorchsDraws(rank, error_feedback=feedback, warm_start=warm, start_step=start_step)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=start_step,
+        use_error_feedback=feedback,
+        warm_start=warm,
+        random_seed=0,
+    )
+    ours, theirs, mean = (gradient_bucket() for _ in range(3))
+    differences, compressed = [], []
+    for step in range(7):
+        fill(ours, step)
+        fill(theirs, step)
+        hook.start(ours, None).wait()
+        theirs.buffer.copy_(powerSGD_hook(state, TorchBucket(theirs)).wait())
+        differences.append((ours.buffer - theirs.buffer).abs().max().item())
+        fill(mean, step)
+        dist.all_reduce(mean.buffer)
+        compressed.append((ours.buffer - mean.buffer / dist.get_world_size()).abs().max().item() > 1e-3)
+    assert compressed == [False] * start_step + [True] * 5
+    return max(differences)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_are_those_of_torchs_hook(ranks, world_size):
+    def all_settings():
+        cases = [(1, True, True), (2, True, True), (3, True, True), (3, False, True), (2, True, False)]
+        return {case: beside_torch(*case) for case in cases}
+
+    for result in ranks(world_size).run(all_settings):
+        assert all(difference <= 1e-10 for difference in result.values()), result
+
+
+def train(hook, optimizer_name):
+    """Ten updates of a small network with batches that no number of ranks divides."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(3 + rank)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+    synchronize = None
+    if hook is not None:
+        synchronize = DataParallel(model, bucket_bytes=800, first_bucket_bytes=300, hook=hook).synchronize
+    make = {"sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
+    optimizer = make[optimizer_name](model.parameters())
+    for step in range(10):
+        source = generator(1, 0, f"batch {step}")
+        inputs, targets = (torch.randn(7, width, generator=source, dtype=torch.float64) for width in (6, 4))
+        mine = slice(rank, None, world_size)
+        weight = loss_weight(len(inputs[mine]), 7, world_size)
+        batch = (inputs[mine], targets[mine])
+        train_step(
+            model, optimizer, batch=batch, loss_fn=nn.functional.mse_loss, synchronize=synchronize, weight=weight
+        )
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_updates_at_full_rank_equal_one_process(ranks, world_size):
+    def body():
+        return {name: train(PowerSGD(9, min_saving=1e-3), name) for name in ("sgd", "adam")}
+
+    alone = {name: train(None, name) for name in ("sgd", "adam")}
+    results = ranks(world_size).run(body)
+    for result in results:
+        assert all((result[name] - alone[name]).abs().max() <= 1e-10 for name in alone)
+        assert all(torch.equal(result[name], results[0][name]) for name in alone), "replicas differ"
