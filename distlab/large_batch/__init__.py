@@ -1,0 +1,26 @@
+"""Large batches: fewer, longer updates, and what keeps them from going wrong.
+
+Read `scaling` first (what a larger batch asks of the learning rate, and warmup), then `trust` (LARS and LAMB on one
+tensor, as the papers write them), then `lars` and `lamb`: the same as torch optimizers, for many tensors at once.
+
+Accumulating gradients over several backward passes makes a large batch on few ranks: see `distlab.data_parallel`.
+"""
+
+from distlab.large_batch.lamb import LAMB
+from distlab.large_batch.lars import LARS
+from distlab.large_batch.scaling import Schedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
+from distlab.large_batch.trust import Moments, Trust, lamb_update, lars_update, trust_ratio
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "Moments",
+    "Schedule",
+    "Trust",
+    "lamb_update",
+    "lars_update",
+    "linear_scaled_lr",
+    "sqrt_scaled_lr",
+    "trust_ratio",
+    "warmup_factor",
+]

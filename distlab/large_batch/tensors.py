@@ -1,0 +1,82 @@
+"""What both optimizers do with their tensors: gather those that have a gradient, take all norms at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.large_batch.trust import Trust, trust_ratio
+
+Group = dict[str, Any]
+LARGE = 1 << 18  # elements; on a CPU such a tensor goes alone, so that the next one reuses its temporaries' memory
+
+
+def check_group(group: Group) -> None:
+    """Refuse parameters that the formulas do not cover, before the first update.
+
+    Raises:
+        ValueError: names the parameter's shape and dtype.
+    """
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            shape = list(parameter.shape)
+            raise ValueError(
+                f"a parameter of shape {shape} is {parameter.dtype}; LARS and LAMB take real floating point: "
+                "give it to another optimizer"
+            )
+
+
+def trust_of(group: Group) -> Trust:
+    """Return a parameter group's Trust; a group may set any of its fields, also between updates."""
+    return Trust(**{name: group[name] for name in Trust.__dataclass_fields__})
+
+
+def batches(group: Group) -> list[list[Tensor]]:
+    """Return the parameters that have a gradient, in lists of one dtype on one device; large ones on a CPU alone.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
+    for index, parameter in enumerate(group["params"]):
+        if parameter.grad is None:  # frozen, or not used in this step: it keeps its value and its memory
+            continue
+        if parameter.grad.is_sparse:
+            shape = list(parameter.shape)
+            raise ValueError(
+                f"the gradient of a parameter of shape {shape} is sparse; LARS and LAMB need dense gradients: "
+                "build the embedding with sparse=False"
+            )
+        alone = index if not parameter.is_cuda and parameter.numel() >= LARGE else -1
+        kinds.setdefault((parameter.dtype, parameter.device, alone), []).append(parameter)
+    return list(kinds.values())
+
+
+def norms(*lists: Sequence[Tensor]) -> list[list[float]]:
+    """Return the length of every tensor of every list: one wait for the device in all.
+
+    Half-precision tensors are summed in float32, in which no square of theirs overflows.
+    """
+    every = [tensor for tensors in lists for tensor in tensors]
+    half = every[0].dtype in (torch.bfloat16, torch.float16)
+    lengths = torch._foreach_norm(every, 2, dtype=torch.float32 if half else None)
+    values = iter(torch.stack(lengths).tolist())
+    return [[next(values) for _ in tensors] for tensors in lists]
+
+
+def ratios(weight_norms: Iterable[float], update_norms: Iterable[float], trust: Trust) -> list[float]:
+    """Return the trust ratio of each tensor."""
+    pairs = zip(weight_norms, update_norms, strict=True)
+    return [trust_ratio(weight_norm, update_norm, trust) for weight_norm, update_norm in pairs]
+
+
+def add_scaled(targets: list[Tensor], sources: list[Tensor], scales: list[float]) -> None:
+    """Add to each target its source times its scale: in one pass on a CPU, in one launch for all on a GPU."""
+    if targets[0].is_cuda:
+        torch._foreach_add_(targets, torch._foreach_mul(sources, scales))
+        return
+    for target, source, scale in zip(targets, sources, scales, strict=True):
+        target.add_(source, alpha=scale)
