@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distlab.comm.ranks import Ranks
     from distlab.comm.recorder import Recorder, recorded
     from distlab.comm.records import Records, read_records
+    from distlab.comm.throttle import throttled
 
 _HOMES = {
     "run": "launch",
@@ -33,6 +34,7 @@ _HOMES = {
     "recorded": "recorder",
     "Records": "records",
     "read_records": "records",
+    "throttled": "throttle",
 }
 __all__ = [
     "RankError",
@@ -49,6 +51,7 @@ __all__ = [
     "read_records",
     "recorded",
     "run",
+    "throttled",
     "warm",
 ]
 

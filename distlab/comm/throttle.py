@@ -1,0 +1,149 @@
+"""A slow link on one machine: collectives take the time that they would take at a given bandwidth and latency.
+
+    with throttled(bytes_per_s=125e6, latency_s=50e-6):  # gigabit Ethernet, on every rank
+        train()
+
+Ranks on one machine exchange data at the speed of memory. Here each rank has a link of its own in thought: a collective
+occupies it, after those called before, for the time that the ring algorithm needs on it, and whoever waits for the
+collective sleeps until then. The data still travels at once. So a rank that computes meanwhile loses nothing: overlap
+works as on a real link, and a rank that sleeps leaves its core to others, as one that waits for a network does.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from distlab.comm.call_site import Site
+from distlab.comm.front_end import FrontEnd, Token
+from distlab.comm.operations import Operation, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record_file import RecordWriter
+
+PAIRS = ("send", "recv")
+OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def link_s(op: str, num_bytes: int, num_ranks: int, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Return the time of a collective on each rank's link: steps x latency + bytes sent / bandwidth, as a ring.
+
+    Args:
+        op: plain name of the call ("all_reduce", ...).
+        num_bytes: payload that the rank hands to the call.
+        num_ranks: ranks in its group.
+        bytes_per_s: of the link, one way.
+        latency_s: of one message.
+
+    Cost: n - 1 steps for all_gather, reduce_scatter and all_to_all, twice as many for all_reduce, log2 n for the rest;
+        bytes as `ring_bytes`.
+    """
+    if num_ranks < 2:
+        return 0.0
+    steps = num_ranks - 1 if op in OWN_STEPS else math.ceil(math.log2(num_ranks))
+    return (2 * steps if op == "all_reduce" else steps) * latency_s + ring_bytes(op, num_bytes, num_ranks) / bytes_per_s
+
+
+class ThrottledLink:
+    """This rank's link: a listener to every call, which makes whoever waits for one wait long enough.
+
+    Attributes:
+        bytes_per_s: bandwidth, one way.
+        latency_s: of one message.
+        busy_s: time that the calls so far occupy the link, idle time apart.
+        num_calls: calls so far.
+    """
+
+    complete = True  # calls of autograd's threads and of torch's own C++ too
+
+    def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
+        if not 0 < bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s is {bytes_per_s!r}; pass the bytes of a second, above 0, such as 125e6")
+        if not 0 <= latency_s < math.inf:
+            raise ValueError(f"latency_s is {latency_s!r}; pass the seconds of one message, at least 0, such as 50e-6")
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        self.busy_s = 0.0
+        self.num_calls = 0
+        self._free_s = 0.0
+        self._ends: dict[int, float] = {}  # of calls that nobody saw the end of
+        self._guard = threading.Lock()
+
+    def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
+        """Give a call its place on the link, behind those before (called by the front end).
+
+        Raises:
+            ValueError: it is a send or a receive: when a message began to travel is the other rank's knowledge.
+        """
+        if operation.op in PAIRS:
+            raise ValueError(
+                f"rank {dist.get_rank()}: {operation.op} at {site[0]}:{site[1]} inside throttled(), which paces "
+                "collectives alone; use a collective, or a link that the system slows down (tc)"
+            )
+        num_bytes = sum(map(num_bytes_of, tensors_in(data)))
+        seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
+        with self._guard:
+            self._free_s = max(self._free_s, time.monotonic()) + seconds
+            self.num_calls += 1
+            self.busy_s += seconds
+            self._ends[self.num_calls] = self._free_s
+            # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
+            return cast(RecordWriter, self), self.num_calls
+
+    def is_over(self, number: int) -> bool:
+        """Tell whether a call's bytes are through the link."""
+        return time.monotonic() >= self._ends.get(number, 0.0)
+
+    def wait(self, number: int, state: int) -> None:
+        """Sleep until a call's bytes are through the link (called before the real wait)."""
+        end_s = self._ends.get(number, 0.0)
+        while (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+
+    def end(self, number: int, state: int, open_ns: int = 0) -> None:
+        """Forget a call that is over."""
+        self._ends.pop(number, None)
+
+    def withdraw(self, number: int) -> None:
+        """Forget a call that failed at once."""
+        self._ends.pop(number, None)
+
+
+@contextmanager
+def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledLink]:
+    """Give this rank's collectives the time of a link inside a with block; all ranks use the same.
+
+    It sees what waits in Python: DataParallel, hooks, plain collectives, functional ones. torch's own DDP waits in C++
+    and is not slowed down.
+
+    Args:
+        bytes_per_s: bandwidth of each rank's link, one way.
+        latency_s: time of one message apart from its bytes.
+
+    Cost: about 30 us a call.
+    Error: a call lasts at least `link_s`, and longer only by the lateness of a sleep (about 0.1 ms) or when the real
+        exchange is slower still. Each rank counts from its own call: where ranks call at different times the first is
+        let go early, and waits for the last in its next call. So a step's time is right for the slowest rank.
+        benchmarks/throttled.py measures both.
+
+    Raises:
+        ValueError: a bandwidth or latency that no link has; a send or receive inside the block.
+    """
+    link = ThrottledLink(bytes_per_s, latency_s)
+    FrontEnd.add(link)
+    real = dist.Work.is_completed
+
+    def is_completed(work: dist.Work) -> bool:
+        front = FrontEnd._active
+        tokens: list[Token] = [] if front is None else front._live.get(work, [])
+        return all(link.is_over(number) for writer, number in tokens if cast(Any, writer) is link) and real(work)
+
+    dist.Work.is_completed = is_completed  # type: ignore[assignment, method-assign]
+    try:
+        yield link
+    finally:
+        FrontEnd.remove(link)
+        dist.Work.is_completed = real  # type: ignore[method-assign]

@@ -1,0 +1,141 @@
+"""The throttled link: nothing is over before its bytes are through, calls queue, computing meanwhile is free."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, recorded, throttle
+from distlab.comm.throttle import ThrottledLink, link_s, throttled
+
+RATE, LATENCY = 1e6, 1e-3
+NUM_BYTES = 40_000
+
+
+def test_a_calls_time_is_that_of_the_ring():
+    assert link_s("all_reduce", 8_000, 4, bytes_per_s=1e6) == pytest.approx(6 / 4 * 8e-3)
+    assert link_s("all_reduce", 0, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(6e-3)
+    assert link_s("all_gather", 8_000, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(3 * 9e-3)
+    assert link_s("broadcast", 8_000, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(2e-3 + 8e-3)
+    assert link_s("all_reduce", 8_000, 1, bytes_per_s=1e6, latency_s=1.0) == 0.0
+
+
+def seconds_of(call):
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_call_is_over_before_its_bytes_are_through(ranks, world_size):
+    def body():
+        tensor = torch.zeros(NUM_BYTES // 4)
+        out = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        found = {}
+        with throttled(RATE, LATENCY) as link:
+            found["all_reduce"] = seconds_of(lambda: dist.all_reduce(tensor))
+            found["all_gather"] = seconds_of(lambda: dist.all_gather(out, tensor))
+            works = []
+            found["queue"] = seconds_of(
+                lambda: (
+                    works.extend(dist.all_reduce(tensor, async_op=True) for _ in range(3)),
+                    [work.wait() for work in works],
+                )
+            )
+            before = link.busy_s
+        dist.all_reduce(tensor)
+        return found, before, link.busy_s, link.num_calls
+
+    one = {
+        op: link_s(op, NUM_BYTES, world_size, bytes_per_s=RATE, latency_s=LATENCY)
+        for op in ("all_reduce", "all_gather")
+    }
+    for found, before, after, num_calls in ranks(world_size).run(body):
+        assert found["all_reduce"] >= one["all_reduce"]
+        assert found["all_gather"] >= one["all_gather"]
+        assert found["queue"] >= 3 * one["all_reduce"]
+        assert num_calls == 5
+        assert before == after == pytest.approx(4 * one["all_reduce"] + one["all_gather"])
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now_s, self.sleeps = 1000.0, []
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.sleeps.append(seconds)
+        self.now_s += seconds
+
+
+def test_time_that_passes_meanwhile_is_not_paid_twice(ranks):
+    def body():
+        real, clock = throttle.time, Clock()
+        throttle.time = clock
+        try:
+            tensor = torch.zeros(NUM_BYTES // 4)
+            with throttled(RATE):
+                first, second = (dist.all_reduce(tensor, async_op=True) for _ in range(2))
+                over = [first.is_completed()]
+                clock.now_s += 0.03  # what a rank computes meanwhile
+                first.wait()
+                over += [first.is_completed(), second.is_completed()]
+                clock.now_s += 0.06
+                second.wait()
+            return over, clock.sleeps
+        finally:
+            throttle.time = real
+
+    for over, sleeps in ranks(2).run(body):
+        assert over == [False, True, False]
+        assert sleeps == pytest.approx([0.01])
+
+
+def test_a_recorder_sees_the_paced_times_and_all_is_put_back(ranks):
+    def body():
+        before = dist.Work.is_completed, dist.Work.wait
+        tensor = torch.zeros(NUM_BYTES // 4)
+        with recorded() as seen, throttled(RATE):
+            work = dist.all_reduce(tensor, async_op=True)
+            dist.all_reduce(tensor)
+            work.wait()
+        with throttled(RATE) as link, recorded():
+            dist.all_reduce(tensor)
+        calls = seen.records.calls(dist.get_rank())
+        spans = [(call.end_ns - calls[0].start_ns) / 1e9 for call in calls]
+        return spans, link.num_calls, before == (dist.Work.is_completed, dist.Work.wait)
+
+    for spans, num_calls, same in ranks(2).run(body):
+        one = link_s("all_reduce", NUM_BYTES, 2, bytes_per_s=RATE)
+        assert spans[0] >= one
+        assert spans[1] >= 2 * one
+        assert num_calls == 1
+        assert same
+
+
+def test_sends_are_refused_and_the_link_is_taken_away(ranks):
+    def body():
+        before = dist.Work.is_completed
+        try:
+            with throttled(RATE):
+                dist.send(torch.zeros(1), 1 - dist.get_rank())
+        finally:
+            assert dist.Work.is_completed is before
+            assert seconds_of(lambda: dist.all_reduce(torch.zeros(1))) >= 0
+
+    with pytest.raises(RankError, match="paces collectives alone"):
+        ranks(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((0.0,), "bytes_per_s is 0"), ((float("nan"),), "bytes_per_s is nan"), ((1e6, -1.0), "latency_s is -1")],
+)
+def test_links_that_cannot_be_are_refused(numbers, text):
+    with pytest.raises(ValueError, match=text):
+        ThrottledLink(*numbers)
