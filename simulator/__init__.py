@@ -3,12 +3,14 @@
 Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
 """
 
+from simulator.codec import Codec, MeasuredCodec, codec_work
 from simulator.cost import (
     all_gather_s,
     all_reduce_s,
     broadcast_s,
     bus_bytes_per_s,
     compute_s,
+    hierarchical_all_gather_s,
     hierarchical_all_reduce_s,
     message_s,
     reduce_scatter_s,
@@ -19,19 +21,33 @@ from simulator.hardware import cluster, device, link, names
 from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes
 from simulator.pipeline import CompiledOrder, order_of, peak_in_flight
 from simulator.step import Step, closed_form_bubble, simulate
+from simulator.sweep import (
+    BucketSweep,
+    CompressionSweep,
+    break_even_bytes_per_s,
+    sweep_buckets,
+    sweep_compression,
+    with_bandwidth,
+)
 
 __all__ = [
+    "BucketSweep",
+    "Codec",
     "CompiledOrder",
+    "CompressionSweep",
+    "MeasuredCodec",
     "Memory",
     "Step",
     "activation_bytes_per_layer",
     "adam_state_bytes",
     "all_gather_s",
     "all_reduce_s",
+    "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
     "closed_form_bubble",
     "cluster",
+    "codec_work",
     "compute_s",
     "device",
     "fit_link",
@@ -39,6 +55,7 @@ __all__ = [
     "gpt_num_parameters",
     "gpt_step_flops",
     "gpt_workload",
+    "hierarchical_all_gather_s",
     "hierarchical_all_reduce_s",
     "leave_one_size_out",
     "link",
@@ -48,4 +65,7 @@ __all__ = [
     "peak_in_flight",
     "reduce_scatter_s",
     "simulate",
+    "sweep_buckets",
+    "sweep_compression",
+    "with_bandwidth",
 ]

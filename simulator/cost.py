@@ -139,6 +139,14 @@ def hierarchical_all_reduce_s(
     return inside + across + all_gather_s(num_bytes, ranks_per_node, intra_node)
 
 
+def hierarchical_all_gather_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of an all-gather across nodes, each rank its own 1/g of them, and then inside nodes."""
+    across = all_gather_s(num_bytes / ranks_per_node, num_nodes, inter_node)
+    return across + all_gather_s(num_bytes, ranks_per_node, intra_node)
+
+
 def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:
     """Return the bus bandwidth of an all-reduce as nccl-tests prints it: 2(n-1)/n S / time."""
     return all_reduce_steps(num_ranks).bytes_factor * num_bytes / seconds

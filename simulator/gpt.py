@@ -6,6 +6,7 @@ embedding is tied to the head: its parameters sit in the first layer. The last n
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from distlab.plan.records import Layer, Work, Workload
@@ -97,6 +98,7 @@ def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     return Layer(
         name="embedding",
         parameter_sizes=(vocab_size * h, s * h),
+        parameter_shapes=((vocab_size, h), (s, h)),
         forward=Work(memory_bytes=2 * output, num_kernels=3),
         input_gradient=Work(),
         weight_gradient=Work(memory_bytes=2 * output, num_kernels=2),
@@ -121,15 +123,16 @@ def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
 
 def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
     weights = 24.0 * batch * s * h * h
-    attention = 4.0 * batch * s * s * h
+    scores = 4.0 * batch * s * s * h
     kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
-    attention_parameters = (h, h, 3 * h * h, 3 * h, h * h, h)
-    feed_forward_parameters = (h, h, 4 * h * h, 4 * h, 4 * h * h, h)
+    attention: tuple[tuple[int, ...], ...] = ((h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,))
+    feed_forward = ((h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,))
     return Layer(
         name="block",
-        parameter_sizes=attention_parameters + feed_forward_parameters,
-        forward=Work(weights + attention, 2 * kept, BLOCK_KERNELS),
-        input_gradient=Work(weights + 2 * attention, 2 * kept, BLOCK_KERNELS + 2),
+        parameter_sizes=tuple(math.prod(shape) for shape in (*attention, *feed_forward)),
+        parameter_shapes=(*attention, *feed_forward),
+        forward=Work(weights + scores, 2 * kept, BLOCK_KERNELS),
+        input_gradient=Work(weights + 2 * scores, 2 * kept, BLOCK_KERNELS + 2),
         weight_gradient=Work(weights, 0, 4),
         activation_bytes=kept,
         output_bytes=batch * s * h * 2,

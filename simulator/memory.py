@@ -2,7 +2,8 @@
 
 What a step holds: parameters, gradients and optimizer state all the time; the activations of a micro-batch from its
 forward to the end of its backward; buffers into which flat
-and bucketed gradients are copied to be averaged (overlapped gradients live in their buckets).
+and bucketed gradients are copied to be averaged (overlapped gradients live in their buckets); with compression the
+errors, what was not sent yet, which error feedback keeps for the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "errors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,8 @@ def step_memory(workload: Workload, plan: Plan, stages: Sequence[Stage], timing:
         optimizer = stage.num_parameters * workload.optimizer_bytes_per_parameter
         copies = plan.data > 1 and plan.gradient_sync in ("flat", "bucketed")
         held = int(in_flight[rank]) * activations
-        rows.append((parameters, parameters, optimizer, held, parameters if copies else 0))
+        errors = parameters if plan.data > 1 and plan.compression and plan.compression.error_feedback else 0
+        rows.append((parameters, parameters, optimizer, held, parameters if copies else 0, errors))
         actions = slice(int(order.offsets[rank]), int(order.offsets[rank + 1]))
         kind = order.kind[actions]
         starts.append(timing.start_ns[actions][kind == F])

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.schedules.basic import gpipe, one_f_one_b
 from distlab.trace import Trace
+from simulator.codec import MeasuredCodec
 from simulator.memory import Memory, step_memory
 from simulator.pipeline import CompiledOrder, order_of
 from simulator.stages import Stage, make_stages, sent_bytes
@@ -65,7 +66,7 @@ class Step:
         rank = max(range(len(self.stages)), key=lambda index: self.timing.optimizer[index][1])
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
         window = self.timing.optimizer[rank][0] - end
-        parts = [part for sync in self.timing.syncs[rank] for part in (sync.pack, sync.unpack)]
+        parts = [part for sync in self.timing.syncs[rank] for part in sync.computing]
         return to_s(window - sum(stop - start for start, stop in parts if start >= end))
 
     @property
@@ -103,16 +104,23 @@ class Step:
         )
 
 
-def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> Step:
+def simulate(workload: Workload, cluster: Cluster, plan: Plan, *, codec: MeasuredCodec | None = None) -> Step:
     """Simulate one training step.
+
+    With `plan.compression` a bucket is encoded on the compute lane once it is full, what is left of it travels, and it
+    is decoded on the compute lane, from every rank's payload where ranks gather them. PowerSGD's second factor is made
+    and sent while the rank waits, as its hook does it. `codec` gives measured times in place of counted work.
 
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
         Not modelled: differences between devices, and all-reduces that share a wire with messages between stages.
 
     Raises:
-        ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers.
+        ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
+            codec was measured for another compression or number of replicas.
     """
-    stages = make_stages(workload, cluster, plan)
+    if codec is not None:
+        codec.check(plan)
+    stages = make_stages(workload, cluster, plan, codec)
     compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
     contention = cluster.contention
     contends = contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0

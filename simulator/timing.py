@@ -18,6 +18,7 @@ from simulator import engine
 from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
 from simulator.pipeline import CompiledOrder, F, Order
 from simulator.stages import Stage
+from simulator.syncs import Sync
 
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
@@ -27,11 +28,28 @@ SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
 @dataclass(frozen=True)
 class SyncTimes:
-    """Start and end, in nanoseconds, of the three parts of one all-reduce of gradients."""
+    """Start and end, in nanoseconds, of the parts of one bucket's way to the mean.
+
+    Attributes:
+        pack: copying the gradients together, and encoding them.
+        all_reduce: the all-reduce, or what compression sends in its place.
+        unpack: decoding, and copying the mean out.
+        between: work before the bucket sends a second time (PowerSGD); None where it does not.
+        later: the second time.
+        after: work on the rank while that travels.
+    """
 
     pack: Pair
     all_reduce: Pair
     unpack: Pair
+    between: Pair | None = None
+    later: Pair | None = None
+    after: Pair | None = None
+
+    @property
+    def computing(self) -> tuple[Pair, ...]:
+        """The parts that keep the compute lane busy."""
+        return tuple(part for part in (self.pack, self.between, self.after, self.unpack) if part is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,17 +117,38 @@ def _close(stage: Stage, start: int, end: int, how: str) -> tuple[tuple[SyncTime
         times, now = [], end
         for sync in stage.syncs:
             sent, done = now + sync.pack_ns, now + sync.pack_ns + sync.duration_ns
-            times.append(SyncTimes((now, sent), (sent, done), (done, done + sync.unpack_ns)))
-            now = done + sync.unpack_ns
+            times += _receive([sync], [((now, sent), (sent, done))], sent)
+            now = times[-1].unpack[1]
         return tuple(times), now
     pairs = _during_backward(stage, start) if how == "overlapped" else _after_backward(stage, end)
-    now = max(end, pairs[-1][0][1])
+    times = _receive(stage.syncs, pairs, max(end, pairs[-1][0][1]))
+    return tuple(times), times[-1].unpack[1]
+
+
+def _receive(syncs: Sequence[Sync], pairs: Sequence[tuple[Pair, Pair]], now: int) -> list[SyncTimes]:
+    """Unpack each bucket once it has come, given when it was packed and sent.
+
+    Buckets that send a second time do so one after the other, once all have come the first time.
+    """
+    wire_free = pairs[-1][1][1]
+    again: list[tuple[Pair, Pair, Pair] | None] = []
+    if any(sync.later for sync in syncs):
+        now = max(now, wire_free)
+    for sync in syncs:
+        if sync.later is None:
+            again.append(None)
+            continue
+        between = (now, now + sync.later.between_ns)
+        begin = max(between[1], wire_free)
+        wire_free = begin + sync.later.duration_ns
+        now = between[1] + sync.later.after_ns
+        again.append((between, (begin, wire_free), (between[1], now)))
     times = []
-    for sync, (pack, wire) in zip(stage.syncs, pairs, strict=True):
-        begin = max(now, wire[1])
+    for sync, (pack, wire), more in zip(syncs, pairs, again, strict=True):
+        begin = max(now, more[1][1] if more else wire[1])
         now = begin + sync.unpack_ns
-        times.append(SyncTimes(pack, wire, (begin, now)))
-    return tuple(times), now
+        times.append(SyncTimes(pack, wire, (begin, now), *(more or ())))
+    return times
 
 
 def _after_backward(stage: Stage, end: int) -> list[tuple[Pair, Pair]]:
@@ -149,7 +188,7 @@ class _StepGraph:
         self.bounds: dict[int, Pair] = {}  # first and last operation of an action
         self.sends: dict[int, int] = {}
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
-        self.syncs: list[list[tuple[int, int, int]]] = [[] for _ in stages]  # pack, all-reduce, unpack
+        self.syncs: list[list[tuple[int, ...]]] = [[] for _ in stages]  # fields of SyncTimes
         self.updates = [0] * len(stages)
 
     def build(self) -> None:
@@ -195,7 +234,7 @@ class _StepGraph:
         sync = self.stages[rank].syncs[bucket]
         pack = self.builder.add(rank, COMPUTE, sync.pack_ns)
         wire = self.builder.add(rank, COMMUNICATION, sync.duration_ns, needs=[pack])
-        self.syncs[rank].append((pack, wire, -1))
+        self.syncs[rank].append((pack, wire))
         return pack
 
     def _finish(self, rank: int) -> None:
@@ -204,16 +243,26 @@ class _StepGraph:
             for bucket in range(len(syncs)):
                 self._start_sync(rank, bucket)
                 if self.sync == "per_parameter":
-                    self._unpack(rank, bucket)
-        for bucket in range(len(syncs)):
-            if self.syncs[rank][bucket][2] < 0:
-                self._unpack(rank, bucket)
+                    self._receive(rank, [bucket])
+        if self.sync != "per_parameter":
+            self._receive(rank, range(len(syncs)))
         self.updates[rank] = self.builder.add(rank, COMPUTE, self.stages[rank].optimizer_ns)
 
-    def _unpack(self, rank: int, bucket: int) -> None:
-        pack, wire, _ = self.syncs[rank][bucket]
-        unpack = self.builder.add(rank, COMPUTE, self.stages[rank].syncs[bucket].unpack_ns, needs=[wire])
-        self.syncs[rank][bucket] = (pack, wire, unpack)
+    def _receive(self, rank: int, buckets: Sequence[int]) -> None:
+        """Add what `_receive` of this module times: the second sending of all buckets, then unpacking."""
+        syncs, add = self.stages[rank].syncs, self.builder.add
+        wires = [self.syncs[rank][bucket][1] for bucket in buckets]
+        again: dict[int, tuple[int, int, int]] = {}
+        for bucket in buckets:
+            if (later := syncs[bucket].later) is not None:
+                between = add(rank, COMPUTE, later.between_ns, needs=wires)
+                wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
+                again[bucket] = (between, wire, add(rank, COMPUTE, later.after_ns))
+        for bucket in buckets:
+            pack, first = self.syncs[rank][bucket]
+            more = again.get(bucket, ())
+            unpack = add(rank, COMPUTE, syncs[bucket].unpack_ns, needs=[more[1] if more else first])
+            self.syncs[rank][bucket] = (pack, first, unpack, *more)
 
 
 def time_by_graph(

@@ -2,7 +2,8 @@
 
 The compute lane of a rank holds whole passes ("forward", "backward"; in a pipeline "2F0"), "synchronize" (kind "wait":
 from the end of the last backward until the gradients are averaged) and "optimizer". The communication lane holds one
-"all_reduce" for each bucket, with its bytes. Messages between stages have a lane for each direction.
+"all_reduce" for each bucket, with its bytes, or what compression sends in its place. In detail (`layer_trace`) the
+compute lane shows each bucket's "encode" and "decode" too. Messages between stages have a lane for each direction.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from distlab.plan.records import Plan
 from distlab.trace import Span, Trace
 from simulator.pipeline import LETTERS, F
 from simulator.stages import Stage
-from simulator.timing import Timing
+from simulator.syncs import Sync
+from simulator.timing import SyncTimes, Timing
 
 Ints = NDArray[np.int64]
 
@@ -39,10 +41,7 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
         spans.append(Span(stage, "compute", name, kind, start, end, 0, stage, microbatch))
     for rank, (stage_of_rank, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
         for sync, times in zip(stage_of_rank.syncs, syncs, strict=True):
-            what = sync.name.removeprefix("all_reduce ")
-            spans.append(Span(rank, "compute", f"pack {what}", "copy", *times.pack, sync.num_bytes, rank))
-            spans.append(Span(rank, "compute", f"unpack {what}", "copy", *times.unpack, sync.num_bytes, rank))
-            spans.append(Span(rank, "communication", sync.name, "all_reduce", *times.all_reduce, sync.num_bytes, rank))
+            spans += _copies(rank, sync, times) + _exchanges(rank, sync, times)
         spans.append(Span(rank, "compute", "optimizer", "optimizer", *timing.optimizer[rank], 0, rank))
     kept = [span for span in spans if span.end_ns > span.start_ns]
     return _on_all_ranks(Trace.concatenate([Trace.from_spans(kept), _messages(stages, timing)]), plan.data)
@@ -101,13 +100,38 @@ def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
     spans = []
     for rank, stage in enumerate(stages):
         for sync, times in zip(stage.syncs, timing.syncs[rank], strict=True):
-            spans.append(Span(rank, "communication", sync.name, "all_reduce", *times.all_reduce, sync.num_bytes, rank))
+            spans += _exchanges(rank, sync, times)
         end = int(timing.end_ns[timing.order.offsets[rank + 1] - 1])
         begin, finish = timing.optimizer[rank]
         if stage.syncs:
             spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, rank))
         spans.append(Span(rank, "compute", "optimizer", "optimizer", begin, finish, 0, rank))
     return spans
+
+
+def _exchanges(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
+    """Return what a bucket sends: one call, or a second one after it."""
+    spans = [Span(rank, "communication", sync.name, sync.kind, *times.all_reduce, sync.num_bytes, rank)]
+    if sync.later is not None and times.later is not None:
+        name = f"{sync.name}, second factor"
+        spans.append(Span(rank, "communication", name, sync.later.kind, *times.later, sync.later.num_bytes, rank))
+    return spans
+
+
+def _copies(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
+    """Return what is done to a bucket before and after it travels: packing, or encoding and decoding."""
+    what = sync.name.removeprefix(f"{sync.kind} ")
+    if not sync.compressed:
+        pairs = [("pack", "copy", times.pack), ("unpack", "copy", times.unpack)]
+    else:
+        pairs = [("encode", "encode", times.pack), ("decode", "decode", times.unpack)]
+    if times.between is not None:
+        pairs.insert(1, ("encode second factor of", "encode", times.between))
+    if times.after is not None:
+        pairs.insert(2, ("encode remainder of", "encode", times.after))
+    return [
+        Span(rank, "compute", f"{verb} {what}", kind, *pair, sync.gradient_bytes, rank) for verb, kind, pair in pairs
+    ]
 
 
 def _layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:

@@ -14,15 +14,19 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from distlab.compression import make_hook
 from distlab.data import ByteCorpus
 from distlab.data_parallel import DataParallel
 from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round, now
+from distlab.measure.compression import measure_codec, median_codec
 from distlab.measure.windows import Window
 from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
+from distlab.plan.compression import Compression
 from distlab.plan.records import Plan, Work, Workload
 from distlab.trace import SpanWriter, Trace
 from simulator import Step, simulate
+from simulator.codec import MeasuredCodec
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,6 +49,8 @@ class Training:
         budget_s: seconds after which no further window starts.
         bucket_bytes: capacity of a gradient bucket.
         first_bucket_bytes: capacity of the first bucket.
+        num_microbatches: parts of a rank's batch whose gradients are accumulated; only the last part's backward sends.
+        compression: what ranks send in place of their gradients.
     """
 
     model: GPTConfig
@@ -57,6 +63,8 @@ class Training:
     budget_s: float = 36.0
     bucket_bytes: int = 1_000_000
     first_bucket_bytes: int = 250_000
+    num_microbatches: int = 1
+    compression: Compression | None = None
 
 
 @dataclass
@@ -68,6 +76,7 @@ class RankReport:
         weights: a copy of the model's parameters after num_updates updates, by name, on the CPU.
         workload: what the model asks of a device at this rank's batch.
         rounds: calibration rounds, one more than windows.
+        codecs: encoding and decoding as timed in each round, where gradients are compressed.
         measured_s: seconds of a step in each window, the mean over its steps and over all ranks.
         step_ns: start and end of each timed step on the machine's monotonic clock.
         trace: what the rank did: forward, backward, optimizer, waiting, and each bucket's way.
@@ -77,6 +86,7 @@ class RankReport:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     workload: Workload | None = None
     rounds: list[Round] = field(default_factory=list)
+    codecs: list[MeasuredCodec] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
@@ -89,31 +99,40 @@ def train(training: Training, data: bytes, progress: Callable[[int], None] = lam
     model = GPT(training.model, torch.Generator().manual_seed(training.seed + rank)).to(device)
     spans = SpanWriter(rank)
     replica = DataParallel(  # starts from rank 0's weights
-        model, bucket_bytes=training.bucket_bytes, first_bucket_bytes=training.first_bucket_bytes, spans=spans
+        model,
+        bucket_bytes=training.bucket_bytes,
+        first_bucket_bytes=training.first_bucket_bytes,
+        spans=spans,
+        hook=None if training.compression is None else make_hook(training.compression),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = _batches(training, data, rank, world_size, device)
     report = RankReport()
 
     def step(batch: Batch) -> torch.Tensor:
-        inputs, targets = batch
         replica.zero_grad()
-        with _on_device(spans, "forward", "F", device):
-            loss = model.loss(model(inputs), targets)
-        with _on_device(spans, "backward", "B", device):
-            loss.backward()
+        total = torch.zeros((), device=device)
+        parts = _microbatches(training, batch)
+        for index, (inputs, targets) in enumerate(parts):
+            last = index == len(parts) - 1
+            with contextlib.nullcontext() if last else replica.no_sync():
+                with _on_device(spans, "forward", "F", device):
+                    loss = model.loss(model(inputs), targets) * (len(inputs) / len(batch[0]))
+                with _on_device(spans, "backward", "B", device):
+                    loss.backward()
+            total += loss.detach()
         with _on_device(spans, "synchronize", "wait", device):
             replica.synchronize()
         with _on_device(spans, "optimizer", "optimizer", device):
             optimizer.step()
-        return loss.detach()
+        return total
 
     for update in range(training.num_updates):
         report.losses.append(_mean_over_ranks(step(next(batches))))
         progress(update + 1)
     report.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     if training.num_windows:
-        report.workload = _count(training, *next(batches))
+        report.workload = _count(training, *_microbatches(training, next(batches))[0])
         _time_windows(training, report, step, batches, progress=progress)
     report.trace = spans.trace()
     return report
@@ -140,7 +159,14 @@ def _time_windows(
     device = device_of(training.device, dist.get_rank())
     works: dict[str, Work] = {}
     deadline = time.monotonic() + training.budget_s
-    report.rounds.append(measure_round(device, works=works))
+
+    def calibrate() -> None:
+        report.rounds.append(measure_round(device, works=works))
+        if training.compression is not None:
+            cluster = fit_cluster(report.rounds[-1], dist.get_world_size())
+            report.codecs.append(measure_codec(training.compression, cluster, device=device))
+
+    calibrate()
     while not _finished(training, report, deadline, device):
         step(next(batches))  # a warm cache, as in the middle of training
         ready = [next(batches) for _ in range(training.steps_a_window)]
@@ -152,7 +178,7 @@ def _time_windows(
             report.step_ns.append((start_ns, time.monotonic_ns()))
         seconds = torch.tensor((now(device) - begin) / training.steps_a_window, dtype=torch.float64)
         report.losses.append(_mean_over_ranks(loss))
-        report.rounds.append(measure_round(device, works=works))
+        calibrate()
         report.measured_s.append(_mean_over_ranks(seconds.to(device)))
         progress(training.num_updates + len(report.measured_s))
 
@@ -167,14 +193,17 @@ def windows_of(training: Training, report: RankReport, num_ranks: int) -> list[W
     assert report.workload is not None, "windows are timed after the workload was counted"
     workload = report.workload
 
-    def predicted_s(rounds: list[Round]) -> float:
-        speeds = replace(median_round(rounds), contention=contention)
-        return predict(training, workload, speeds, num_ranks).duration_s
+    def predicted_s(first: int, stop: int) -> float:
+        speeds = replace(median_round(report.rounds[first:stop]), contention=contention)
+        codec = median_codec(report.codecs[first:stop]) if report.codecs else None
+        return predict(training, workload, speeds, num_ranks, codec=codec).duration_s
 
     windows = []
     for index, measured_s in enumerate(report.measured_s):  # round `index` stands before window `index`
-        before, after = report.rounds[max(0, index - 1) : index + 1], report.rounds[index + 1 : index + 3]
-        windows.append(Window(measured_s, predicted_s(before + after), predicted_s(before), predicted_s(after)))
+        first, middle, stop = max(0, index - 1), index + 1, index + 3
+        windows.append(
+            Window(measured_s, predicted_s(first, stop), predicted_s(first, middle), predicted_s(middle, stop))
+        )
     return windows
 
 
@@ -190,15 +219,19 @@ def _finished(training: Training, report: RankReport, deadline: float, device: t
     return bool(agreed)
 
 
-def predict(training: Training, workload: Workload, measured: Round, num_ranks: int) -> Step:
+def predict(
+    training: Training, workload: Workload, measured: Round, num_ranks: int, *, codec: MeasuredCodec | None = None
+) -> Step:
     """Simulate a data-parallel step of the workload on this machine, as a calibration round saw it."""
     plan = Plan(
         data=num_ranks,
         gradient_sync="overlapped",
         bucket_bytes=training.bucket_bytes,
         first_bucket_bytes=training.first_bucket_bytes,
+        num_microbatches=training.num_microbatches,
+        compression=training.compression,
     )
-    return simulate(workload, fit_cluster(measured, num_ranks), plan)
+    return simulate(workload, fit_cluster(measured, num_ranks), plan, codec=codec)
 
 
 @contextlib.contextmanager
@@ -218,6 +251,12 @@ def _batches(training: Training, data: bytes, rank: int, world_size: int, device
         inputs, targets = corpus.batch(step, training.batch_size, training.seed, rank=rank, world_size=world_size)
         yield inputs.to(device), targets.to(device)
         step += 1
+
+
+def _microbatches(training: Training, batch: Batch) -> list[Batch]:
+    """Cut a rank's batch into parts as even as can be."""
+    inputs, targets = (part.tensor_split(training.num_microbatches) for part in batch)
+    return [(x, y) for x, y in zip(inputs, targets, strict=True) if len(x)]
 
 
 def _mean_over_ranks(loss: torch.Tensor) -> float:

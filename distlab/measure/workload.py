@@ -130,6 +130,7 @@ def _as_layer(name: str, counts: _Counts) -> Layer:
     return Layer(
         name=name,
         parameter_sizes=tuple(p.numel() for p in counts.parameters),
+        parameter_shapes=tuple(tuple(p.shape) for p in counts.parameters),
         forward=counts.forward,
         input_gradient=counts.input_gradient,
         weight_gradient=counts.weight_gradient,

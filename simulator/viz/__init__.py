@@ -2,10 +2,12 @@
 
 Every picture is a pure function from a Trace (or recorded calls, or a cost model) to a matplotlib Figure, and has a
 `describe_` twin that returns its text for readers who cannot see it. `to_png` renders a figure; no window is ever
-opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`, `race_panel`), which need
-ipywidgets.
+opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`, `race_panel`, `bucket_panel`,
+`compression_panel`), which need ipywidgets.
 """
 
+from simulator.viz.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
+from simulator.viz.compression import describe_compression, draw_compression
 from simulator.viz.fit_picture import describe_fit, draw_fit
 from simulator.viz.memory import describe_memory, draw_memory
 from simulator.viz.messages import describe_message_diagram, draw_message_diagram
@@ -21,6 +23,8 @@ from simulator.viz.train_step import describe_train_step, draw_train_step, step_
 
 __all__ = [
     "RecordedCall",
+    "describe_bucket_sweep",
+    "describe_compression",
     "describe_fit",
     "describe_memory",
     "describe_message_diagram",
@@ -31,6 +35,8 @@ __all__ = [
     "describe_schedule",
     "describe_timeline",
     "describe_train_step",
+    "draw_bucket_sweep",
+    "draw_compression",
     "draw_fit",
     "draw_memory",
     "draw_message_diagram",

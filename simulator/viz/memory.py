@@ -40,6 +40,7 @@ MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
         "optimizer": KindStyle("#CC79A7", "O", "optimizer state"),
         "activations": KindStyle("#009E73", "A", "activations"),
         "buckets": KindStyle("#F0E442", "B", "gradient buckets"),
+        "errors": KindStyle("#8C564B", "E", "errors kept by compression"),
     }
 )
 TOP_IN, BOTTOM_IN = 1.35, 1.15

@@ -6,15 +6,15 @@ texts that it has drawn, and a text that comes again, at whatever place, is stam
 
 from __future__ import annotations
 
-import io
 import math
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from PIL import Image
 
 MAX_STAMPS = 4096
 PARTS = 4  # of a pixel, to which a stamp's place across is rounded; up and down it stands on whole pixels
@@ -33,9 +33,7 @@ class Painter:
         """Return the figure as PNG bytes, packed lightly."""
         canvas = _Canvas(figure, self)
         canvas.draw()  # type: ignore[no-untyped-call]
-        out = io.BytesIO()
-        Image.fromarray(np.asarray(canvas.buffer_rgba())).save(out, format="png", compress_level=1)  # type: ignore[no-untyped-call]
-        return out.getvalue()
+        return pack_png(np.asarray(canvas.buffer_rgba()))  # type: ignore[no-untyped-call]
 
     def renderer_for(self, width: int, height: int, dpi: float) -> _Renderer:
         """Return the renderer of the last figure where it fits, else a new one that takes over its stamps."""
@@ -45,6 +43,30 @@ class Painter:
             if old is not None and same_dpi:
                 self._renderer.stamps, self._renderer.sizes = old.stamps, old.sizes
         return self._renderer
+
+
+def pack_png(pixels: NDArray[np.uint8]) -> bytes:
+    """Return pixels as PNG bytes, losing nothing.
+
+    Each row is kept as its difference from the row above (filter 2 of the standard), which is zero nearly everywhere in
+    a picture of boxes: then the fastest packing is small too. Trying every filter on every row takes twice as long.
+
+    Shapes: pixels [height, width, 4], red, green, blue and opacity
+    Source: Portable Network Graphics (PNG) Specification, third edition, W3C 2025: 5.3, 9.2, 11.2.
+    """
+    height, width, channels = pixels.shape
+    flat = pixels.reshape(height, channels * width)
+    rows = np.empty((height, 1 + channels * width), np.uint8)
+    rows[:, 0] = 2
+    rows[0, 1:] = flat[0]
+    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.data, 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 class _Canvas(FigureCanvasAgg):

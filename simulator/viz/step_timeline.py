@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_s
 from simulator.viz.pen import Pen, width_in
-from simulator.viz.step_state import RankStep, TrainStep
+from simulator.viz.step_state import RankStep, TrainStep, passes
 from simulator.viz.style import (
     FAINT,
     INK,
@@ -38,9 +38,12 @@ def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep,
     axes.spines["left"].set_visible(False)
     bars, inch = Pen(axes), end / (WIDTH_IN - LEFT_IN - RIGHT_IN)
     styles = kind_styles([span.kind for span in own.spans])
+    several = len(passes(own.spans, "B")) > 1
     for span in own.spans:
         style = styles[span.kind]
-        texts = (span.name if len(span.name) < 14 else style.words, style.letter)
+        texts: tuple[str, ...] = (span.name if len(span.name) < 14 else style.words, style.letter)
+        if several and span.microbatch >= 0:
+            texts = tuple(f"{text}{span.microbatch + 1}" for text in (f"{style.words} ", style.letter))
         _bar(bars, (span.start_ns / 1e9, span.end_ns / 1e9), 0.0, style.colour, texts, inch=inch)
     for intervals, colour, words in ((own.hidden, HIDDEN, "hidden"), (own.exposed, EXPOSED, "exposed")):
         for start, stop in intervals:

@@ -51,6 +51,8 @@ KINDS: Mapping[str, KindStyle] = MappingProxyType(
         "loss": KindStyle("#DDCC77", "L", "loss"),
         "data": KindStyle("#D9D2C5", "D", "data"),
         "copy": KindStyle("#C9B79C", "C", "copy"),
+        "encode": KindStyle("#8C564B", "En", "encode"),
+        "decode": KindStyle("#C49C94", "De", "decode"),
         "recompute": KindStyle("#A6CEE3", "Re", "recompute"),
         "all_reduce": KindStyle("#0072B2", "A", "all-reduce"),
         "reduce_scatter": KindStyle("#D55E00", "RS", "reduce-scatter"),

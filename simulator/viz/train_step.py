@@ -15,20 +15,8 @@ from matplotlib.figure import Figure
 from distlab.trace.span import Trace
 from simulator.units import format_bytes, format_s
 from simulator.viz.pen import Pen
-from simulator.viz.step_state import (
-    ABSENT,
-    FILLING,
-    MEAN,
-    OWN,
-    SENT,
-    Held,
-    RankStep,
-    TrainStep,
-    best_moment,
-    held_at,
-    read_step,
-    step_of,
-)
+from simulator.viz.step_read import step_of
+from simulator.viz.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at
 from simulator.viz.step_timeline import (
     EXPOSED,
     FOOT_IN,
@@ -50,17 +38,16 @@ from simulator.viz.style import (
     WIDTH_IN,
     LegendBox,
     kind_styles,
-    name_ranks,
     new_figure,
     pale,
     percent,
     put_title,
     text_colour,
 )
+from simulator.viz.train_step_text import MAX_RANKS, describe_train_step, microbatches, read_moment, shares, takeaway
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 
-MAX_RANKS = 8
 ROW_IN, GAP_IN, TOP_IN, HEADER_IN, NAMES_IN = 0.6, 0.23, 0.95, 0.36, 0.5
 ACTIVATIONS_IN, GRADIENTS_IN = 3.25, 4.75
 MAX_NAMED = 24
@@ -96,7 +83,7 @@ def draw_train_step(
     Raises:
         ValueError: the trace is no data-parallel step (the text says why), or has no such rank.
     """
-    step, own, moment = _read(trace, at_s, buckets, rank)
+    step, own, moment = read_moment(trace, at_s, buckets, rank)
     shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN
@@ -117,74 +104,11 @@ def draw_train_step(
     view.pen.legend(_legend(own))
     view.pen.flush()
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
+    note += f"; {text}" if (text := microbatches(own)) else ""
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
-    note += f"; rank {own.rank}'s communication: {_shares(own)}."
-    put_title(figure, title or _takeaway(own, held_at(own, moment), moment), note)
+    note += f"; rank {own.rank}'s communication: {shares(own)}."
+    put_title(figure, title or takeaway(own, held_at(own, moment), moment), note)
     return figure
-
-
-def describe_train_step(
-    trace: Trace, at_s: float | None = None, *, buckets: Sequence[str] | None = None, rank: int = 0
-) -> str:
-    """Say in words what `draw_train_step` shows; arguments as there.
-
-    Raises:
-        ValueError: as `draw_train_step`.
-    """
-    step, own, moment = _read(trace, at_s, buckets, rank)
-    lines = [f"{_takeaway(own, held_at(own, moment), moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
-    for each in step.ranks[:MAX_RANKS]:
-        held = held_at(each, moment)
-        counts = {state: sum(s == state for s, _ in held.gradients) for state in (MEAN, SENT, OWN, FILLING, ABSENT)}
-        words = {MEAN: "averaged", SENT: "being averaged", OWN: "its own, ready", FILLING: "being made"}
-        words[ABSENT] = "not there yet"
-        parts = [f"{count} {words[state]}" for state, count in counts.items() if count]
-        weights = "new weights" if held.updated else "old weights"
-        count = len(held.gradients)
-        of = f"gradients of {count} all-reduce{'s' if count != 1 else ''}"
-        gradients = f"{of}: {', '.join(parts)}" if parts else "no all-reduce"
-        lines.append(f"rank {each.rank}: {held.doing}; {weights}, {percent(held.activations)} activations, {gradients}")
-    if len(step.ranks) > MAX_RANKS:
-        lines.append(f"and {len(step.ranks) - MAX_RANKS} more ranks")
-    return "\n".join(lines)
-
-
-def _read(
-    trace: Trace, at_s: float | None, buckets: Sequence[str] | None, rank: int
-) -> tuple[TrainStep, RankStep, float]:
-    step = read_step(trace, buckets)
-    own = next((each for each in step.ranks if each.rank == rank), None)
-    if own is None:
-        raise ValueError(f"the trace has no rank {rank}; choose one of {[each.rank for each in step.ranks]}")
-    moment = best_moment(step) if at_s is None else min(max(float(at_s), 0.0), step.duration_s)
-    return step, own, moment
-
-
-def _shares(own: RankStep) -> str:
-    if not own.hidden_s + own.exposed_s:
-        return "no communication"
-    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed"
-    return f"{text} ({percent(own.exposed_share)})"
-
-
-def _takeaway(own: RankStep, held: Held, moment: float) -> str:
-    """Return the title: what is being averaged now and what the rank does meanwhile."""
-    sent = [r for r, (state, _) in zip(own.reductions, held.gradients, strict=True) if state == SENT]
-    when = f"At {format_s(moment)}"
-    if not sent:
-        done = sum(state == MEAN for state, _ in held.gradients)
-        now = {"step done": "the step is done"}.get(held.doing, f"rank {own.rank}: {held.doing}")
-        return f"{when}: {now}, {done} of {len(held.gradients)} all-reduces done"
-    what = sent[0].name if len(sent) == 1 else f"{sent[0].name} and {len(sent) - 1} more"
-    late = sent[0].missing(moment)
-    waits = held.doing.startswith(("waits", "step"))
-    if late:
-        others = f"{name_ranks(late)} {'has' if len(late) == 1 else 'have'} come"
-        hidden = "exposed" if waits else f"hidden behind {held.doing.split()[0]}"
-        return f"{when}: {what} cannot be averaged before {others}; {hidden}"
-    if waits:
-        return f"{when}: averaging {what} while rank {own.rank} waits, exposed"
-    return f"{when}: averaging {what}, hidden behind rank {own.rank}'s {held.doing.split()[0]}"
 
 
 def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
@@ -254,7 +178,7 @@ def _draw_all_reduces(view: _View, held: Sequence[Held]) -> None:
     bottom, top = view.rows[-1], view.rows[0] + ROW_IN
     for column, (left, wide) in enumerate(view.cells):
         states = [each.gradients[column][0] for each in held]
-        if SENT not in states:
+        if not any(state == SENT and share < 1 for state, share in (each.gradients[column] for each in held)):
             continue
         met = all(state in (SENT, MEAN) for state in states)
         look = (HIDDEN, 2.8) if met else (FAINT, 1.6)

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from distlab.trace.span import Trace
 from simulator.viz.panel import Panel
-from simulator.viz.step_state import best_moment, read_step
+from simulator.viz.step_read import read_step
+from simulator.viz.step_state import best_moment
 from simulator.viz.train_step import describe_train_step, draw_train_step
 
 

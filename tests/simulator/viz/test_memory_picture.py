@@ -8,7 +8,7 @@ from simulator.viz import describe_memory, draw_memory, to_png
 
 
 def two_stages():
-    peak = np.array([[4, 4, 8, 6, 0], [3, 3, 6, 2, 1]], np.int64) * 1_000_000
+    peak = np.array([[4, 4, 8, 6, 0, 0], [3, 3, 6, 2, 1, 0]], np.int64) * 1_000_000
     starts = (np.array([0, 10, 20]), np.array([10, 30, 50]))
     ends = (np.array([60, 70, 80]), np.array([20, 40, 60]))
     return Memory(peak, starts, ends, (2_000_000, 2_000_000))
@@ -46,7 +46,7 @@ def test_text_has_the_figures():
     ):
         assert part in text
     assert "buckets" not in text
-    assert KINDS[-1] == "buckets"
+    assert KINDS[-2:] == ("buckets", "errors")
 
 
 def test_png_follows_the_data_and_one_stage_is_enough():

@@ -9,7 +9,7 @@ from PIL import Image
 from viz_traces import data_parallel, grid
 
 from simulator.viz import draw_timeline, to_png
-from simulator.viz.paint import MAX_STAMPS, Painter
+from simulator.viz.paint import MAX_STAMPS, Painter, pack_png
 
 
 def colours(png):
@@ -90,6 +90,16 @@ def test_a_whole_timeline_differs_from_its_figure_at_the_edges_of_letters_only()
         differs = np.abs(plain - painted).max(axis=2)
         assert (differs > 0).mean() < 0.05
         assert differs.mean() < 1.0
+
+
+def test_pixels_are_packed_and_nothing_is_lost():
+    generator = np.random.default_rng(0)
+    for shape in ((1, 1, 4), (7, 5, 4), (64, 200, 4)):
+        pixels = generator.integers(0, 256, shape).astype(np.uint8)
+        png = pack_png(pixels)
+        assert (np.asarray(Image.open(io.BytesIO(png))) == pixels).all()
+    flat = np.full((400, 1000, 4), 255, np.uint8)
+    assert len(pack_png(flat)) < flat.size / 100
 
 
 def test_memory_is_bounded():

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from viz_traces import MS, data_parallel, grid
 
+from distlab.plan.compression import METHODS, Compression
 from distlab.plan.records import Plan
 from distlab.trace import Span, SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import describe_train_step, draw_train_step, step_of, to_png
 from simulator.viz.facts import facts_of
-from simulator.viz.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at, read_step
+from simulator.viz.step_read import read_step
+from simulator.viz.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
 from simulator.viz.style import name_ranks
 
 
@@ -127,6 +129,80 @@ def test_the_picture_frames_what_is_averaged_and_moves_its_cursor():
     assert "g0" not in words(done)[: words(done).index("not there yet")]
     assert not [a for a in done.axes[0].collections if a.get_gid() == "outlines"]
     assert to_png(figure) != to_png(done)
+
+
+def accumulated():
+    """One rank, two micro-batches: forward 10 ms, backward 20, again, one all-reduce halfway the second backward."""
+    spans = [
+        Span(0, "compute", "forward", "F", 0, 10 * MS, 0, 0, 0),
+        Span(0, "compute", "backward", "B", 10 * MS, 30 * MS, 0, 0, 0),
+        Span(0, "compute", "forward", "F", 30 * MS, 40 * MS, 0, 0, 1),
+        Span(0, "compute", "backward", "B", 40 * MS, 60 * MS, 0, 0, 1),
+        Span(0, "communication", "all_reduce bucket 0", "all_reduce", 50 * MS, 55 * MS, 100),
+        Span(0, "communication", "all_reduce bucket 1", "all_reduce", 60 * MS, 65 * MS, 100),
+        Span(0, "compute", "synchronize", "wait", 60 * MS, 65 * MS),
+        Span(0, "compute", "optimizer", "optimizer", 65 * MS, 70 * MS),
+    ]
+    return Trace.from_spans(spans)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_micro_batches_add_up_and_only_the_last_sends(numbered):
+    spans = [span if numbered else span._replace(microbatch=-1) for span in accumulated()]  # as SpanWriter marks them
+    trace = Trace.from_spans(spans)
+    own = read_step(trace).ranks[0]
+    shares = [[round(share, 3) for _, share in held_at(own, at / 1e3).gradients] for at in (5, 15, 20, 35, 45, 52)]
+    assert shares == [[0, 0], [0.25, 0], [0.5, 0], [0.5, 0.5], [0.75, 0.5], [0.4, 0.6]]
+    assert states(trace, 35) == [FILLING, FILLING]
+    assert states(trace, 52) == [SENT, FILLING]
+    kept = [round(held_at(own, at / 1e3).activations, 3) for at in (5, 10, 20, 35, 40, 60)]
+    assert kept == [0.5, 1.0, 0.5, 0.5, 1.0, 0.0]  # of one micro-batch: the first one's are gone before the second's
+    assert held_at(own, 0.045).doing == "backward 25 % of micro-batch 2"
+    text = describe_train_step(trace, 0.035)
+    assert "2 micro-batches, only the last one's backward sends." in text
+    figure = draw_train_step(trace, 0.035)
+    assert "only the last one's backward sends" in figure.texts[1].get_text()
+    assert ("forward 2" in words(figure)) == numbered
+
+
+def test_gpipe_keeps_the_activations_of_all_micro_batches():
+    step = simulated(None, num_microbatches=3, schedule="gpipe")
+    own = read_step(step.trace).ranks[0]
+    forward = step.timing.end_ns[2] / 1e9
+    assert held_at(own, forward).activations == pytest.approx(1.0)
+    assert held_at(own, step.timing.end_ns[0] / 1e9).activations == pytest.approx(1 / 3)
+
+
+def simulated(compression, **options):
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
+    workload = gpt_workload(**sizes, microbatch_size=2, bytes_per_parameter=4)
+    plan = Plan(data=4, bucket_bytes=100_000, first_bucket_bytes=30_000, compression=compression, **options)
+    return simulate(workload, cluster("laptop", 4), plan)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compressed_buckets_are_averaged_when_they_are_decoded(method):
+    step = simulated(Compression(method, rank=2))
+    own = read_step(step.layer_trace).ranks[0]
+    spans = [span for span in step.layer_trace if span.rank == 0]
+    assert len(own.reductions) == len(step.stages[0].syncs)
+    for index, reduction in enumerate(own.reductions):
+        (encode,) = [span for span in spans if span.name == f"encode bucket {index}"]
+        (decode,) = [span for span in spans if span.name == f"decode bucket {index}"]
+        sent = [span for span in spans if span.lane == "communication" and f"bucket {index}" in span.name]
+        assert reduction.name == f"bucket {index}"
+        assert reduction.num_bytes == sum(span.num_bytes for span in sent)
+        assert reduction.ready_s == encode.start_ns / 1e9
+        assert (reduction.start_s, reduction.arrived_s) == (sent[0].start_ns / 1e9, sent[-1].end_ns / 1e9)
+        assert reduction.end_s == decode.end_ns / 1e9
+        assert held_at(own, (decode.start_ns + decode.end_ns) / 2e9).gradients[index][0] == SENT
+        assert held_at(own, decode.end_ns / 1e9).gradients[index][0] == MEAN
+    assert own.exposed_s == pytest.approx(step.exposed_communication_s, abs=1e-8)
+    last = max(span.end_ns for span in spans if span.kind == "decode") / 1e9
+    figure = draw_train_step(step.layer_trace, last - 1e-7)
+    assert "encode" in words(figure)
+    assert "decode" in words(figure)
+    assert "decode bucket" in describe_train_step(step.layer_trace, last - 1e-7).splitlines()[0]
 
 
 def test_names_of_buckets_and_many_ranks():

@@ -1,0 +1,69 @@
+"""How far the simulator's prediction of a data-parallel step is from the measured one: accumulation and compression.
+
+The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
+machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
+repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
+than the model's. The plain step of the same model is in benchmarks/tour.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from distlab.cli.tour import prepare
+from distlab.comm import run
+from distlab.measure.ratio import Row, format_rows, median_interval
+from distlab.measure.training import RankReport, Training, train, windows_of
+from distlab.measure.windows import judge
+from distlab.plan.compression import Compression
+
+BAR = 0.10
+NUM_RANKS = 2
+CASES = (
+    ("4 micro-batches accumulated", {"num_microbatches": 4, "batch_size": 16}),
+    ("gradients quantized to 8 bits", {"compression": Compression("quantize", bits=8)}),
+    ("gradients by PowerSGD of rank 4", {"compression": Compression("powersgd", rank=4)}),
+    ("the 1 % largest gradients", {"compression": Compression("top_k", ratio=0.01)}),
+)
+
+
+@dataclass(frozen=True)
+class _Train:
+    """What a rank runs."""
+
+    training: Training
+    data: bytes
+
+    def __call__(self) -> RankReport:
+        return train(self.training, self.data)
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Yield the error of the prediction in each case."""
+    plain, data = prepare(Namespace(data=None, ranks=NUM_RANKS, device="cpu"))
+    plain = replace(plain, num_updates=1, num_windows=2 if quick else 20, budget_s=10.0 if quick else 120.0)
+    for words, change in CASES:
+        training = replace(plain, **change)
+        report = run(_Train(training, data), NUM_RANKS, timeout_s=900.0, record=False)[0]
+        windows = windows_of(training, report, NUM_RANKS)
+        verdict = judge(windows, bar=BAR)
+        errors = [abs(window.error) for window in windows if window.calm]
+        middle = verdict.median_error
+        yield Row(
+            claim=f"step of the small GPT on {NUM_RANKS} ranks, {words}: predicted against measured (median error)",
+            ours=middle,
+            peer=None,
+            ratio=None,
+            interval=median_interval(errors) if errors else (middle, middle),
+            unit="relative",
+            bar=f"<= {BAR} or twice the repeat spread",
+            holds=verdict.holds,
+            note=f"bias {verdict.signed_error:+.1%}; {verdict}",
+        )
+
+
+if __name__ == "__main__":
+    print(format_rows(list(rows(quick="--quick" in sys.argv))))

@@ -1,0 +1,197 @@
+"""Syncs: each exchange of gradients among the replicas of a stage, with its copies and its compression, in nanoseconds.
+
+A sync is the way of one bucket: pack it (and encode it), send it, unpack it (and decode it). Without compression one
+all-reduce carries the gradients. With it, `exchanges` says what travels instead; PowerSGD alone sends a second time,
+after it has worked on what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from distlab.plan.buckets import assign_buckets
+from distlab.plan.compression import Exchange, exchanges
+from distlab.plan.records import Cluster, Layer, Plan, Work
+from simulator.codec import CodecTimes, MeasuredCodec, codec_times
+from simulator.cost import (
+    all_gather_s,
+    all_reduce_s,
+    all_reduce_steps,
+    compute_s,
+    hierarchical_all_gather_s,
+    hierarchical_all_reduce_s,
+)
+from simulator.units import to_ns
+
+
+class Later(NamedTuple):
+    """The second time that a bucket sends: what is computed before it, what it carries, what is computed meanwhile."""
+
+    between_ns: int
+    kind: str
+    num_bytes: int
+    duration_ns: int
+    after_ns: int
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One bucket of gradients on its way to the mean.
+
+    Attributes:
+        name: what a reader sees.
+        num_bytes: payload of this rank's calls, the second time apart.
+        layer: layer of the stage (0 first) whose backward makes the last of its gradients.
+        pack_ns: copying the gradients into a buffer and dividing or encoding them, before.
+        duration_ns: the all-reduce, or what compression sends instead.
+        unpack_ns: copying the mean back, or decoding it, after.
+        kind: the call that travels: all_reduce or all_gather.
+        gradient_bytes: bytes of its gradients.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+        compressed: whether it is encoded.
+        later: the second time, where there is one.
+    """
+
+    name: str
+    num_bytes: int
+    layer: int
+    pack_ns: int
+    duration_ns: int
+    unpack_ns: int
+    kind: str = "all_reduce"
+    gradient_bytes: int = 0
+    sent_bytes: float = 0.0
+    compressed: bool = False
+    later: Later | None = None
+
+
+class Group(NamedTuple):
+    """Consecutive ranks of a cluster that exchange gradients: the replicas of one stage."""
+
+    cluster: Cluster
+    first_rank: int
+    num_ranks: int
+
+    def exchange_ns(self, kind: str, num_bytes: float) -> int:
+        """Return the time of a call with num_bytes on each rank: in one node a ring, over whole nodes hierarchical.
+
+        A group that spans nodes without filling them runs a ring over the slower of the two links.
+        """
+        num_ranks, per_node = self.num_ranks, self.cluster.devices_per_node
+        one, many = _COSTS[kind]
+        whole = num_bytes * num_ranks if kind == "all_gather" else num_bytes
+        intra, inter = self.cluster.intra_node, self.cluster.inter_node
+        if self.is_in_one_node:
+            return to_ns(one(whole, num_ranks, intra))
+        if self.first_rank % per_node == 0 and num_ranks % per_node == 0:
+            return to_ns(many(whole, per_node, num_ranks // per_node, intra_node=intra, inter_node=inter))
+        return to_ns(max(one(whole, num_ranks, link) for link in (intra, inter)))
+
+    @property
+    def is_in_one_node(self) -> bool:
+        """Whether no message leaves a node."""
+        per_node = self.cluster.devices_per_node
+        return self.first_rank // per_node == (self.first_rank + self.num_ranks - 1) // per_node
+
+    def sent_bytes(self, kind: str, num_bytes: float) -> float:
+        """Return what a rank sends for a call with num_bytes on each rank, by a ring."""
+        if kind == "all_gather":
+            return (self.num_ranks - 1) * num_bytes
+        return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
+
+
+_COSTS = {
+    "all_reduce": (all_reduce_s, hierarchical_all_reduce_s),
+    "all_gather": (all_gather_s, hierarchical_all_gather_s),
+}
+
+
+def make_syncs(
+    layers: Sequence[Layer],
+    bytes_per_parameter: int,
+    *,
+    group: Group,
+    plan: Plan,
+    codec: MeasuredCodec | None = None,
+) -> tuple[Sync, ...]:
+    """Return what a stage exchanges, in the order in which it starts."""
+    shapes = [shape for layer in layers for shape in layer.shapes]
+    sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
+    owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
+    if plan.data == 1 or not sizes:
+        return ()
+
+    def sync(what: str, parameters: tuple[int, ...]) -> Sync:
+        num_bytes = sum(sizes[index] for index in parameters)
+        device = group.cluster.device
+        pack, unpack = (compute_s(work, device) for work in _copies(num_bytes, len(parameters), plan.gradient_sync))
+        plain = Sync(
+            name=f"all_reduce {what}",
+            num_bytes=num_bytes,
+            layer=min(owner[index] for index in parameters),
+            pack_ns=to_ns(pack),
+            duration_ns=group.exchange_ns("all_reduce", num_bytes),
+            unpack_ns=to_ns(unpack),
+            gradient_bytes=num_bytes,
+            sent_bytes=group.sent_bytes("all_reduce", num_bytes),
+        )
+        if plan.compression is None:
+            return plain
+        bucket = [shapes[index] for index in parameters]
+        if codec is not None:
+            times = codec.times(num_bytes)
+        else:
+            extra = {"num_ranks": group.num_ranks, "bytes_per_element": bytes_per_parameter}
+            times = codec_times(plan.compression, bucket, device=device, **extra)
+        return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
+
+    everything = tuple(range(len(sizes)))
+    if plan.gradient_sync == "per_parameter":
+        return tuple(sync(f"parameter {parameter}", (parameter,)) for parameter in everything)
+    if plan.gradient_sync == "flat":
+        return (sync("all gradients", everything),)
+    first_bucket_bytes = plan.first_bucket_bytes if plan.gradient_sync == "overlapped" else None
+    buckets = assign_buckets(sizes, plan.bucket_bytes, first_bucket_bytes)
+    return tuple(sync(f"bucket {bucket.index}", bucket.parameters) for bucket in buckets)
+
+
+def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> Sync:
+    """Return the sync that sends those calls in place of its gradients.
+
+    PowerSGD's last call carries the second factor, which is made from the first: it waits for the others.
+    """
+    *first, last = calls
+    later = Later(times.between_ns, *last, group.exchange_ns(*last), times.after_ns) if first else None
+    first = first or [last]
+    kind = first[0].kind
+    return replace(
+        plain,
+        name=plain.name.replace("all_reduce", kind, 1),
+        num_bytes=sum(call.num_bytes for call in first),
+        pack_ns=plain.pack_ns + times.encode_ns,
+        duration_ns=sum(group.exchange_ns(*call) for call in first),
+        unpack_ns=plain.unpack_ns + times.decode_ns,
+        kind=kind,
+        sent_bytes=sum(group.sent_bytes(*call) for call in calls),
+        compressed=True,
+        later=later,
+    )
+
+
+def _copies(num_bytes: int, num_tensors: int, gradient_sync: str) -> tuple[Work, Work]:
+    """Return the work before and after one all-reduce.
+
+    Dividing reads and writes every gradient, and so does a copy. A parameter alone is divided in place. Flat and
+    bucketed gradients are copied into a buffer, divided there, and copied back. Overlapped gradients live in the
+    buffer. Each is divided there from a hook, which costs about what a kernel does, and added up while it is in the
+    cache, which tells whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
+    """
+    one_pass = 2 * num_bytes
+    if gradient_sync == "per_parameter":
+        return Work(memory_bytes=one_pass, num_kernels=num_tensors), Work()
+    if gradient_sync == "overlapped":
+        return Work(memory_bytes=one_pass, num_kernels=3 * num_tensors), Work()
+    copy = Work(memory_bytes=one_pass, num_kernels=num_tensors)
+    return copy + Work(memory_bytes=one_pass, num_kernels=1), copy

@@ -1,0 +1,216 @@
+"""Compression in the simulator: what is sent, when it is encoded and decoded, and what is kept."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
+
+from distlab.plan.compression import METHODS, Compression, exchanges
+from distlab.plan.records import (
+    GRADIENT_SYNCS,
+    Contention,
+    Layer,
+    Link,
+    Plan,
+    Protocol,
+    Work,
+)
+from simulator import (
+    MeasuredCodec,
+    all_gather_s,
+    all_reduce_s,
+    codec_work,
+    compute_s,
+    hierarchical_all_gather_s,
+    simulate,
+    sweep_compression,
+    with_bandwidth,
+)
+from simulator.step import _compile
+from simulator.timing import time_by_graph, time_directly
+from simulator.units import to_ns
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("compression", EACH, ids=METHODS)
+def test_a_rank_sends_what_exchanges_says(compression, num_ranks):
+    step = simulate(WORKLOAD, cluster_of(8), plan_of(compression, data=num_ranks))
+    shapes = [shape for layer in WORKLOAD.layers for shape in layer.shapes]
+    total, where = 0.0, len(shapes)
+    for sync in step.stages[0].syncs:  # buckets take the parameters from the last on
+        count = next(n for n in range(1, where + 1) if _bytes(shapes[where - n : where]) == sync.gradient_bytes)
+        bucket = shapes[where - count : where][::-1]
+        where -= count
+        for kind, num_bytes in exchanges(compression, bucket):
+            total += num_bytes * (num_ranks - 1 if kind == "all_gather" else 2 * (num_ranks - 1) / num_ranks)
+    assert where == 0
+    assert step.sent_bytes_per_rank == pytest.approx([total] * num_ranks)
+    sent = [span for span in step.trace if span.rank == 0 and span.kind in ("all_gather", "all_reduce")]
+    assert {span.kind for span in sent} == {exchanges(compression, shapes)[0].kind}
+    assert {span.lane for span in sent} == {"communication"}
+
+
+def _bytes(shapes):
+    return 4 * sum(math.prod(shape) for shape in shapes)
+
+
+def test_a_bucket_is_encoded_when_full_then_sent_then_decoded():
+    compression = Compression("quantize", bits=4)
+    step = simulate(WORKLOAD, cluster_of(4), plan_of(compression))
+    spans = [span for span in step.layer_trace if span.rank == 0]
+    passes = {span.name: span for span in spans}
+    for index, sync in enumerate(step.stages[0].syncs):
+        encode, send, decode = (passes[f"{verb} bucket {index}"] for verb in ("encode", "all_gather", "decode"))
+        assert (encode.lane, encode.kind, decode.lane, decode.kind) == ("compute", "encode", "compute", "decode")
+        assert encode.start_ns >= passes[f"backward layer {sync.layer}"].end_ns
+        assert encode.end_ns <= send.start_ns < send.end_ns <= decode.start_ns
+        assert decode.end_ns <= to_ns(step.duration_s)
+    last = max(span.end_ns for span in spans if span.kind == "B")
+    assert passes["encode bucket 0"].end_ns < last  # and the rest of backward goes on while it travels
+    assert min(span.start_ns for span in spans if span.kind == "decode") >= last
+
+
+def test_encoding_and_decoding_take_what_is_counted_or_measured():
+    compression = Compression("sign")
+    shapes = ((100, 100),)
+    workload, free = workload_of(shapes), cluster_of(3, link=Link("free", (Protocol(0.0, 1e30),)))
+    plain = simulate(workload, free, Plan(data=3)).duration_s
+    counted = simulate(workload, free, Plan(data=3, compression=compression)).duration_s
+    work = codec_work(compression, shapes, num_ranks=3)
+    assert counted - plain == pytest.approx(compute_s(work.encode, DEVICE) + compute_s(work.decode, DEVICE), abs=5e-9)
+    codec = MeasuredCodec(compression, 3, 1e-3, 1e-8, 2e-3, 3e-8)
+    measured = simulate(workload, free, Plan(data=3, compression=compression), codec=codec).duration_s
+    assert measured - plain == pytest.approx(3e-3 + 4e-8 * 40_000, abs=5e-9)
+
+
+def test_powersgd_sends_its_second_factor_while_the_rank_waits():
+    compression = Compression("powersgd", rank=2)
+    step = simulate(WORKLOAD, cluster_of(4), plan_of(compression))
+    spans = sorted((s for s in step.layer_trace if s.rank == 0), key=lambda span: span.start_ns)
+    first = [s for s in spans if s.kind == "all_reduce" and "second" not in s.name]
+    second = [s for s in spans if s.kind == "all_reduce" and "second" in s.name]
+    made = [s for s in spans if s.name.startswith("encode second")]
+    assert len(first) == len(second) == len(made) == len(step.stages[0].syncs) >= 2
+    assert made[0].start_ns >= max(s.end_ns for s in first)  # as the hook: all first answers, then all second messages
+    assert all(a.end_ns <= b.start_ns for a, b in zip(made, second, strict=True))
+    assert second[0].start_ns < made[-1].end_ns  # one travels while the next is made
+    shapes = ((300, 200), (300,))
+    one = simulate(workload_of(shapes), cluster_of(4), Plan(data=4, compression=compression))
+    sent = [s.num_bytes for s in one.trace if s.rank == 0 and s.kind == "all_reduce"]
+    assert sent == [call.num_bytes for call in exchanges(compression, shapes)]
+
+
+@pytest.mark.parametrize(
+    ("compression", "encode_passes", "decode_passes"),
+    [  # passes over the bucket, by the table of simulator.codec; n = 3 ranks; k is a tenth
+        (Compression("top_k", ratio=0.1), 11 + 3, 1 + 3 + 3 * 3 * 0.1),
+        (Compression("random_k", ratio=0.1, error_feedback=False), 1, 1 + 3 * 0.1),
+        (Compression("quantize", bits=8), 9 + 3, 1 + 3 + 3 * 8),
+        (Compression("quantize", bits=4), 9 + 2 + 3, 1 + 3 + 3 * 10),
+        (Compression("sign", error_feedback=False), 4 + 2, 1 + 3 * 10),
+    ],
+)
+def test_passes_are_those_of_the_table(compression, encode_passes, decode_passes):
+    work = codec_work(compression, ((100, 100),), num_ranks=3)
+    assert work.encode.memory_bytes == pytest.approx(encode_passes * 40_000)
+    assert work.decode.memory_bytes == pytest.approx(decode_passes * 40_000)
+    assert work.encode.matmul_flops == work.between.matmul_flops == 0
+
+
+def test_powersgd_is_counted_in_products():
+    work = codec_work(Compression("powersgd", rank=4), ((300, 200), (10,)), num_ranks=3)
+    product = 2 * 4 * 300 * 200
+    flops = [part.matmul_flops for part in (work.encode, work.between, work.after, work.decode)]
+    assert flops == [product, product + 4 * 4 * 4 * 300, product, product]
+
+
+def test_more_payloads_take_longer_to_decode_only_where_they_are_gathered():
+    for compression in EACH:
+        few, many = (codec_work(compression, ((500, 500),), num_ranks=n) for n in (2, 16))
+        assert few.encode == many.encode
+        gathers = exchanges(compression, ((500, 500),))[0].kind == "all_gather"
+        assert (many.decode.memory_bytes > few.decode.memory_bytes) == gathers
+
+
+def test_small_tensors_and_shapes_that_are_not_known_go_whole_through_powersgd():
+    compression = Compression("powersgd", rank=2)
+    plain = simulate(workload_of(((60_000,),)), cluster_of(2), Plan(data=2))
+    whole = simulate(workload_of(((60_000,),)), cluster_of(2), Plan(data=2, compression=compression))
+    assert whole.sent_bytes_per_rank == plain.sent_bytes_per_rank
+    assert whole.stages[0].syncs[0].later is None
+
+
+def test_nodes_gather_across_and_then_inside():
+    slow = Link("network", (Protocol(1e-4, 1e7),))
+    compression = Compression("sign")
+    workload = workload_of(((512, 512),))
+    payload = exchanges(compression, ((512, 512),))[0].num_bytes
+    cases = ((8, 8, all_gather_s(8 * payload, 8, LINK)), (6, 4, all_gather_s(6 * payload, 6, slow)))
+    for data, per_node, expected in cases:
+        step = simulate(workload, cluster_of(8, per_node=per_node, slow=slow), Plan(data=data, compression=compression))
+        assert step.stages[0].syncs[0].duration_ns == to_ns(expected)
+    step = simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8, compression=compression))
+    expected = hierarchical_all_gather_s(8 * payload, 4, 2, intra_node=LINK, inter_node=slow)
+    assert step.stages[0].syncs[0].duration_ns == to_ns(expected)
+    assert expected == pytest.approx(1e-4 + payload / 1e7 + 3e-5 + 6 * payload / 1e8)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_error_feedback_keeps_the_gradients_once_more(feedback):
+    step = simulate(WORKLOAD, cluster_of(2), plan_of(Compression("top_k", error_feedback=feedback), data=2))
+    assert step.memory.of("errors") == (WORKLOAD.gradient_bytes if feedback else 0)
+    assert simulate(WORKLOAD, cluster_of(2), plan_of(Compression("top_k"), data=1)).memory.of("errors") == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(EACH),
+    st.sampled_from(GRADIENT_SYNCS),
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.floats(1e5, 1e11),
+)
+def test_both_roads_agree_and_no_lane_does_two_things(compression, sync, data, stages, microbatches, bandwidth):
+    options = {"gradient_sync": sync, "pipeline": stages, "num_microbatches": microbatches}
+    plan = plan_of(compression, data=data, **options)
+    step = simulate(WORKLOAD, with_bandwidth(cluster_of(16), plan, bandwidth), plan)
+    compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
+    direct = time_directly(compiled, step.stages, sync=sync)
+    by_graph = time_by_graph(compiled, step.stages, sync=sync)
+    assert direct.syncs == by_graph.syncs
+    assert direct.optimizer == by_graph.optimizer
+    contended = simulate(WORKLOAD, cluster_of(16, contention=Contention(1.3, 1.7)), plan)
+    for trace in (step.trace, step.layer_trace, contended.layer_trace):
+        for lane in ("compute", "communication"):
+            spans = trace.select((trace.rank == 0) & trace.is_word("lane", lane))
+            order = np.lexsort((spans.end_ns, spans.start_ns))
+            assert (spans.start_ns[order][1:] >= spans.end_ns[order][:-1]).all()
+    assert 0 <= step.exposed_communication_s <= step.duration_s
+
+
+def test_senseless_questions_are_refused():
+    codec = MeasuredCodec(Compression("sign"), 4, 0.0, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="measured for .*sign.* among 4 ranks; the plan has None among 4"):
+        simulate(WORKLOAD, cluster_of(4), Plan(data=4), codec=codec)
+    with pytest.raises(ValueError, match="encode_s is -1"):
+        MeasuredCodec(Compression("sign"), 4, -1, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="bandwidth above zero"):
+        with_bandwidth(cluster_of(2), Plan(data=2), 0)
+    with pytest.raises(ValueError, match="at least one compression"):
+        sweep_compression(WORKLOAD, cluster_of(2), Plan(data=2), compressions=())
+    with pytest.raises(ValueError, match="two replicas"):
+        sweep_compression(WORKLOAD, cluster_of(2), Plan(), compressions=EACH)
+    with pytest.raises(ValueError, match="pass a Compression"):
+        Plan(data=2, compression="top_k")
+    with pytest.raises(ValueError, match="pass shapes of those sizes"):
+        Layer("l", (6,), Work(), Work(), Work(), parameter_shapes=((2, 4),))
+
+
+def test_all_reduce_methods_cost_an_all_reduce():
+    compression = Compression("random_k", ratio=0.1)
+    step = simulate(workload_of(((100, 100),)), cluster_of(4), Plan(data=4, compression=compression))
+    assert step.stages[0].syncs[0].duration_ns == to_ns(all_reduce_s(4 * 1000, 4, LINK))

@@ -1,0 +1,161 @@
+"""The pictures of sweeps mark the optimum and the break-even where the sweep has them, and say the same in words."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distlab.plan.compression import METHODS, Compression
+from distlab.plan.records import Plan
+from simulator import cluster, gpt_workload, sweep_buckets, sweep_compression, with_bandwidth
+from simulator.sweep import BucketSweep, CompressionLine, CompressionSweep, bucket_sizes
+from simulator.viz import describe_bucket_sweep, describe_compression, draw_bucket_sweep, draw_compression, to_png
+from simulator.viz.bucket_sweep import nearest
+from simulator.viz.compression import compression_label, ranking, stops
+
+WORKLOAD = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
+MACHINE = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
+EACH = tuple(Compression(method) for method in METHODS)
+
+
+def with_gid(figure, gid):
+    return [artist for axes in figure.axes for artist in (*axes.lines, *axes.collections) if artist.get_gid() == gid]
+
+
+def test_an_optimum_lies_between_too_small_and_too_large():
+    sweep = sweep_buckets(WORKLOAD, MACHINE, Plan(data=4))
+    assert 0 < sweep.best < len(sweep.bucket_bytes) - 1
+    assert sweep.duration_s[sweep.best] == min(sweep.duration_s)
+    assert sweep.num_buckets[0] > sweep.num_buckets[sweep.best] > sweep.num_buckets[-1]
+    low, high = sweep.good_bucket_bytes(0.02)
+    assert low <= sweep.best_bucket_bytes <= high
+    for size, duration in zip(sweep.bucket_bytes, sweep.duration_s, strict=True):
+        if low <= size <= high:
+            assert duration <= 1.02 * min(sweep.duration_s)
+
+
+def test_the_optimum_is_marked_and_the_exposed_part_shaded():
+    sweep = BucketSweep((10_000, 100_000, 1_000_000), (9, 3, 1), (0.03, 0.02, 0.025), (0.02, 0.005, 0.015))
+    figure = draw_bucket_sweep(sweep, at_bytes=900_000)
+    (optimum,), (chosen,) = with_gid(figure, "optimum"), with_gid(figure, "chosen")
+    assert (optimum.get_xdata()[0], optimum.get_ydata()[0]) == (100_000, 20.0)
+    assert (chosen.get_xdata()[0], chosen.get_ydata()[0]) == (1_000_000, 25.0)
+    (exposed,) = with_gid(figure, "exposed")
+    heights = exposed.get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(10.0)  # 25 - 15 ms: what is not exposed
+    assert heights.max() == pytest.approx(30.0)
+    assert figure.texts[0].get_text() == "Buckets of 100 kB make the shortest step; the worst size costs 50 % more"
+    text = describe_bucket_sweep(sweep, at_bytes=900_000)
+    assert "Chosen: 1 MB, 1 bucket: step 25 ms, 15 ms of it exposed." in text
+    assert "Best: 100 kB, 3 buckets: step 20 ms, 5 ms of it exposed." in text
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_sizes_where_nothing_matters_and_one_size():
+    flat = BucketSweep((10, 20), (2, 1), (0.01, 0.01), (0.0, 0.0))
+    assert "hardly matters" in draw_bucket_sweep(flat).texts[0].get_text()
+    assert flat.best == 1  # the fewest buckets
+    assert to_png(draw_bucket_sweep(BucketSweep((10,), (1,), (0.01,), (0.0,))))
+    assert nearest(flat, 0) == 0
+    sizes = bucket_sizes(WORKLOAD)
+    assert sizes[-1] == WORKLOAD.gradient_bytes
+    assert list(sizes) == sorted(set(sizes))
+    with pytest.raises(ValueError, match="no bucket sizes"):
+        sweep_buckets(WORKLOAD, MACHINE, Plan(data=4), sizes=())
+
+
+def two_lines():
+    speeds = (1e7, 1e8, 1e9)
+    pays = CompressionLine(Compression("sign"), (0.2, 0.1, 0.09), 2e8)
+    never = CompressionLine(Compression("quantize", bits=1), (2.0, 0.9, 0.3), 0.0)
+    return CompressionSweep(speeds, (1.0, 0.15, 0.05), (pays, never), 0.04)
+
+
+def test_a_ring_marks_each_break_even():
+    figure = draw_compression(two_lines(), at_bytes_per_s=1e7)
+    (ring,) = with_gid(figure, "break-even")
+    assert ring.get_xdata()[0] == 2e8
+    assert 0.05 < ring.get_ydata()[0] < 0.15
+    assert [line.get_xdata()[0] for line in with_gid(figure, "chosen")] == [1e7]
+    for gid, seconds in (("plain", (1.0, 0.15, 0.05)), ("sign", (0.2, 0.1, 0.09))):
+        np.testing.assert_allclose(with_gid(figure, gid)[0].get_ydata(), seconds)
+    assert figure.texts[0].get_text() == "At 10 MB/s sign is best: the step takes 20 % of the plain one"
+
+
+def test_words_say_when_it_pays():
+    text = describe_compression(two_lines(), at_bytes_per_s=1e9)
+    assert text.startswith("At 1 GB/s no compression pays.")
+    assert "sign: pays below 200 MB/s." in text
+    assert "quantize 1 bit: never pays." in text
+    assert [name for name, _ in ranking(two_lines(), 1e9)] == ["uncompressed", "sign", "quantize 1 bit"]
+    sweep = two_lines()
+    always = replace(sweep.lines[0], break_even_bytes_per_s=math.inf)
+    assert stops(always) == "pays at any bandwidth"
+    for lines, title in (
+        (sweep.lines, "Above 200 MB/s no compression pays"),
+        (sweep.lines[1:], "Compression never pays here"),
+        ((always,), "sign pays at any bandwidth"),
+    ):
+        assert describe_compression(replace(sweep, lines=lines)).startswith(title)
+        assert draw_compression(replace(sweep, lines=lines)).texts[0].get_text() == title
+
+
+def test_every_method_has_a_name_and_a_line():
+    sweep = sweep_compression(WORKLOAD, MACHINE, Plan(data=4), compressions=EACH, bytes_per_s=(1e7, 1e9))
+    figure = draw_compression(sweep)
+    labels = [compression_label(each) for each in EACH]
+    assert len(set(labels)) == len(EACH)
+    for label in labels:
+        assert with_gid(figure, label)
+        assert label in describe_compression(sweep)
+
+
+class TestPanels:
+    """Panels need the notebooks extra."""
+
+    @pytest.fixture(autouse=True)
+    def needs_widgets(self):
+        pytest.importorskip("anywidget", reason="panels need the notebooks extra")
+
+    def test_the_bucket_slider_moves_the_mark_and_shows_the_step(self):
+        from simulator.viz.bucket_panel import bucket_panel
+
+        machines = {"slow": MACHINE, "fast": cluster("laptop", 4)}
+        panel = bucket_panel(WORKLOAD, machines, Plan(data=4, bucket_bytes=300_000))
+        slider = panel.controls["bucket_bytes"]
+        assert 0.8 < slider.value / 300_000 < 1.25
+        before = panel.png
+        slider.value = slider.options[-1][1]
+        assert panel.png != before
+        assert "Chosen: " in panel.text
+        panel.controls["cluster"].value = "fast"
+        panel.controls["picture"].value = "step"
+        assert "gradients of 2 all-reduces" in panel.text
+        assert panel.error is None
+
+    def test_the_bandwidth_slider_changes_who_is_best(self):
+        from simulator.viz.compression_panel import compression_panel
+
+        other = gpt_workload(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64, vocab_size=500)
+        models = {"small": other, "large": WORKLOAD}
+        two = (Compression("sign"), Compression("top_k"))
+        panel = compression_panel(models, MACHINE, Plan(data=4), compressions=two, bytes_per_s=(1e6, 1e8, 1e13))
+        assert panel.values["log_bytes_per_s"] == pytest.approx(math.log10(5e8), abs=0.1)
+        panel.controls["log_bytes_per_s"].value = 6.0
+        assert "is best" in panel.text
+        panel.controls["log_bytes_per_s"].value = 13.0
+        assert panel.text.startswith("At 10 TB/s no compression pays")
+        panel.controls["compressor"].value = "sign"
+        panel.controls["model"].value = "large"
+        assert panel.error is None
+        assert "top-k" not in panel.text
+
+    def test_panels_of_nothing_are_refused(self):
+        from simulator.viz.bucket_panel import bucket_panel
+        from simulator.viz.compression_panel import compression_panel
+
+        with pytest.raises(ValueError, match="no cluster"):
+            bucket_panel(WORKLOAD, {}, Plan(data=2))
+        with pytest.raises(ValueError, match="no model"):
+            compression_panel({}, MACHINE, Plan(data=2))
