@@ -1,18 +1,19 @@
-"""Exercises of lesson 3, and how each is driven and judged (see cases.py, judges.py and overlap_judge.py)."""
+"""Exercises of lesson 3, and how each is driven and judged (see cases.py, data_cases.py and the judges)."""
 
 from __future__ import annotations
 
-from distlab_lesson_03 import cases, judges, overlap_judge
+from distlab_lesson_03 import cases, data_cases, data_judges, judges, overlap_judge, sampler_judge
 
 from distlab.grading.exercise import Exercise
 
 TITLE = "Data parallel"
-MINUTES = 90
+MINUTES = 120
 NEEDS = ("01", "02")
 AIMS = (
     "Say why gradients are averaged and why all ranks must start equal, and prove it against one process.",
     "Build the ladder: one all-reduce a parameter, one flat one, buckets, buckets that travel during backward.",
     "Predict a step's time on your machine and on a cluster; read on a timeline what is hidden and what is exposed.",
+    "Accumulate gradients over micro-batches, give every sample out once, and weight what is uneven.",
     "Judge a claim about scaling by the conditions under which it holds.",
 )
 
@@ -102,6 +103,62 @@ EXERCISES = (
         ),
         on_failure=overlap_judge.overlap_failure,
         budget=overlap_judge.budget_overlap,
+    ),
+    Exercise(
+        name="03.accumulate",
+        title="send once for several micro-batches",
+        source="solutions:accumulate",
+        drive=data_cases.drive_accumulate,
+        judge=data_judges.judge_accumulate,
+        imports=(
+            "from collections.abc import Callable, Iterable",
+            "from contextlib import nullcontext",
+            "import torch",
+            "from torch.nn.parallel import DistributedDataParallel",
+        ),
+        hints=(
+            "A second backward adds its gradient to parameter.grad. What makes the sum of num_accumulated gradients "
+            "their mean?",
+            "DDP decides in *forward* whether the backward that follows sends. So no_sync() must surround both, "
+            "for all but the last micro-batch of an update. `nullcontext()` is a context that does nothing.",
+            "Count micro-batches from 1; the last of an update has number % num_accumulated == 0. Inside no_sync() (or "
+            "nullcontext() for the last): forward, loss / num_accumulated, backward. After the last: step, zero_grad.",
+        ),
+        budget=data_judges.budget_accumulate,
+    ),
+    Exercise(
+        name="03.sampler",
+        title="every sample once, wherever a run resumes",
+        source="solutions:samples_at",
+        drive=data_cases.drive_sampler,
+        judge=sampler_judge.judge_sampler,
+        imports=("import torch", "from distlab.rng import derive_seed"),
+        hints=(
+            "`divmod(position, num_samples)` is the number of the epoch and how far into it the position is.",
+            "Make the order of the whole epoch on every rank alike: a torch.Generator seeded from seed and epoch "
+            '(`derive_seed(seed, 0, f"epoch {epoch}")`) and `torch.randperm(num_samples, generator=...)`.',
+            "Cut the batch out of the order, `order[start : start + batch_size]`: a slice ends where the order ends. "
+            "Then deal it to the ranks like cards: `[rank::world_size]`, and `tolist()`.",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="03.uneven",
+        title="every token counts the same",
+        source="solutions:token_weights",
+        drive=data_cases.drive_tokens,
+        judge=data_judges.judge_tokens,
+        imports=("import torch", "import torch.distributed as dist"),
+        hints=(
+            "Write down the mean over all tokens of all ranks. In it, what stands before the mean loss of a "
+            "micro-batch of n tokens?",
+            "n / total, where total counts the tokens of all ranks: one all_reduce of a tensor with one number. Then "
+            "averaging over ranks divides by world_size, which nobody asked for.",
+            "total = torch.tensor(sum(num_tokens)); all_reduce it, also on a rank whose list is empty; return "
+            "n * world_size / total for each n.",
+        ),
+        on_failure=data_judges.tokens_failure,
+        budget=judges.budget_calls,
     ),
     Exercise(
         name="03.repair",

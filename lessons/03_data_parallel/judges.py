@@ -153,7 +153,8 @@ def budget_flat(evidence: Evidence) -> list[str]:
 
 def budget_calls(evidence: Evidence) -> list[str]:
     """Say how many calls a rank made."""
-    return [f"{num_calls(evidence, rank=0)} calls a rank: {', '.join(_ops(evidence, 0))}"]
+    number = num_calls(evidence, rank=0)
+    return [f"{number} call{'' if number == 1 else 's'} a rank: {', '.join(_ops(evidence, 0))}"]
 
 
 def told(text: str) -> str:

@@ -13,14 +13,15 @@
 # %% [markdown]
 # # 3. Data parallel
 #
-# 90 minutes. Comes after lessons 1 (ranks and messages) and 2 (collectives). You need no GPU: four processes on this
-# machine are the four ranks.
+# 120 minutes, with a good place for a break after 80. Comes after lessons 1 (ranks and messages) and 2 (collectives).
+# You need no GPU: four processes on this machine are the four ranks.
 #
 # Afterwards you can
 #
 # - say why gradients are averaged and why all ranks must start equal, and prove it against one process;
 # - build the ladder: one all-reduce a parameter, one flat one, buckets, buckets that travel during backward;
 # - predict a step's time, and read on a timeline what communication is hidden and what is exposed;
+# - accumulate gradients over micro-batches, give out each sample once, and weight what is uneven;
 # - judge a claim such as "8 GPUs give 6 to 7x" by the conditions under which it holds.
 
 # %%
@@ -116,7 +117,7 @@ print(f"the sum of the slices is {float(slices.sum(0) @ whole / (whole @ whole))
 # %% [markdown]
 # So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate; with 64 ranks,
 # with 64 times. This is the most common fault of all, and it can hide: Adam divides a gradient by its own size. One
-# step of Adam from a gradient, and from four times that gradient:
+# step of Adam from a gradient, and from four times that gradient (`run(f, 1)` calls `f` on one rank):
 
 
 # %% tags=["nbval-check-output"]
@@ -127,9 +128,13 @@ def update(optimizer_class, scale):
     return weight.detach()
 
 
-for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
-    ratio = update(optimizer_class, 4).norm() / update(optimizer_class, 1).norm()
-    print(f"{optimizer_class.__name__}: the update of a 4x gradient is {ratio:.2f}x as long")
+def four_times():
+    for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
+        ratio = update(optimizer_class, 4).norm() / update(optimizer_class, 1).norm()
+        print(f"{optimizer_class.__name__}: the update of a 4x gradient is {ratio:.2f}x as long")
+
+
+_ = run(four_times, 1)
 
 # %% [markdown]
 # Keep this in mind whenever somebody proves a distributed program with a falling loss: **compare with one process, and
@@ -245,8 +250,8 @@ def one_by_one(model):
     return lambda: average_gradients(model)
 
 
-judge = run(train, 1, args=(one_by_one, 10, torch.float64))[0]
-reports = ranks.run(train, one_by_one, 10, torch.float64)
+judge = run(train, 1, args=(one_by_one, 6, torch.float64))[0]
+reports = ranks.run(train, one_by_one, 6, torch.float64)
 means = [sum(losses) / 4 for losses in zip(*(report[1] for report in reports), strict=True)]
 print("mean loss of the four ranks:", [round(loss, 3) for loss in means])
 print("loss of one process:        ", [round(loss, 3) for loss in judge[1]])
@@ -259,7 +264,7 @@ def largest_difference(some, others):
 
 for rank, report in enumerate(reports):
     same = largest_difference(report[0], judge[0]) < 1e-10
-    print(f"after 10 updates rank {rank}'s weights are those of one process, to 1e-10: {same}")
+    print(f"after 6 updates rank {rank}'s weights are those of one process, to 1e-10: {same}")
 
 # %% [markdown]
 # Not "similar": the same, up to the order of additions. Everything after this is about time.
@@ -302,12 +307,16 @@ print(f"communicating {MACHINE.contention.communication_slowdown:.2f}x slower")
 # %%
 from distlab.measure.workload import workload_from_module
 
-counted = GPT(CONFIG)
-sgd = torch.optim.SGD(counted.parameters(), lr=0.1, momentum=0.9)
-batch = CORPUS.batch(0, 16, rank=0, world_size=4)
-WORK = workload_from_module(
-    counted, lambda: counted.loss(counted(batch[0]), batch[1]), optimizer=sgd, samples=4, name="small GPT"
-)
+
+def count_work():
+    model = GPT(CONFIG)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = CORPUS.batch(0, 16, rank=0, world_size=4)
+    step = lambda: model.loss(model(inputs), targets)  # noqa: E731
+    return workload_from_module(model, step, optimizer=sgd, samples=4, name="small GPT")
+
+
+WORK = ranks.run(count_work)[0]
 
 
 def predicted(rung, bucket_bytes=500_000):
@@ -341,7 +350,7 @@ from distlab.trace import Trace
 from simulator.viz.train_step import step_of
 
 
-def measure(prepare, num_steps=8):
+def measure(prepare, num_steps=7):
     reports = ranks.run(train, prepare, num_steps)
     calls = ranks.records().to_trace()
     calls = calls.select(calls.is_word("lane", "communication"))
@@ -635,6 +644,270 @@ for num_gpus in (8, 64):
 # the common default of 25 MB is too small. Megatron-LM's default grows with the number of ranks for this reason.
 
 # %% [markdown]
+# ## Send less often: accumulate
+#
+# *This is a good place for a break. What follows is about data: how much of it between two updates, and which.*
+#
+# Overlap hides the wire behind one backward. With 2,048 tokens a GPU that backward is too short for 64 GPUs, and more
+# tokens may not fit into memory at once. But not every backward needs an update. Run several **micro-batches** one
+# after the other: autograd adds their gradients up in `parameter.grad` by itself. Send the sum once, then make one
+# update. This is **gradient accumulation**.
+#
+# The mathematics is that of the ranks once more: $L = \frac{1}{M}\sum_m L_m$. So each loss is divided by the number of
+# micro-batches $M$.
+#
+# In the simulator it is one field of the plan. With one micro-batch of 2,048 tokens for each update, 64 GPUs do
+# 42.7 times the work of one. Predict: how many times with eight?
+
+
+# %%
+def accumulating_on(num_gpus, num_microbatches):
+    return simulate(gpt(1), cluster("dgx-h100", num_gpus), Plan(num_gpus, num_microbatches=num_microbatches))
+
+
+guess_5 = predict("What speed-up do 64 GPUs give with 8 micro-batches an update?", unit="x")
+guess_5
+
+# %% tags=["nbval-check-output"]
+guess_5.default(60)  # counts if you committed nothing above
+for count in (1, 2, 4, 8, 16):
+    alone, step = accumulating_on(1, count), accumulating_on(64, count)
+    sent_mb = step.sent_bytes_per_rank[0] / 1e6 / count
+    print(f"{count:2} micro-batches: {64 * alone.duration_s / step.duration_s:.1f}x,", end=" ")
+    print(f"{sent_mb:5,.0f} MB sent a rank for every 2,048 tokens")
+
+# %% [markdown]
+# An update sends the same bytes as before, so the bytes for each token fall as $1/M$. There is a price: the batch is
+# $M$ times larger and there are $M$ times fewer updates. What that does to learning is lesson 4.
+#
+# Look at one update. Where is the wire busy?
+
+
+# %%
+def draw_accumulating(num_microbatches):
+    step = accumulating_on(64, num_microbatches)
+    exposed_ms, each_ms = step.exposed_communication_s * 1e3, step.duration_s * 1e3 / num_microbatches
+    title = f"Update of {num_microbatches}: {each_ms:.0f} ms a micro-batch, {exposed_ms:.0f} ms exposed in all"
+    one = step.trace.select(step.trace.rank == 0)
+    return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
+
+
+accumulation_panel = Panel(
+    draw_accumulating, num_microbatches=ipywidgets.IntSlider(4, min=1, max=8, description="micro-batches")
+)
+accumulation_panel
+
+# %%
+accumulation_panel.controls["num_microbatches"].value = 8
+
+# %% [markdown]
+# Under the last backward only. The others leave it idle, and the exposed rest is paid once, for all of them.
+#
+# Your `overlap` sends in every backward. So does torch's `DistributedDataParallel` (DDP), which is your fourth rung in
+# C++; a section below has more on it. DDP can be told to be quiet: `with model.no_sync():`. *What* has to happen inside
+# is part of the exercise.
+#
+# ### Exercise: accumulate
+#
+# Write `accumulate(...)`, a small training loop. Budget: for each bucket **one all-reduce an update**, however many
+# micro-batches the update has. And memory for one micro-batch at a time: each has a forward and a backward of its own.
+
+# %% exercise="03.accumulate"
+
+# %% [markdown]
+# Four of the wrong versions that this check knows come from public code. All four train, and their losses fall.
+#
+# One process is the judge again: updates of 64 samples. The four ranks cut each of these batches into four
+# micro-batches, so that a rank has four samples at a time. Beside it, what you would do without accumulation: an update
+# for every micro-batch.
+
+# %%
+import time
+
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.comm.recorder import recorded
+
+
+def train_accumulating(num_accumulated):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(GPT(CONFIG, torch.Generator().manual_seed(0)), bucket_cap_mb=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [CORPUS.batch(step, 16, rank=rank, world_size=world_size) for step in range(4)]
+    call = {"microbatches": data, "num_accumulated": num_accumulated, "loss_fn": GPT.loss}
+    with recorded() as seen:
+        accumulate(model, optimizer, **call)
+    start = time.perf_counter()
+    accumulate(model, optimizer, **call)  # once more, now warm, for the time
+    return list(model.parameters()), seen.records, time.perf_counter() - start
+
+
+# %%
+def train_at_once():
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train_step(model, optimizer, batch=CORPUS.batch(0, 64), loss_fn=GPT.loss)
+    return list(model.parameters())
+
+
+at_once = run(train_at_once, 1)[0]
+accumulated = {count: ranks.run(train_accumulating, count)[0] for count in (1, 4)}
+
+# %% [markdown]
+# Equal? And how many times fewer bytes does an update every 4 send than one every 1? Say a number before you run on.
+# (A ring on four ranks sends 1.5 times the payload.)
+
+
+# %% tags=["nbval-check-output"]
+def update_of(num_accumulated):
+    half_mb = {"bucket_bytes": 500_000, "first_bucket_bytes": 500_000}
+    return simulate(WORK, MACHINE, Plan(4, num_microbatches=num_accumulated, **half_mb))
+
+
+same = largest_difference(accumulated[4][0], at_once) < 1e-5
+print("two updates of 4 x 4 micro-batches are two updates of one process, to 1e-5:", same)
+for count, (_, records, _) in accumulated.items():
+    said_mb = 4 / count * update_of(count).sent_bytes_per_rank[0] / 1e6
+    sent_mb = 1.5 * records.payload_bytes(0, "all_reduce") / 1e6
+    print(f"4 micro-batches, an update every {count}: predicted {said_mb:.2f} MB a rank, measured {sent_mb:.2f} MB")
+
+# %% [markdown]
+# A quarter of the bytes. And the time?
+
+# %%
+for count, (_, _, seconds) in accumulated.items():
+    said_ms = 4 / count * update_of(count).duration_s * 1e3
+    print(f"4 micro-batches, an update every {count}: predicted {said_ms:.0f} ms, measured {seconds * 1e3:.0f} ms")
+
+# %% [markdown]
+# ## Every sample once
+#
+# So far `CORPUS.batch(step, ...)` dealt the samples. Most programs use torch's `DistributedSampler`. Look at what it
+# hands out: ten samples, four ranks.
+
+# %% tags=["nbval-check-output"]
+from torch.utils.data import DistributedSampler
+
+
+def handed_out(epoch=None, **options):
+    samplers = [DistributedSampler(range(10), 4, rank, seed=0, **options) for rank in range(4)]
+    for sampler in samplers:
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+print("first epoch, four ranks:         ", handed_out())
+print("second epoch, set_epoch forgotten:", handed_out())
+print("second epoch, set_epoch(1):       ", handed_out(epoch=1))
+print("with drop_last=True:             ", handed_out(drop_last=True))
+
+# %% [markdown]
+# Four things to know about it:
+#
+# - **It repeats.** Ten samples became twelve, so that all ranks have equally many: two are seen twice an epoch. In
+#   training that is a small harm. In an evaluation it is a wrong number: those two count double. `drop_last=True` loses
+#   two samples instead.
+# - **The epoch must be told.** Without `set_epoch` every epoch has the same order, and nothing complains.
+# - **It has no position.** A run that is stopped in the middle of an epoch and resumed starts the epoch again: its
+#   first samples are seen twice.
+# - **It depends on the number of ranks.** Resume on two ranks instead of four, and "step 1" means other samples.
+#
+# All four go away if a batch is a *function* of how many samples the job has used so far, the **position**. Then there
+# is nothing to remember but one number, and a checkpoint keeps it.
+#
+# ### Exercise: a sampler without memory
+#
+# Write `samples_at(position, batch_size, ...)`. No ranks are needed: every rank can work out its own samples, and those
+# of all others. Nothing has to be sent.
+
+# %% exercise="03.sampler"
+
+# %% [markdown]
+# Stop four ranks in the middle of an epoch, and resume with two:
+
+
+# %% tags=["nbval-check-output"]
+def used(positions, world_size):
+    call = {"num_samples": 10, "seed": 0, "world_size": world_size}
+    return [[samples_at(position, 4, rank=rank, **call) for rank in range(world_size)] for position in positions]
+
+
+before, after = used([0, 4], 4), used([8], 2)
+print("on four ranks:", before)
+print("on two ranks: ", after)
+seen = [index for batch in before + after for samples in batch for index in samples]
+print("each sample once:", sorted(seen) == list(range(10)))
+
+# %% [markdown]
+# The library's `distlab.data_parallel.DistributedSampler` is this with the interface of torch's, and a `state_dict`.
+#
+# ## Not all batches are equal
+#
+# Your sampler neither repeats nor drops, so the last batch of an epoch is smaller: with four ranks and ten samples, two
+# of them get nothing at all. Text makes this worse. Sentences have different lengths, and the padding after them does
+# not count, so every micro-batch has another number of tokens, even where samples are equally many.
+#
+# Then **a mean of means is not the mean**. Three tokens in a short micro-batch count for as much as three hundred in a
+# long one. This fault sat in a widely used trainer until 2024, and it showed only when somebody compared accumulation
+# with one large batch. `loss_weight` above was the remedy for ranks with unequal numbers of samples. The general one
+# counts tokens, over all micro-batches *and* all ranks. For a micro-batch of $n$ tokens, of $N$ on all ranks together:
+#
+# $$\nabla L = \sum_\text{all} \frac{n}{N} \nabla L_\text{micro-batch}$$
+#
+# No rank knows $N$ by itself.
+#
+# ### Exercise: every token counts the same
+#
+# Write `token_weights(num_tokens)`. After it, ranks *average*: `average_gradients`, DDP and your own `overlap` divide
+# the sum by the number of ranks. Budget: one all-reduce of one number.
+
+# %% exercise="03.uneven"
+
+# %% [markdown]
+# Four ranks, micro-batches of several lengths, and rank 2 without data:
+
+
+# %%
+LENGTHS = ([32, 4], [8], [], [16, 2])  # tokens of a sample, one number a micro-batch
+
+
+def cut(rank):
+    batches = [CORPUS.batch(4 * rank + number, 2) for number in range(len(LENGTHS[rank]))]
+    return [tuple(t[:, :n] for t in batch) for batch, n in zip(batches, LENGTHS[rank], strict=True)]
+
+
+def uneven_gradient(weights_of):
+    model = GPT(CONFIG, torch.Generator().manual_seed(0)).double()
+    data = cut(dist.get_rank())
+    for (inputs, targets), weight in zip(data, weights_of([t.numel() for _, t in data]), strict=True):
+        (weight * model.loss(model(inputs), targets)).backward()
+    average_gradients(model)
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+# %% tags=["nbval-check-output"]
+def mean_of_means(num_tokens):
+    return [1 / len(num_tokens) for _ in num_tokens]
+
+
+model, num_all = GPT(CONFIG, torch.Generator().manual_seed(0)).double(), 2 * sum(map(sum, LENGTHS))
+for inputs, targets in [batch for rank in range(4) for batch in cut(rank)]:
+    (targets.numel() / num_all * model.loss(model(inputs), targets)).backward()
+one = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+for weights_of in (mean_of_means, token_weights):
+    error = float((ranks.run(uneven_gradient, weights_of)[0] - one).norm() / one.norm())
+    shown = "less than 1e-12" if error < 1e-12 else f"{error:.0%}"
+    print(f"{weights_of.__name__:14} differs from one process by {shown}")
+
+# %% [markdown]
+# Part of the first error is rank 2, whose nothing was averaged in as a zero. In the second run it took part as well: it
+# all-reduced its 0, and `average_gradients` counted its missing gradients as zeros. DDP needs more help: a rank that
+# runs no backward starts no bucket, and the others wait for ever. Let it run any micro-batch with weight 0, or use
+# `torch.distributed.algorithms.Join`, which answers in its place.
+
+# %% [markdown]
 # ## Popular claims, tested
 #
 # Guides repeat numbers about data parallelism. Derive the one that decides them all. With $P$ parameters and $T$
@@ -715,7 +988,62 @@ for num_gpus, samples in ((8, 8), (16, 4), (32, 2), (64, 1)):
     before_s = now_s
 
 # %% [markdown]
-# A larger batch is not free either: what it does to learning is lesson 4.
+# ### "Gradient accumulation costs no memory, only time"
+#
+# Both halves can be measured. First memory. What is held at the end of forward, when a step holds most, is the
+# activations that backward will need, and the gradients that are there already. Count both, for 16 samples at once,
+# for four micro-batches of four, and for four samples that are a whole batch.
+
+
+# %%
+def held(samples, num_microbatches):
+    model, kept = GPT(CONFIG), {}
+
+    def note(tensor):  # autograd calls this for each tensor that it keeps for backward
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for number in range(num_microbatches):
+        kept.clear()
+        inputs, targets = CORPUS.batch(number, samples)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.loss(model(inputs), targets)
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        loss.backward()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for place, size in kept.items() if place not in weights), gradients
+
+
+# %%
+for samples, count in ((16, 1), (4, 4), (4, 1)):
+    activation_bytes, gradient_bytes = held(samples, count)
+    print(f"{count} x {samples:2} samples: {activation_bytes / 1e6:.2f} MB of activations,", end=" ")
+    print(f"{gradient_bytes / 1e6:.2f} MB of gradients: {(activation_bytes + gradient_bytes) / 1e6:.2f} MB")
+
+# %% [markdown]
+# - **Against the large batch** accumulation saves: a quarter of the activations. That is what it is for.
+# - **Against the small batch** it does cost memory: one whole set of gradients. Without accumulation no gradient exists
+#   during forward, since the last update has thrown them away. With it they have to stay. For 1.3 billion parameters in
+#   16 bits that is 2.6 GB, and 5.2 GB where sums are kept in float32, as they should be: many small numbers are added.
+#   It is free only where gradients *are* views of the buckets, which are held all the time anyway.
+#
+# Now time, by the simulator, for the same eight samples of 2,048 tokens a GPU:
+
+# %% tags=["nbval-check-output"]
+for num_gpus in (1, 64):
+    large = simulate(gpt(8), cluster("dgx-h100", num_gpus), Plan(num_gpus)).duration_s
+    one_update, eight = accumulating_on(num_gpus, 8).duration_s, 8 * accumulating_on(num_gpus, 1).duration_s
+    print(f"{num_gpus:2} GPUs: {large * 1e3:.0f} ms at once, {one_update * 1e3:.0f} ms in 8 micro-batches,", end=" ")
+    print(f"{eight * 1e3:.0f} ms as 8 small batches with an update each")
+
+# %% [markdown]
+# - **Against a large batch that fits** it costs little: nothing on one GPU, 6 % on 64, since the exchange can hide
+#   behind the last micro-batch's backward only. (The simulator lets small kernels run as fast as large ones. Real ones
+#   do not, once a micro-batch is too small to fill a GPU.)
+# - **Against small batches** it saves time: one exchange and one optimizer step instead of eight.
+#
+# So both halves depend on what you compare with. True is: it lets you take a batch that does not fit, for the memory of
+# one set of gradients.
 
 # %% [markdown]
 # ## Spot the bug
@@ -732,13 +1060,9 @@ for num_gpus, samples in ((8, 8), (16, 4), (32, 2), (64, 1)):
 # `torch.nn.parallel.DistributedDataParallel` is the fourth rung in C++. Same model, same batches, turn by turn in one
 # run: equal losses, and how long a step takes.
 
+
 # %%
-import time
-
-from torch.nn.parallel import DistributedDataParallel
-
-
-def side_by_side(num_steps=12):
+def side_by_side(num_steps=10):
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), []
     ours, theirs = (GPT(CONFIG, torch.Generator().manual_seed(0)) for _ in range(2))
     programs = [(ours, overlap(make_buckets(ours))), (DistributedDataParallel(theirs, bucket_cap_mb=0.5), None)]
@@ -799,9 +1123,18 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 # copy.
 #
 # Sources are at the end. In the library, `distlab.data_parallel.DataParallel` is your `overlap` made fit for real
-# models: gradients that *are* views of the buckets, agreement between ranks at the start, unused parameters named.
-# Accumulation over several micro-batches (`no_sync`), samplers and uneven last batches come in a later part of this
-# lesson.
+# models: gradients that *are* views of the buckets, agreement between ranks at the start, unused parameters named,
+# and a `no_sync` that only backward needs to be inside of.
+#
+# Accumulation, samplers and uneven batches have names too:
+#
+# | | micro-batches of an update | position of the data | uneven batches |
+# |---|---|---|---|
+# | torch DDP | `no_sync()`; the loop is yours | `DistributedSampler`: `set_epoch`, no position | `model.join()` |
+# | torchtitan | from `training.global_batch_size` | data loader with a state | divides by all ranks' tokens |
+# | Megatron-LM | from `--global-batch-size` | `consumed_samples` | `--calculate-per-token-loss` |
+# | DeepSpeed | `gradient_accumulation_steps`; `backward` divides | torch's sampler | own, `scale_wrt_gas=False` |
+# | Horovod | `backward_passes_per_step` | `ElasticSampler`: `record_batch`, `state_dict` | `hvd.join()` |
 
 # %% [markdown]
 # ## Lab
@@ -836,6 +1169,10 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 # 4. Gradients are synchronised in `optimizer.step()`, says a guide. Which line of `train_step` proves it wrong?
 # 5. Two GPUs take 135 ms a step where one takes 120 ms for its half of the work. Which share is exposed, and what is
 #    the speed-up in work done a second?
+# 6. A paper trains with batches of 1,024 samples. You have 64 GPUs, and four samples fit on each. How many
+#    micro-batches has an update? Your 7B model's gradients take 14 GB: how many bytes does a rank send for each of its
+#    samples, with `no_sync` and without?
+# 7. An evaluation set has 1,000 samples, and torch's sampler deals them to 64 ranks. How many are counted twice?
 
 
 # %% tags=["nbval-check-output"]
@@ -851,6 +1188,9 @@ print(
 print("3. Adam: its update hardly depends on the gradient's scale. Plain SGD learns world_size times too slowly")
 print("4. synchronize() stands between backward() and optimizer.step(), which sends nothing")
 print(f"5. {1 - 120 / 135:.0%} exposed, {2 * 120 / 135:.2f}x")
+ring_gb = 2 * 63 / 64 * 14
+print(f"6. {1024 // (64 * 4)} micro-batches; {ring_gb / 16:.1f} GB a sample with no_sync, {ring_gb / 4:.1f} GB without")
+print(f"7. {-(-1000 // 64) * 64 - 1000}, since each rank gets {-(-1000 // 64)}")
 
 # %%
 ranks.close()
@@ -862,6 +1202,7 @@ ranks.close()
 #   hooks.
 # - Sergeev and Del Balso 2018, *Horovod*; its tensor fusion page and release notes 0.21 (128 MB, 1 ms), 2020.
 # - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, section 3: pitfalls of loss scaling and averaging.
+# - Hugging Face transformers, pull requests 34191 and 34242, 2024: means of means in accumulation, and across ranks.
 # - PyTorch documentation, DistributedDataParallel and its design note; read for torch 2.13. torchtitan, `apply_ddp` in
 #   its Llama 3 model, read 2026.
 # - Megatron Core documentation, DistributedDataParallelConfig (bucket_size, overlap_grad_reduce), read 2026.

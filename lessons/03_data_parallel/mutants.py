@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from distlab_lesson_03 import wrong_averages as starts
+from distlab_lesson_03 import wrong_data as data
 from distlab_lesson_03 import wrong_overlaps as hooks
 from torch import nn
 
@@ -82,6 +83,44 @@ MUTANTS = (
         ("unused hangs", hooks.overlap_forgets_unused, "unused parameter", "did not use layer 0", 2, 15),
         ("last of the loop", hooks.overlap_last_of_the_loop, "not started", "sees the loop's last bucket", 2, 16),
         ("one hook a bucket", hooks.overlap_one_hook_a_bucket, "starts too early", "count all gradients", 2, 16),
+    ),
+    *_rows(
+        "03.accumulate",
+        (
+            "around backward only",
+            data.accumulate_quiet_backward,
+            "forward outside",
+            "forward and backward inside",
+            2,
+            13,
+        ),
+        ("flag before backward", data.accumulate_late_flag, "last not averaged", "set it before forward", 2, 14),
+        ("not divided", data.accumulate_undivided, "loss not divided", "3x too large: it is the sum of 3", 1, 21),
+        ("counts from 0", data.accumulate_from_zero, "early update", "(index + 1) % 3 == 0", 2, 24),
+        ("no no_sync", data.accumulate_loudly, "sends every time", "no_sync() was never entered", 2, 13),
+        ("all inside no_sync", data.accumulate_silently, "never averaged", "must run outside no_sync()", 3, 14),
+        ("never zeroed", data.accumulate_for_ever, "old gradients", "zero_grad() after step()", 2, 21),
+        ("around DDP", data.accumulate_around, "around DDP", "call model(inputs)", 2, 12),
+        ("zeroes too often", data.accumulate_last_only, "only the last", "the others were thrown away", 2, 24),
+    ),
+    *_rows(
+        "03.sampler",
+        ("epoch left out", data.samples_in_one_order, "same order", "the epoch must be part of the seed", 1, 19),
+        ("position lost", data.samples_counted, "not repeatable", "a resumed run would see other samples", 1, 43),
+        ("epoch restarts", data.samples_from_the_start, "position ignored", "the epoch's first samples twice", 1, 72),
+        ("blocks of ranks", data.samples_by_block, "depends on ranks", "cut the batch among ranks", 1, 45),
+        ("pads", data.samples_padded, "padded", "some are seen twice", 1, 45),
+        ("drops the rest", data.samples_dropped, "samples lost", "the last batch is smaller", 1, 43),
+        ("rank in the seed", data.samples_of_each_rank, "ranks overlap", "leave rank out of the seed", 1, 19),
+    ),
+    *_rows(
+        "03.uneven",
+        ("mean of means", data.weights_alike, "mean of means", "a token in a short one counts for more", 1, 22),
+        ("own tokens", data.weights_of_own, "own tokens only", "where all ranks together have 19", 2, 23),
+        ("no world_size", data.weights_that_sum_to_one, "divided twice", "the mean over ranks divides by it", 3, 63),
+        ("a call each", data.weights_call_each, "a call each", "add up first, then call once", 2, 5),
+        ("empty stays away", data.weights_skip_empty, "rank without data", "must all_reduce its 0", 3, 5),
+        ("micro-batches counted", data.weights_by_count, "mean of means", "weight by tokens", 4, 23),
     ),
     *_rows(
         "03.repair",

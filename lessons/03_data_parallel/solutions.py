@@ -1,15 +1,18 @@
-"""Reference solutions of lesson 3: equal starts, then gradients averaged one by one, flat, in buckets, during backward.
+"""Reference solutions of lesson 3: equal starts; gradients averaged in four ways; micro-batches, samples and tokens.
 
 The library's own versions, made fit for real models, are in `distlab.data_parallel`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel.steps import GradientBucket
+from distlab.rng import derive_seed
 
 
 def broadcast_module(module: nn.Module) -> None:
@@ -113,3 +116,66 @@ def average_in_hooks(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gradient_ready)
+
+
+def accumulate(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    microbatches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    num_accumulated: int,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Make one update for every num_accumulated micro-batches, and send gradients once an update.
+
+    An update is that of one batch made of its micro-batches. No gradient is left over afterwards.
+
+    Args:
+        model: torch's wrapper: backward averages gradients over ranks, but for what is inside `with model.no_sync():`.
+        optimizer: of the model's parameters, whose gradients are None or zero.
+        microbatches: inputs and targets, all of one size; num_accumulated divides their number.
+        num_accumulated: micro-batches of one update.
+        loss_fn: mean loss of outputs and targets.
+    """
+    for number, (inputs, targets) in enumerate(microbatches, start=1):
+        is_last = number % num_accumulated == 0
+        with nullcontext() if is_last else model.no_sync():
+            loss = loss_fn(model(inputs), targets)
+            (loss / num_accumulated).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def samples_at(position: int, batch_size: int, *, num_samples: int, seed: int, rank: int, world_size: int) -> list[int]:
+    """Return this rank's samples of the batch that begins at a position.
+
+    Every epoch shows each sample once, in an order of its own, and ends with what is left: its last batch may be
+    smaller. A batch holds the same samples whatever the number of ranks. Nothing is remembered between calls.
+
+    Args:
+        position: samples that all ranks together have used since training began, over all epochs.
+        batch_size: samples of a batch, of all ranks together.
+        num_samples: samples in the data set.
+        seed: another seed, another order.
+        rank: which rank asks.
+        world_size: number of ranks; their shares of a batch differ by one sample at most.
+    """
+    epoch, start = divmod(position, num_samples)
+    shuffle = torch.Generator().manual_seed(derive_seed(seed, 0, f"epoch {epoch}"))
+    order = torch.randperm(num_samples, generator=shuffle)
+    return order[start : start + batch_size][rank::world_size].tolist()
+
+
+def token_weights(num_tokens: list[int]) -> list[float]:
+    """Return what to multiply each micro-batch's mean loss by, so that each token of all ranks counts the same.
+
+    A rank adds up the gradients of its micro-batches, then ranks average. With these weights the result is the
+    gradient of the mean loss over all tokens of all ranks.
+
+    Args:
+        num_tokens: tokens in each of this rank's micro-batches; empty on a rank that has run out of data.
+    """
+    total = torch.tensor(sum(num_tokens))
+    dist.all_reduce(total)
+    return [count * dist.get_world_size() / int(total) for count in num_tokens]

@@ -15,6 +15,8 @@ QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
     "02": "--sizes 4096,65536 --blocks 1",
     "03": "--steps 1 --hidden 16 --layers 1 --context 8 --bucket-bytes 4000",
+    "04": "--batch 64 --epochs 1",
+    "05": "--updates 5 --hidden 8 --samples 2",
 }
 LIMIT_S = 110
 
@@ -45,7 +47,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("number", "num_ranks"), [("01", 3), ("02", 2), ("03", 1)])
+@pytest.mark.parametrize(("number", "num_ranks"), [("01", 3), ("02", 2), ("03", 1), ("05", 2)])
 def test_distlab_lab_states_right_facts(number, num_ranks):
     found = facts(lab(number, num_ranks, "--json"))
     if number == "01":
@@ -55,9 +57,13 @@ def test_distlab_lab_states_right_facts(number, num_ranks):
     if number == "03":
         assert found["flat: all-reduces a step"] == 1
         assert found["overlap: all-reduces a step"] == found["buckets: all-reduces a step"] > 1
+    if number == "05":  # of 3,192 elements of 4 bytes
+        assert found["whole: bytes sent a rank in an update"] == 12_768
+        assert found["top-k: bytes sent a rank in an update"] == 31 * (4 + 4)
+        assert found["signs: bytes sent a rank in an update"] == 3192 // 8 + 4
 
 
-@pytest.mark.parametrize(("number", "num_ranks"), [("01", 2), ("02", 3), ("03", 3)])
+@pytest.mark.parametrize(("number", "num_ranks"), [("01", 2), ("02", 3), ("03", 3), ("04", 3)])
 def test_plain_torchrun_does_the_same(number, num_ranks):
     assert facts(torchrun(number, num_ranks, "--json"))
 

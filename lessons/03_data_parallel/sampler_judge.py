@@ -1,0 +1,169 @@
+"""Name what is wrong with a sampler: samples seen twice or lost, orders that repeat, positions that mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from distlab_lesson_03 import data_cases
+from distlab_lesson_03.data_cases import Case
+
+from distlab.grading.exercise import Evidence, Fault
+from distlab.grading.values import describe
+
+
+def judge_sampler(evidence: Evidence) -> Iterator[Fault]:
+    """Every epoch each sample once, in a new order, the same on any number of ranks and whenever one asks."""
+    found: dict[Case, dict[str, Any]] = evidence.results[0]
+    for case, result in found.items():
+        yield from _judge_form(case, result)
+    for case, result in found.items():
+        yield from _judge_memory(case, result)
+    for case, result in found.items():
+        yield from _judge_ranks(case, result)
+        yield from _judge_epochs(case, result)
+        num_samples, batch_size, world_size, seed = case
+        yield from _judge_world(case, result, found[num_samples, batch_size, data_cases.SAMPLER_WORLDS[0], seed])
+    yield from _judge_seeds(found)
+
+
+def _named(case: Case, position: int) -> str:
+    num_samples, batch_size, world_size, _ = case
+    who = "one rank" if world_size == 1 else f"{world_size} ranks"
+    return f"{num_samples} samples in batches of {batch_size} on {who}: the batch at position {position}"
+
+
+def _rows(case: Case, result: dict[str, Any], key: str = "batches") -> Iterator[tuple[str, int, int, list[list[int]]]]:
+    """Yield each batch's name, position, wanted size, and what each rank got."""
+    num_samples, batch_size = case[:2]
+    for position, batch in zip(result["positions"], result[key], strict=True):
+        left = num_samples - position % num_samples
+        yield _named(case, position), position, min(batch_size, left), batch
+
+
+def _judge_form(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
+    for key in ("batches", "again"):
+        for name, _, _, batch in _rows(case, result, key):
+            for rank, samples in enumerate(batch):
+                good = isinstance(samples, list | tuple) and all(type(index) is int for index in samples)
+                if not good:
+                    text = f"{name}: rank {rank} got {describe(samples)}"
+                    yield Fault("returned", f"{text}; expected a list of whole numbers (a tensor has tolist())")
+                    return
+                if any(not 0 <= index < case[0] for index in samples):
+                    yield Fault("no such sample", f"{name}: rank {rank} got {samples}; samples are 0 to {case[0] - 1}")
+                    return
+
+
+def _judge_memory(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
+    again = _rows(case, result, "again")
+    for (name, _, _, first), (_, _, _, second) in zip(_rows(case, result), again, strict=True):
+        if first != second:
+            text = f"{name} was {first}, and {second} when asked for again"
+            why = "a resumed run would see other samples; compute it from the arguments and from nothing else"
+            yield Fault("not repeatable", f"{text}: {why}")
+            return
+
+
+def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
+    """Inside one batch: as many samples as there should be, none on two ranks, shares that differ by one at most."""
+    for name, position, wanted, batch in _rows(case, result):
+        together = [index for samples in batch for index in samples]
+        if len(together) > wanted:
+            yield _too_many(case, result, position)
+            return
+        twice = sorted({index for index in together if together.count(index) > 1})
+        if twice:
+            owners = [rank for rank, samples in enumerate(batch) if twice[0] in samples]
+            text = f"{name} gives sample {twice[0]} to ranks {owners}"
+            yield Fault(
+                "ranks overlap", f"{text}: all ranks must cut one and the same order; leave rank out of the seed"
+            )
+            return
+        if len(together) < wanted:
+            yield _too_few(case, position, batch, wanted)
+            return
+        shares = [len(samples) for samples in batch]
+        if max(shares) - min(shares) > 1:
+            yield Fault("uneven shares", f"{name} gives ranks {shares} samples; they may differ by one at most")
+            return
+
+
+def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
+    """Say why a batch has more samples than it should."""
+    num_samples, batch_size, world_size, _ = case
+    rows = list(_rows(case, result))
+    name, _, wanted, batch = next(row for row in rows if row[1] == position)
+    together = [index for samples in batch for index in samples]
+    text = f"{name} has {len(together)} samples, {batch}, where it should have {wanted}"
+    if world_size > 1 and all(samples == batch[0] for samples in batch):
+        return Fault("the same for all", f"{text}: every rank got the whole batch; give each its own part")
+    if world_size == 1:
+        return Fault("beyond the epoch", f"{text}: it goes on beyond the epoch's end; let the last batch be smaller")
+    if len(together) == len(set(together)) == batch_size * world_size:
+        return Fault("a batch each", f"{text}: batch_size counts the samples of all ranks, not of one")
+    epoch = [row[3] for row in rows if row[1] // num_samples == position // num_samples]
+    shown = [index for given in epoch for samples in given for index in samples]
+    if len(shown) > len(set(shown)):
+        return Fault("padded", f"{text}: some are seen twice, as with torch's DistributedSampler; give fewer")
+    return Fault("too many samples", f"{text}: cut the batch first, then deal it to the ranks")
+
+
+def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> Fault:
+    """Say why a batch has fewer samples than it should."""
+    num_samples, batch_size = case[:2]
+    text = f"{_named(case, position)} has {sum(map(len, batch))} samples, {batch}, where it should have {wanted}"
+    if position >= num_samples and not any(batch):
+        why = "position counts over all epochs; position % num_samples is how far into its epoch it is"
+        return Fault("second epoch empty", f"{text}: {why}")
+    if wanted == batch_size:
+        return Fault("samples lost", f"{text}: give out what does not divide evenly too; ranks may differ by one")
+    return Fault("samples lost", f"{text}: the last batch is smaller, ranks may differ by one or have none")
+
+
+def _judge_epochs(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
+    """In an epoch each sample once; in the next another order."""
+    orders: list[list[int]] = [[], []]
+    for _, position, _, batch in _rows(case, result):
+        orders[position // case[0]] += [index for samples in batch for index in samples]
+    batches = [sorted(index for samples in batch for index in samples) for batch in result["batches"]]
+    num_batches = len(batches) // 2
+    if num_batches > 1 and batches[0][: len(batches[1])] == batches[1][: len(batches[0])]:
+        text = f"{_named(case, result['positions'][1])} is the batch at position 0 again"
+        yield Fault("position ignored", f"{text}: a run that resumes there sees the epoch's first samples twice")
+        return
+    for epoch, order in enumerate(orders):
+        missing = sorted(set(range(case[0])) - set(order))
+        if missing:
+            twice = sorted(index for index in set(order) if order.count(index) > 1)
+            text = f"epoch {epoch} of {case[0]} samples never shows samples {missing}"
+            yield Fault("epoch incomplete", f"{text} and shows {twice} twice: cut one order of the whole epoch")
+            return
+    if case[0] < 10:
+        return  # so few samples may fall into the same order by chance
+    if orders[0] == list(range(case[0])):
+        yield Fault("not shuffled", f"the order of {case[0]} samples is 0, 1, 2 ...: shuffle each epoch")
+    elif orders[0] == orders[1]:
+        text = f"both epochs of {case[0]} samples have the order {orders[0]}"
+        yield Fault("same order", f"{text}: the epoch must be part of the seed (what set_epoch does for torch's)")
+
+
+def _judge_world(case: Case, result: dict[str, Any], alone: dict[str, Any]) -> Iterator[Fault]:
+    """A batch must hold the same samples on any number of ranks, or a run resumed on fewer loses some."""
+    for (name, _, _, batch), one in zip(_rows(case, result), alone["batches"], strict=True):
+        together, expected = sorted(index for samples in batch for index in samples), sorted(one[0])
+        if together != expected:
+            text = f"{name} holds samples {together}, on one rank it holds {expected}"
+            why = "resumed on another number of ranks, a run sees some samples twice and others never"
+            yield Fault("depends on ranks", f"{text}: {why}; cut the batch among ranks, not the data set")
+            return
+
+
+def _judge_seeds(found: dict[Case, dict[str, Any]]) -> Iterator[Fault]:
+    num_samples, batch_size = data_cases.SAMPLER_CASES[1]
+    first, second = (found[num_samples, batch_size, 1, seed]["batches"] for seed in data_cases.SEEDS)
+    if first == second:
+        yield Fault(
+            "seed ignored",
+            f"seeds {data_cases.SEEDS[0]} and {data_cases.SEEDS[1]} give one order: shuffle by seed and epoch",
+        )

@@ -1,0 +1,894 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Compression
+#
+# 90 minutes. Comes after lesson 3 (data parallel); lesson 4 (large batches) helps, but you can do this one first. You
+# need no GPU: four processes on this machine are the four ranks.
+#
+# Afterwards you can
+#
+# - send less of a gradient in five ways: the largest elements, random ones, few bits, signs, thin factors;
+# - keep what was not sent in an error memory, and show what happens to the loss without it;
+# - count what is really saved, by method and by number of ranks;
+# - decide for a model, a wire and a compressor whether it pays.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The question
+#
+# You train a GPT of 1.3 billion parameters. You have four machines with one H100 each, and between them ordinary
+# Ethernet of 10 Gb/s. A rank computes a step of 8,192 tokens; gradients are 16-bit numbers. In lesson 3 the last
+# question said "hopeless, unless you send less". How hopeless?
+
+# %%
+from distlab.plan.records import Cluster, Plan
+from simulator import device, gpt_workload, link, simulate
+
+MODEL = gpt_workload(
+    hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=4
+)
+
+
+def step_on(num_machines, wire="ethernet-10g", compression=None):
+    machines = Cluster("machines", device("h100-sxm"), num_machines, 1, link("nvlink4"), link(wire))
+    return simulate(MODEL, machines, Plan(num_machines, compression=compression))
+
+
+# %% [markdown]
+# One machine alone does a step in its own time. Four do four times the work in a step, and they exchange gradients,
+# hidden behind backward as well as it goes. Before you look: how many times as much work a second do the four do, seen
+# from one? Type a number into the box that the next cell shows, and press Commit.
+
+# %%
+guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s Ethernet?", unit="x")
+guess_0
+
+# %%
+guess_0.default(3)  # counts if you committed nothing above
+four, one = step_on(4), step_on(1)
+print(f"you said {guess_0.value:.2f}x, the simulator says {4 * one.duration_s / four.duration_s:.2f}x")
+
+# %% tags=["nbval-check-output"]
+print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
+for wire in ("ethernet-10g", "ethernet-100g", "infiniband-ndr"):
+    step = step_on(4, wire)
+    exposed = step.exposed_communication_s / step.duration_s
+    print(f"4 machines, {wire:14}: {step.duration_s * 1e3:5.0f} ms a step, {exposed:4.0%} of it waiting, ", end="")
+    print(f"{4 * one.duration_s / step.duration_s:.2f}x the work of one")
+
+# %% [markdown]
+# On 10 Gb/s **four machines do less than one**. You would pay for four and be faster with three switched off. A wire
+# that is 40 times as fast cures it, if you can have one. If not: can the ranks send 30 times less, and still learn?
+#
+# Every way to do that throws something away. This lesson builds five of them, measures what each sends and what it
+# loses, and then asks the only question that counts: does training get faster?
+
+# %% [markdown]
+# ## What is in a gradient?
+#
+# A small GPT reads Python's own documentation. Each of four ranks computes the gradient of its part of the batch, as in
+# lesson 3; here it is as one row of numbers, after 20 updates. `Ranks(4)` starts four processes that stay until the end
+# of the lesson.
+
+# %%
+from distlab.data import ByteCorpus, python_documentation
+from distlab.models import GPT, GPTConfig
+
+CORPUS = ByteCorpus(python_documentation(), context=32)
+CONFIG = GPTConfig(context=32, num_layers=1, num_heads=2, hidden_size=32)
+
+
+def gradient_of(rank, world_size, steps_before=0):
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps_before + 1):
+        inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=world_size)
+        optimizer.zero_grad()
+        model.loss(model(inputs), targets).backward()
+        if step < steps_before:
+            optimizer.step()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+# %%
+ranks = Ranks(4)
+gradient = ranks.run(lambda: gradient_of(dist.get_rank(), 4, steps_before=20))[0]
+sizes = gradient.abs().sort(descending=True).values
+length = sizes.square().sum()
+print(f"{gradient.numel():,} elements, {4 * gradient.numel():,} bytes in float32")
+for share in (0.001, 0.01, 0.1):
+    count = int(share * gradient.numel())
+    print(f"the largest {share:5.1%} have {sizes[:count].square().sum() / length:.0%} of the squared length")
+print(f"half of all elements are below {sizes.median() / sizes[0]:.0e} of the largest")
+
+# %% [markdown]
+# Two facts to build on. **Few elements carry much of the gradient.** And the elements differ by many orders of
+# magnitude, so most of the 32 bits of most elements describe almost nothing.
+#
+# The next cell is the test bench for the whole lesson. `bench(name, average)` calls `average(gradient)` on four real
+# ranks. It counts, by the recorder, what a rank would send if each call ran as a ring (lesson 2), and how far the
+# result is from the true mean, as a share of the mean's length.
+
+
+# %%
+def measured(average):
+    own = gradient_of(dist.get_rank(), dist.get_world_size(), steps_before=20)
+    mean = own / dist.get_world_size()
+    dist.all_reduce(mean)
+    with recorded() as seen:
+        got = average(own.clone())
+    error = float((got - mean).norm() / mean.norm())
+    return seen.records.ring_equivalent_bytes(dist.get_rank()), error
+
+
+def bench(name, average):
+    num_bytes, error = ranks.run(measured, average)[0]
+    table[name] = num_bytes, error
+    times = table["float32"][0] / num_bytes
+    print(f"{name:20} {num_bytes:9,} bytes sent a rank, {times:6.1f}x less; wrong by {error:.1%}")
+
+
+# %% [markdown]
+# The cheapest idea needs no thought: send 16-bit numbers. `bfloat16` keeps float32's range and 8 bits of precision.
+# `float16` keeps 11 bits, but nothing below 6e-8 or above 65,504: multiply the loss by a large number first, or small
+# gradients become zeros.
+
+
+# %%
+def average_in(dtype):
+    def average(gradient):
+        smaller = (gradient / dist.get_world_size()).to(dtype)
+        dist.all_reduce(smaller)
+        return smaller.float()
+
+    return average
+
+
+table = {}
+bench("float32", average_in(torch.float32))
+bench("bfloat16", average_in(torch.bfloat16))
+bench("float16", average_in(torch.float16))
+
+# %% [markdown]
+# Half the bytes for an error of less than a hundredth, by one line of code. It is no compression worth a lesson, but
+# it is what all others must beat. Keep it in mind: the bench below compares with float32, and against 16-bit gradients
+# every factor is half of what it prints. (Megatron-LM and torchtitan sum gradients in float32 unless told otherwise,
+# even where weights are bfloat16: a sum over many ranks and steps loses more than one rounding does.)
+
+# %% [markdown]
+# ## The largest elements: top-k
+#
+# Send the 1 % of largest magnitude, and count the rest as zeros. Guides say: "top-1 % sends a hundredth, it saves 99 %
+# of the traffic". What does the bench say, on four ranks? One thing to think of: *which* elements are the largest?
+
+# %%
+guess_1 = predict("How many times less than float32 does top-1 % send, on 4 ranks?", unit="x")
+guess_1
+
+# %% [markdown]
+# ### Exercise: top-k
+#
+# Write `average_top_k(gradient, k)`. Each rank has its own k places, so the receivers must be told which: every value
+# travels with its index. And values of different places cannot be summed on the way: an all-reduce is of no use. Each
+# rank *gathers* the pairs of all ranks and adds them up itself. Where two ranks chose the same place, both count.
+#
+# Budget: k indices and k values, 8 bytes a pair, to each of the other ranks.
+
+# %% exercise="05.top_k"
+
+# %%
+bench("top-1 %", lambda gradient: average_top_k(gradient, gradient.numel() // 100))
+
+# %%
+guess_1.default(99)  # counts if you committed nothing above
+print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
+
+# %% [markdown]
+# ### "It saves 99 %"
+#
+# Where did the factor of 100 go? Half of it is indices. The rest is the **all-gather**. A ring all-reduce of $S$ bytes
+# sends $2\frac{n-1}{n}S$ a rank, less than $2S$ on any number of ranks, since sums stay as long as their parts. What is
+# gathered does not shrink: each rank's pairs must reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4
+# bytes each:
+#
+# $$\frac{\text{all-reduce}}{\text{top-k}} = \frac{2\frac{n-1}{n} \cdot 4E}{(n-1) \cdot 8 r E} = \frac{1}{n\,r}$$
+
+# %% tags=["nbval-check-output"]
+from distlab.comm.operations import ring_bytes
+
+for n in (2, 4, 8, 64, 100, 256):
+    all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)
+    print(f"{n:3} ranks: top-1 % sends {all_reduce / all_gather:6.2f}x less than an all-reduce of everything")
+
+# %% [markdown]
+# **99x holds nowhere.** It is 50x on 2 ranks, 25x on 4, and from 100 ranks on top-1 % sends *more* than no compression.
+# A guide whose top-k returns a whole tensor with zeros in it, and all-reduces that, saves nothing at all: zeros cost
+# as many bytes as numbers.
+
+# %% [markdown]
+# ## Random elements: random-k
+#
+# All ranks draw the *same* places, from a generator with the same seed. Then nobody needs indices, and sums can be
+# formed on the way: an all-reduce of k values, a hundredth on any number of ranks.
+#
+# The price: random places carry 1 % of the squared length, not the largest part of it. To be right *on average*, what
+# is sent must be multiplied by $L/k$, for each place is drawn in only k of L cases. The result is unbiased and wild.
+#
+# ### Exercise: random-k
+#
+# Write `average_random_k(gradient, k, step)`. The draw must differ from step to step, or the same elements would learn
+# for ever and the others never. Budget: an all-reduce of k values.
+
+# %% exercise="05.random_k"
+
+# %%
+bench("random 1 %", lambda gradient: average_random_k(gradient, gradient.numel() // 100, step=0))
+
+# %% [markdown]
+# That is no misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all the
+# others are 0. The expected squared error is $L/k - 1$ times the squared length, so about ten lengths; a single draw
+# can be luckier. Remember that number when somebody says that a compressor is good because it is unbiased.
+
+# %% [markdown]
+# ## Few bits: quantize
+#
+# Keep every element, but round it to one of $2^b$ levels. With 8 bits there are 256. The smallest value is level 0, the
+# largest is level 255, and the steps between are equal. What travels is the number of the level: its *code*.
+#
+# ### Exercise: pack
+#
+# torch has no tensor of 4-bit numbers: its smallest element is a byte. Codes that are not *packed* save nothing below
+# 8 bits. Write `pack_codes(codes, bits)`: several codes into a byte. No ranks are needed.
+
+# %% exercise="05.pack"
+
+# %% tags=["nbval-check-output"]
+codes = torch.tensor([1, 2, 3, 0, 3, 3], dtype=torch.uint8)
+print("six codes of 2 bits:", [f"{int(byte):08b}" for byte in pack_codes(codes, 2)], "(read each byte from the right)")
+
+# %% [markdown]
+# The library's `pack_bits` and `unpack_bits` do this for any number of bits, 3 and 5 too, in a few passes over 64-bit
+# words. Use them from here on.
+#
+# ### Exercise: quantize
+#
+# Write `average_quantized(gradient, bits)`. Each rank has a smallest value and a step of its own, so codes of different
+# ranks mean different things and must not be summed. Gather, decode, then add. Think of a gradient whose elements are
+# all equal.
+#
+# Budget: 8 bytes and `bits` bits an element, to each of the other ranks.
+
+# %% exercise="05.quantize"
+
+# %%
+for bits in (8, 4, 2):
+    bench(f"quantized, {bits} bits", lambda gradient, bits=bits: average_quantized(gradient, bits))
+
+# %% [markdown]
+# 8 bits are a quarter of 32, but on four ranks they save 2x: once more the all-gather. An all-reduce sends
+# $2\frac{n-1}{n}$ times 32 bits an element, the all-gather $(n-1)$ times $b$ bits. The factor is $64/(nb)$, so with 8
+# bits on 8 ranks it is 1.
+#
+# And 4 bits are wrong by more than the gradient is long. Sixteen levels make 15 steps. They reach from the most
+# negative element to the most positive one, about twice the largest magnitude: a step is about an eighth of it, while
+# half of all elements are hundreds of times smaller. **One large element sets the step for all.** The library gives
+# each block of 1,024 elements its own range:
+
+
+# %%
+from distlab.compression import dequantize, quantize
+
+for bits in (8, 4, 2):
+    error = (dequantize(quantize(gradient, bits)) - gradient).norm() / gradient.norm()
+    print(f"{bits} bits, a range for each 1,024 elements: wrong by {error:.1%}")
+
+# %% [markdown]
+# ## One bit: signs, and a bug to spot
+#
+# The end of that road: one bit an element, plus or minus, times the mean magnitude. The following code does that. It
+# was tested on a gradient of positive numbers, where it is right. Run the check as it is, read what it says, find the
+# line, repair it.
+
+# %% exercise="05.repair"
+
+# %%
+bench("signs", average_signs)
+
+# %% [markdown]
+# Sixteen times less on four ranks ($64/n$), and wrong by most of the gradient's length: every element now has the same
+# size. As a compressor of one gradient this is terrible. Does it train?
+
+# %% [markdown]
+# ## What matters is not one step
+#
+# Train the small GPT, with the library's hooks. A `GradientHook` stands between a bucket of gradients and the wire
+# (lesson 3): `DataParallel(model, hook=...)` hands it this rank's gradients and takes back the mean. `TopK`, `RandomK`,
+# `Quantize` and `Sign` are what you wrote, made fit for buckets of real models.
+
+
+# %%
+import math
+
+from distlab.clip import NotFiniteError
+from distlab.compression import PowerSGD, Quantize, RandomK, Sign, TopK
+from distlab.data_parallel import DataParallel
+
+NUM_STEPS = 200
+
+
+# %%
+def train(make_hook, momentum=0.0):
+    rank, world_size, losses = dist.get_rank(), dist.get_world_size(), []
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    replicas = DataParallel(model, hook=make_hook())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 * (1 - momentum), momentum=momentum)
+    for step in range(NUM_STEPS):
+        inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=world_size)
+        optimizer.zero_grad()
+        loss = model.loss(model(inputs), targets)
+        try:
+            (loss.backward(), replicas.synchronize(), optimizer.step())
+        except NotFiniteError:  # NaN or inf, on all ranks at once
+            return losses + [math.nan] * (NUM_STEPS - step)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+# %% [markdown]
+# Each hook runs without memory first. `Quantize(1)` rounds each element to the smallest or the largest of its block of
+# 1,024; random-k gets 10 %, ten times as much as top-k. Which of them will learn? Say which loss you expect of top-1 %
+# after the last update, if 5.5 is where all begin (a byte is one of 256: $\ln 256 = 5.5$), and the uncompressed run is
+# the bar.
+
+
+# %%
+def mean_losses(make_hook, momentum=0.0):
+    return torch.tensor(ranks.run(train, make_hook, momentum)).mean(0)
+
+
+def end_of(losses):
+    last = float(losses[-5:].mean())
+    return "ran away" if math.isnan(last) else f"{last:.2f}"
+
+
+HOOKS = {
+    "top-1 %": lambda memory: TopK(0.01, error_feedback=memory),
+    "random 10 %": lambda memory: RandomK(0.1, seed=0, error_feedback=memory),
+    "1 bit, by range": lambda memory: Quantize(1, error_feedback=memory),
+    "signs": lambda memory: Sign(error_feedback=memory),
+}
+plain = mean_losses(lambda: None)
+print(f"no compression: {plain[0]:.2f} before the first update, {plain[-5:].mean():.2f} in the last five")
+
+# %%
+guess_2 = predict("Loss of top-1 % without memory, in the last five updates?", unit="nats")
+guess_2
+
+# %%
+guess_2.default(3.5)  # counts if you committed nothing above
+without = {name: mean_losses(lambda make=make: make(False)) for name, make in HOOKS.items()}
+for name, losses in without.items():
+    print(f"{name:12} {end_of(losses)}")
+print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
+
+# %% [markdown]
+# ### What is dropped comes back
+#
+# Look at an element that is never among the largest. Its gradient may be small, but it points the same way in every
+# step, and top-k never sends it: it never learns. The remedy is to **remember** what was not sent, and to add it to the
+# next gradient. What is small now grows in the memory until it is large enough to be sent. Nothing is lost, it is only
+# late. With $g_t$ the gradient, $e_t$ the memory and $C$ the compressor:
+#
+# $$ w_t = g_t + e_t \qquad \text{send } C(w_t) \qquad e_{t+1} = w_t - C(w_t) $$
+#
+# Add that up over all steps: what was sent, plus what the memory still holds, is exactly the sum of all gradients.
+#
+# ### Exercise: error feedback
+#
+# Write `average_with_memory(gradient, memory, compress)`. Each rank keeps its own memory, of what *it* did not send.
+
+# %% exercise="05.feedback"
+
+
+# %% tags=["nbval-check-output"]
+def add_up(num_steps=50):
+    """Ten numbers, two sent in each step: what is sent and kept in the end, beside the sum of all gradients."""
+    constant = torch.arange(1.0, 11.0, dtype=torch.float64)
+    memory, applied = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    for _ in range(num_steps):
+        applied += average_with_memory(constant, memory, lambda w: torch.where(w >= w.sort().values[-2], w, 0.0))
+    return applied / num_steps, memory
+
+
+applied, memory = run(add_up, 1)[0]
+print("mean of what was sent:", [round(float(x), 1) for x in applied])
+print(
+    "sent + kept = 50 gradients:", torch.equal((50 * applied + memory).round(), 50 * torch.arange(1.0, 11.0).double())
+)
+
+# %% [markdown]
+# Ten elements with the constant gradients 1 to 10, two of which are sent in each step. Without memory the 9 and the 10
+# would be sent every time, and the others never. With it, each element's mean is nearly its gradient.
+#
+# Now the four hooks again, with memory. Which of them gains most? Say where top-1 % ends.
+
+# %%
+guess_3 = predict("Loss of top-1 % with memory, in the last five updates?", unit="nats")
+guess_3
+
+# %%
+guess_3.default(3.0)  # counts if you committed nothing above
+remembering = {name: mean_losses(lambda make=make: make(True)) for name, make in HOOKS.items()}
+for name, losses in remembering.items():
+    print(f"{name:12} without {end_of(without[name])}, with memory {end_of(losses)}")
+print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
+
+
+# %%
+from matplotlib.figure import Figure
+
+
+def draw_losses(title):
+    figure = Figure(figsize=(12.8, 4.2), layout="constrained")
+    lines = (without, ":", "#D55E00", "without memory"), (remembering, "--", "#0072B2", "with memory")
+    for place, name in enumerate(without):
+        axes = figure.add_subplot(1, 4, place + 1, title=name, xlabel="update", ylim=(2.7, 4.5))
+        axes.plot(plain.unfold(0, 10, 1).mean(1), color="#1A1A1A", label="no compression")
+        for losses, style, colour, label in lines:
+            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2, label=label)
+    figure.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
+    figure.axes[0].legend()
+    figure.suptitle(title, fontsize=16)
+    return figure
+
+
+# %%
+words = "; ".join(f"{name}: {end_of(without[name])} without memory, {end_of(remembering[name])} with" for name in HOOKS)
+title = "With an error memory, 1 % of the elements or one bit of each learn almost like all of it"
+show(draw_losses(title), f"Loss against updates. No compression ends at {plain[-5:].mean():.2f}; {words}.")
+
+# %% [markdown]
+# The loss of one run jumps by a few hundredths from machine to machine and seed to seed, so do not read the second
+# digit. What is plain: without memory signs lag far behind, top-1 % and one bit somewhat, and random places, each ten
+# times too large, run away at a learning rate that suits everybody else. With memory all four follow the black line.
+# That a gradient may be wrong by 95 % in each step, and training hardly notices, is the most surprising fact of this
+# lesson. The error of one step does not matter as long as it is repaid.
+
+# %% [markdown]
+# ## Thin factors: PowerSGD
+#
+# The gradient of a linear layer is a matrix $M$ of $R$ rows and $C$ columns: a sum of outer products, one for each
+# token. Often a few directions hold most of it. Then $M \approx p\,q^\top$, with $p$ of size $R \times r$ and $q$ of
+# size $C \times r$: $(R + C)\,r$ numbers instead of $R\,C$.
+
+# %% tags=["nbval-check-output"]
+print("one layer of the 1.3B model, 2048 x 8192: ", end="")
+print(", ".join(f"rank {r}: {2048 * 8192 / ((2048 + 8192) * r):.0f}x smaller" for r in (1, 4, 32)))
+
+# %% [markdown]
+# The best $p$ and $q$ come from a singular value decomposition, which costs far more than the step. PowerSGD makes one
+# *power iteration* instead, starting from the last step's $q$, which is nearly right already:
+#
+# 1. $p = M q$, then make its columns orthonormal;
+# 2. $q = M^\top p$. Then $p\,q^\top = p\,p^\top M$ is $M$, projected onto what $p$ spans.
+#
+# And here is the beauty of it. $M$ is the *mean* over ranks, which nobody has. But a matrix product is linear: the mean
+# of the ranks' $M_r q$ is $M q$. So $p$ and $q$ can be summed on the way, by **all-reduce**, and the saving does not
+# shrink with the number of ranks.
+#
+# ### Exercise: PowerSGD
+#
+# Write `average_low_rank(gradient, q)`. Budget: two all-reduces, of the thin factors.
+
+# %% exercise="05.powersgd"
+
+
+# %%
+def low_rank_errors(rank_of_factors, num_steps=3):
+    """Iterate on one real gradient matrix; return the error after each step, and that of the best factors."""
+    own = gradient_of(dist.get_rank(), 4, steps_before=20)[13_568:17_664].view(128, 32)  # the widening layer's weight
+    mean = own / 4
+    dist.all_reduce(mean)
+    q, errors = torch.randn(own.shape[1], rank_of_factors, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(num_steps):
+        approximation, q = average_low_rank(own, q)
+        errors.append(float((approximation - mean).norm() / mean.norm()))
+    values = torch.linalg.svdvals(mean)
+    return errors, float(values[rank_of_factors:].norm() / mean.norm())
+
+
+for r in (1, 4, 8):
+    errors, best = ranks.run(low_rank_errors, r)[0]
+    print(f"rank {r}: wrong by {', '.join(f'{error:.0%}' for error in errors)} in steps 1, 2, 3; best {best:.0%}")
+
+# %% [markdown]
+# One iteration is within two to three times the error of the best factors, and on the same matrix a second or third
+# is nearly as good as they are. In training the matrix changes a little in each step, and the iteration follows.
+
+# %%
+HOOKS["rank 2"] = lambda memory: PowerSGD(2, error_feedback=memory)
+without["rank 2"], remembering["rank 2"] = (mean_losses(lambda m=m: HOOKS["rank 2"](m)) for m in (False, True))
+print(f"rank 2: without memory {end_of(without['rank 2'])}, with {end_of(remembering['rank 2'])}")
+
+# %% [markdown]
+# ## When does it pay?
+#
+# So far you counted bytes. But the learner's clock shows time. A compressed step takes longer to compute: it must
+# encode, it must decode what n ranks send, and while a rank encodes it does nothing else. **Compression pays where the
+# wire saves more than the codec costs.** So it depends on the wire. Back to the four machines, whose gradients have 16
+# bits. On 10 Gb/s their step takes 3,268 ms. How long will it take with codes of 8 bits, gathered?
+
+# %%
+guess_8_bits = predict("How long is a step on 10 Gb/s with 8-bit codes?", unit="ms")
+guess_8_bits
+
+# %%
+from distlab.plan.compression import Compression
+
+guess_8_bits.default(1700)  # counts if you committed nothing above
+with_8_bits = step_on(4, "ethernet-10g", Compression("quantize", bits=8))
+print(f"you said {guess_8_bits.value:.0f} ms, the simulator says {with_8_bits.duration_s * 1e3:.0f} ms")
+
+# %% tags=["nbval-check-output"]
+COMPRESSIONS = (
+    Compression("quantize", bits=8),
+    Compression("sign"),
+    Compression("top_k", ratio=0.01),
+    Compression("random_k", ratio=0.01),
+    Compression("powersgd", rank=4),
+)
+for compression in (None, *COMPRESSIONS):
+    steps = [step_on(4, wire, compression).duration_s for wire in ("ethernet-10g", "ethernet-100g", "infiniband-ndr")]
+    name = "none" if compression is None else compression.method
+    print(f"{name:9}", ", ".join(f"{seconds * 1e3:5.0f} ms" for seconds in steps), "on 10 Gb/s, 100 Gb/s, 400 Gb/s")
+
+# %% [markdown]
+# Read the columns; one machine alone needs 162 ms. On 10 Gb/s PowerSGD makes four machines worth about three and a
+# half, random-k nearly four. 8 bits gain *nothing*: gathered, an element's code goes to three other ranks, 3 bytes;
+# reduced, its 16 bits cost $2 \cdot \frac34 \cdot 2 = 3$ bytes too. On 400 Gb/s there is hardly anything to gain, since
+# overlap hides nearly all: three of the five make the step longer. **"Compression speeds up training" is false where
+# the wire is fast.**
+#
+# The picture shows it for every bandwidth, in gigabytes: 10 Gb/s are 1.25 GB/s. Where a line crosses the black one is
+# its *break-even*: to the left of it, compression pays. Before you move the slider: where will the line of the signs
+# cross, left or right of 100 Gb/s, which is 12.5 GB/s? The table above tells. The picture keeps Ethernet's delay and
+# changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
+
+# %%
+from simulator.sweep import bandwidths
+from simulator.viz.compression_panel import compression_panel
+
+MACHINES = Cluster("machines", device("h100-sxm"), 4, 1, link("nvlink4"), link("ethernet-10g"))
+pays = compression_panel(MODEL, MACHINES, Plan(4), compressions=COMPRESSIONS, bytes_per_s=bandwidths(count=13))
+pays
+
+# %%
+pays.controls["log_bytes_per_s"].value = 10.0
+print(pays.text)
+
+# %% [markdown]
+# ### And on a wire that you can measure?
+#
+# Your machine has no 10 Gb/s wire, but it can play one. In `throttled(bytes_per_s)` every collective takes the time
+# that a ring would need at that bandwidth: whoever waits for it sleeps until then. Computing goes on meanwhile, as with
+# a real network card. First measure what the simulator must know about this machine: how fast it computes, and what
+# encoding and decoding cost.
+
+# %%
+from dataclasses import replace
+
+from distlab.measure.calibrate import fit_cluster, measure_round
+from distlab.measure.compression import measure_codec
+from distlab.measure.workload import workload_from_module
+
+WIDE = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
+QUANTIZE = Compression("quantize", bits=4)
+HERE = fit_cluster(ranks.run(measure_round, torch.device("cpu"))[0], 4)
+CODEC = ranks.run(lambda: measure_codec(QUANTIZE, HERE, device=torch.device("cpu")))[0]
+print(f"encode 1 MB: {(CODEC.encode_s + 1e6 * CODEC.encode_s_per_byte) * 1e3:.1f} ms, ", end="")
+print(f"decode 4 ranks' 1 MB: {(CODEC.decode_s + 1e6 * CODEC.decode_s_per_byte) * 1e3:.1f} ms")
+
+# %%
+counted = GPT(WIDE)
+sgd = torch.optim.SGD(counted.parameters(), lr=0.1, momentum=0.9)
+batch = CORPUS.batch(0, 16, rank=0, world_size=4)
+WORK = workload_from_module(
+    counted, lambda: counted.loss(counted(batch[0]), batch[1]), optimizer=sgd, samples=4, name="small GPT"
+)
+
+
+def predicted(bytes_per_s, compression):
+    wire = replace(
+        HERE.intra_node, protocols=tuple(replace(p, bytes_per_s=bytes_per_s) for p in HERE.intra_node.protocols)
+    )
+    plan = Plan(4, compression=compression, bucket_bytes=500_000, first_bucket_bytes=500_000)
+    codec = CODEC if compression is not None else None
+    return simulate(WORK, replace(HERE, intra_node=wire), plan, codec=codec)
+
+
+# %% [markdown]
+# Four ranks, buckets of 500 kB, 1.7 MB of gradients. At 20 MB/s, the speed of slow Wi-Fi, a step without
+# compression needs at least $2 \cdot \frac34 \cdot 1.7 / 20 = 130$ ms for the wire alone. What do you expect
+# with 4 bits?
+
+# %%
+guess_4 = predict("How long is a step with 4 bits, at 20 MB/s?", unit="ms")
+guess_4
+
+# %%
+guess_4.default(70)  # counts if you committed nothing above
+print(f"the simulator says {predicted(20e6, QUANTIZE).duration_s * 1e3:.0f} ms; ", end="")
+print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
+
+
+# %%
+from distlab.comm.throttle import throttled
+from distlab.data_parallel import train_step
+from distlab.trace import SpanWriter, Trace
+
+
+def timed(bytes_per_s, make_hook, num_steps=8):
+    rank, spans = dist.get_rank(), SpanWriter(dist.get_rank())
+    model = GPT(WIDE, torch.Generator().manual_seed(0))
+    sizes = {"bucket_bytes": 500_000, "first_bucket_bytes": 500_000}
+    replicas = DataParallel(model, hook=make_hook(), spans=spans, **sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    call = {"loss_fn": model.loss, "synchronize": replicas.synchronize, "spans": spans}
+    with throttled(bytes_per_s):
+        for step in range(num_steps):
+            train_step(model, optimizer, batch=CORPUS.batch(step, 16, rank=rank, world_size=4), **call)
+    return spans.trace()
+
+
+# %%
+from simulator.viz import step_of
+
+
+def middle_step(bytes_per_s, make_hook):
+    trace = Trace.concatenate(ranks.run(timed, bytes_per_s, make_hook))
+    steps = sorted((step_of(trace, number) for number in range(2, 8)), key=lambda step: step.duration_s)
+    return steps[len(steps) // 2]
+
+
+HOOK_OF = {"none": lambda: None, "4 bits": lambda: Quantize(4)}
+PLAN_OF = {"none": None, "4 bits": QUANTIZE}
+SPEEDS = (5e6, 20e6, 80e6, 320e6)
+seen = {(name, speed): middle_step(speed, HOOK_OF[name]) for name in HOOK_OF for speed in SPEEDS}
+print(guess_4.compare(seen["4 bits", 20e6].duration_s * 1e3))
+
+# %%
+print("            predicted  measured   error")
+for (name, speed), step in seen.items():
+    said_s = predicted(speed, PLAN_OF[name]).duration_s
+    error = said_s / step.duration_s - 1
+    print(f"{name:6} {speed / 1e6:4.0f} MB/s {said_s * 1e3:6.0f} ms {step.duration_s * 1e3:6.0f} ms {error:+7.0%}")
+
+# %% [markdown]
+# Predicted and measured on one timeline, at 20 MB/s with 4 bits: the upper row of each pair is what was measured, the
+# pale one under it what the simulator said.
+
+# %%
+from simulator.viz.timeline_widget import Timeline
+
+timeline = Timeline(seen["4 bits", 20e6], predicted(20e6, QUANTIZE).trace)
+timeline
+
+# %%
+timeline.view = (0.0, seen["4 bits", 20e6].duration_s)  # the whole step
+
+# %% [markdown]
+# ### The break-even, predicted and measured
+#
+# Between the bandwidth where 4 bits win and the one where they lose lies the break-even. The measured one is read off
+# by drawing a straight line through the two differences around it, on a logarithmic scale of bandwidth.
+
+
+# %%
+def crossing(differences):
+    """Return the bandwidth at which the gain changes its sign, or None."""
+    pairs = sorted(differences.items())
+    for (low, gain), (high, loss) in zip(pairs, pairs[1:], strict=False):
+        if gain > 0 >= loss:
+            return math.exp(math.log(low) + gain / (gain - loss) * math.log(high / low))
+    return None
+
+
+def in_words(speed):
+    return "not between 5 and 320 MB/s" if speed is None else f"{speed / 1e6:.0f} MB/s"
+
+
+gains = {speed: seen["none", speed].duration_s - seen["4 bits", speed].duration_s for speed in SPEEDS}
+said = {speed: predicted(speed, None).duration_s - predicted(speed, QUANTIZE).duration_s for speed in SPEEDS}
+print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_words(crossing(gains))}")
+
+# %% [markdown]
+# Single runs on a machine that does other things too: expect a factor of two, not a digit. Look in the table at where
+# the errors are. An error in how fast this machine computes or sends would stand in the rows of "none" as well. One
+# that only the rows of 4 bits have lies in what compression adds to a step: the codec. Timing it is a trap worth
+# knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so nobody shares a core; in a step
+# all ranks encode at once, and where four share two cores it takes twice as long or more. Timed one bucket at a time,
+# steps with 4 bits took three times as long as predicted. `measure_codec` therefore times twelve buckets in a row on
+# all ranks together. What is sure is the direction: on a slow wire it pays, on a wire as fast as memory it costs.
+# `benchmarks/throttled.py` does it with more methods and repeats.
+
+# %% [markdown]
+# ## Production: torch's own
+#
+# `DistributedDataParallel.register_comm_hook(state, hook)` is torch's place for what stands between bucket and wire. It
+# comes with `fp16_compress_hook`, `bf16_compress_hook` and `powerSGD_hook`. Same model, same batches, turn by turn in
+# one run: torch's beside the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after
+# the first. One bucket, because torch's PowerSGD hook can hang with several on gloo. torch's bfloat16 hook refuses the
+# CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are random, and the two draw differently:
+# their losses agree to about a thousandth.
+
+# %%
+import time
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.compression import Cast
+
+
+# %%
+def ddp_with(name, model):
+    replicas = DistributedDataParallel(model, bucket_cap_mb=25)
+    if name == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        replicas.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        replicas.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return replicas
+
+
+def ours_with(name, model):
+    hook = PowerSGD(2, start_step=2) if name == "PowerSGD" else Cast(torch.float16)
+    return DataParallel(model, bucket_bytes=10**8, first_bucket_bytes=10**8, hook=hook)
+
+
+# %%
+def side_by_side(name, num_steps=12):
+    rank, rows = dist.get_rank(), []
+    models = [GPT(CONFIG, torch.Generator().manual_seed(0)) for _ in range(2)]
+    replicas, ddp = ours_with(name, models[0]), ddp_with(name, models[1])
+    programs = [(models[0], replicas.synchronize), (ddp, None)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(num_steps):
+        batch = CORPUS.batch(step, 16, rank=rank, world_size=4)
+        for (module, synchronize), optimizer in zip(programs, optimizers, strict=True):
+            start = time.perf_counter()
+            loss = train_step(module, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=synchronize)
+            rows.append((float(loss), time.perf_counter() - start))
+    return rows[::2], rows[1::2]
+
+
+# %%
+from statistics import median, quantiles
+
+for name in ("float16", "PowerSGD"):
+    ours, theirs = ranks.run(side_by_side, name)[0]
+    gap = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
+    ratios = [a[1] / b[1] for a, b in zip(ours[3:], theirs[3:], strict=True)]
+    low, _, high = quantiles(ratios)
+    print(f"{name:9} losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times torch's", end="")
+    print(f" (half of the pairs: {low:.2f} to {high:.2f})")
+
+# %% [markdown]
+# The same settings under other names:
+#
+# | | 16-bit gradients on the wire | fewer bits, or low rank |
+# |---|---|---|
+# | torch DDP | `fp16_compress_hook`, `bf16_compress_hook` | `powerSGD_hook` (`matrix_approximation_rank`) |
+# | torchtitan, FSDP2 | `mixed_precision_reduce`; `MixedPrecisionPolicy(reduce_dtype)` | none found |
+# | Megatron-LM | `--grad-reduce-in-bf16` (with `--bf16` alone: float32) | none found |
+# | DeepSpeed | `communication_data_type` | `OneBitAdam` (`freeze_step`); `zero_quantized_gradients` (ZeRO stage 3) |
+# | Horovod | `compression=hvd.Compression.fp16` | none found |
+#
+# torchtitan's setting is float32 unless you change it, and only newer versions take "bfloat16" there.
+#
+# Read the right column again: three of the five have nothing there. torchtitan and Megatron-LM are made for clusters
+# whose wires are fast, where you just saw that there is little to gain. Compression is for slow wires: Ethernet, rented
+# machines far apart, homes.
+#
+# 1-bit Adam is not "signs, then Adam". Adam divides by its second moment, so an error memory in front of it would be
+# divided by something that changes. It runs plain Adam for `freeze_step` steps (DeepSpeed's tutorial starts from 15 to
+# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with error feedback.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# - **"Top-1 % saves 99x."** Refuted: 25x on 4 ranks and less on more, by the bench above; $1/(nr)$ by the formula.
+# - **"One bit saves 32x."** Against float32, $64/n$: 16x on 4 ranks, and 8x on 4 if your gradients are 16-bit anyway.
+#   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases: all-to-all, then
+#   all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.
+# - **"Compression speeds up training."** On a wire below its break-even. On InfiniBand at 400 Gb/s the simulator has
+#   three of the five methods slower than none, and the other two 2 % faster, for a gradient that is far worse.
+# - **"Unbiased means harmless."** Refuted: random-k is right on average, wrong by ten lengths each time, and at a
+#   learning rate that is fine for plain SGD its loss ran away, even with 10 %.
+# - **"Error feedback repairs any compressor."** It gives back what was dropped, late, and late gradients act like a
+#   larger step. Above the optimizer was plain SGD. With momentum, which keeps each gradient for ten steps more, at the
+#   same speed in the long run ($0.2 \cdot (1 - 0.9)$):
+
+# %%
+for name in ("top-1 %", "signs"):
+    ends = [end_of(mean_losses(lambda name=name, m=m: HOOKS[name](m), 0.9)) for m in (False, True)]
+    print(f"{name:8} and momentum 0.9: without memory {ends[0]}, with memory {ends[1]}")
+
+# %% [markdown]
+# The gain shrinks, or turns into a loss. Remedies in use: a lower learning rate, uncompressed first steps
+# (`start_step`), momentum applied on each rank before compression (Deep Gradient Compression), or compressing the
+# momentum itself (1-bit Adam).
+
+# %% [markdown]
+# ## Lab
+#
+# The same on your own hardware, as a plain script. In a terminal, on four CPU ranks, with the reference and with what
+# you wrote in this notebook:
+#
+# ```
+# distlab lab 05 --ranks 4 --impl reference
+# distlab lab 05 --ranks 4 --impl work/05_compression/lesson.ipynb --trace traces
+# ```
+#
+# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+#
+# ```
+# torchrun --nproc-per-node 4 lessons/05_compression/lab.py --impl reference
+# ```
+#
+# `lab_reference.md` beside it has the output to compare with. `--mb-per-s 20` plays a slow wire.
+
+# %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below, which has the answers.
+#
+# 1. From how many ranks on does top-k with a ratio of 0.1 % send more than 16-bit gradients?
+# 2. 8-bit codes by all-gather: how many ranks until nothing is saved, against 16-bit gradients?
+# 3. A layer of 4096 x 4096. PowerSGD with which rank sends as much as top-1 % does on 4 ranks?
+# 4. A colleague's loss with top-k is exactly that of no compression, and so are the bytes. What did he write?
+# 5. The memory of error feedback is float32, gradients are 16-bit. What does it cost for the 1.3B model, a rank?
+
+# %% tags=["nbval-check-output"]
+print("1. pairs of 2 + 4 bytes: (n-1) 6 r E against 2 (n-1)/n 2 E, so n = 4 / (6 r) =", round(4 / (6 * 0.001)), "ranks")
+print("2. (n-1) E against 2 (n-1)/n 2 E: n = 4")
+elements = 4096 * 4096
+top_1_percent = 3 * 8 * 0.01 * elements  # (n-1) pairs of 8 bytes
+print(f"3. 1.5 x 4 bytes x 8192 r = {top_1_percent / 1e6:.1f} MB: r = {top_1_percent / (1.5 * 4 * 8192):.0f}")
+print("4. top-k of the mean, after an all-reduce of everything, with k = all; or a hook that nobody registered")
+print(f"5. {4 * MODEL.num_parameters / 1e9:.1f} GB, as much as the float32 weights")
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Sources
+#
+# - Aji and Heafield 2017, *Sparse Communication for Distributed Gradient Descent*; Lin et al. 2018, *Deep Gradient
+#   Compression*: top-k with a memory, and what momentum does to it.
+# - Seide et al. 2014, *1-Bit Stochastic Gradient Descent*: signs with error feedback, the first.
+# - Alistarh et al. 2017, *QSGD*: quantization, and what being unbiased costs.
+# - Karimireddy et al. 2019, *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*.
+# - Stich, Cordonnier, Jaggi 2018, *Sparsified SGD with Memory*: random-k and top-k.
+# - Vogels, Karimireddy, Jaggi 2019, *PowerSGD*, algorithms 1 and 2.
+# - Tang et al. 2021, *1-bit Adam*; DeepSpeed's tutorial on 1-bit Adam, read 2026-11. Its configuration JSON has the
+#   other two settings.
+# - Agarwal et al. 2022, *On the Utility of Gradient Compression in Distributed Training Systems*: when it does not pay.
+# - PyTorch documentation, DDP Communication Hooks, read for torch 2.13. Source of Megatron-LM (`arguments.py`),
+#   torchtitan (`TrainingConfig`) and Horovod (`torch/compression.py`), read 2026-11.
+# - In this repository: `distlab/compression/sparse.py`, `quantize.py`, `powersgd.py`, `feedback.py`, in this order.
+#
+# Next: lesson 6, where the memory of a training step goes.
