@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev
 
+# Two files of tests at a time: most tests wait for processes. The browser's run alone, since they print times.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 .PHONY: setup gates test browser lessons tour bench soak format clean
 
 setup: $(VENV)/ready
@@ -23,8 +26,9 @@ gates: setup
 	$(BIN)/python tools/gates.py
 
 test: gates
-	$(BIN)/python -m pytest -m "not soak" --ignore tests/architecture
-	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout 60 --timeout 300 lessons
+	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not soak" --ignore tests/architecture --ignore tests/browser
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --nbval-lax --nbval-cell-timeout 60 --timeout 300 lessons
 
 browser: setup
 	bash tools/install_browser.sh
