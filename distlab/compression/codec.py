@@ -56,8 +56,7 @@ class TopKCodec(NamedTuple):
     def open(self, payload: Tensor, size: int, dtype: torch.dtype) -> Sparse:
         """Return indices and values."""
         values, indices = _split(payload, dtype, INDEX_BYTES * num_kept(size, self.ratio))
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return Sparse(indices.clone().view(torch.int32).to(torch.int64), values.to(wide))
+        return Sparse(indices.clone().view(torch.int32).to(torch.int64), values.to(_wide(dtype)))
 
 
 class QuantizeCodec(NamedTuple):
@@ -80,8 +79,7 @@ class QuantizeCodec(NamedTuple):
 
     def open(self, payload: Tensor, size: int, dtype: torch.dtype) -> Quantized:
         """Return lowest values, steps and codes."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scales, packed = _split(payload, wide, packed_bytes(size, self.bits))
+        scales, packed = _split(payload, _wide(dtype), packed_bytes(size, self.bits))
         lows, steps = scales.view(2, -1)
         return Quantized(lows, steps, packed, self.bits, size)
 
@@ -101,8 +99,7 @@ class SignCodec(NamedTuple):
 
     def open(self, payload: Tensor, size: int, dtype: torch.dtype) -> Quantized:
         """Return scales and bits as a quantization to one bit."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scales, packed = _split(payload, wide, packed_bytes(size, 1))
+        scales, packed = _split(payload, _wide(dtype), packed_bytes(size, 1))
         return from_signs(scales, packed, size)
 
 
@@ -137,6 +134,11 @@ def average_(vector: Tensor, opened: Sequence[Sparse | Quantized], rank: int, me
         total.zero_()
         for part in parts:
             total.add_(part, alpha=weight)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of a type are compressed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _join(*parts: Tensor) -> Tensor:

@@ -174,8 +174,7 @@ class HorovodOptimizer:
         self._averaged = True
 
     def _check_parameters(self) -> None:
-        wanted = wanting_gradients(_parameters_of(self.optimizer))
-        for parameter in wanted:
+        for parameter in wanting_gradients(_parameters_of(self.optimizer)):
             if parameter not in self._num_passes:
                 name = self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")
                 raise RuntimeError(
