@@ -20,7 +20,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -34,7 +33,7 @@ from distlab.comm import Ranks
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20
@@ -145,7 +144,8 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
         yield noise(f"{peer}, {what}", times[f"{peer} again"], times[peer])
     yield noise(f"torch DDP, {what}", times["torch DDP again"], times["torch DDP"])
     for name in (*HOOKS, "torch fp16", "torch PowerSGD"):
-        yield context_row(f"{name}: {what} against plain torch DDP's", times[name], times["torch DDP"])
+        claim = f"{name}: {what} against plain torch DDP's"
+        yield without_bar(compare(claim, times[name], times["torch DDP"]))
     yield from codec_rows(device, blocks)
 
 
@@ -178,12 +178,7 @@ def codec_rows(device: str, blocks: int) -> Iterator[Row]:
     torch.set_num_threads(before)
     for name, values in zip(programs, rates, strict=True):
         row = absolute(f"{name}: float32 taken in ({device}, one thread)", values, bar=0, unit="MB/s")
-        yield replace(row, bar="-", holds=None)
-
-
-def context_row(claim: str, ours: list[float], peer: list[float]) -> Row:
-    """Make a row that informs and has no bar."""
-    return replace(compare(claim, ours, peer), bar="-", holds=None)
+        yield without_bar(row)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25
@@ -196,13 +196,8 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
                 ours, other = times[f"DataParallel{variant}"], times[f"torch DDP{variant}"]
                 yield compare(f"a DataParallel step {words}, {what} against torch DDP's", ours, other)
             for program in WITHOUT_BAR:
-                yield context_row(f"ladder: {program}, a step {what} against torch DDP's", times[program], peer)
-
-
-def context_row(claim: str, ours: list[float], peer: list[float]) -> Row:
-    """Make a row that informs and has no bar."""
-    row = compare(claim, ours, peer)
-    return Row(row.claim, row.ours, row.peer, row.ratio, row.interval, row.unit, "-", None, row.note)
+                claim = f"ladder: {program}, a step {what} against torch DDP's"
+                yield without_bar(compare(claim, times[program], peer))
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distlab.comm import Ranks
 from distlab.comm.recorder import Recorder, recorded
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0
@@ -137,7 +137,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         note = f"{num_calls} calls a step of {np.median(off) * 1e3:.0f} ms, 2 ranks, small GPT"
         yield absolute(f"calls x cost / step, {kind}", shares, bar=SHARE_BAR, unit="%", note=note)
         row = compare(f"a step ({kind}) recorded against not recorded", on.tolist(), off.tolist(), note=note)
-        yield Row(row.claim, row.ours, row.peer, row.ratio, row.interval, row.unit, "-", None, row.note)
+        yield without_bar(row)
 
 
 def _alone(function: Callable[..., object], *args: object) -> object:

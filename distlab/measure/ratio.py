@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -107,6 +107,11 @@ def noise(claim: str, first: Sequence[float], second: Sequence[float], *, unit: 
         None,
         "peer against itself",
     )
+
+
+def without_bar(row: Row) -> Row:
+    """Return the row as one that informs and claims nothing."""
+    return replace(row, bar="-", holds=None)
 
 
 def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note: str = "") -> Row:
