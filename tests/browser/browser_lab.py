@@ -105,11 +105,16 @@ class Notebook:
     def execute(self, code: str, *, timeout_s: float = 60) -> str:
         """Run code in the notebook's kernel without a cell and return what it printed.
 
+        Whatever was done on the page before has reached the kernel first. A widget sends one change at a time and keeps
+        the next until the kernel is done with it; so after two empty requests nothing is on its way. Else a key's
+        change would arrive after an assignment made here, and undo it.
+
         Raises:
             RuntimeError: the code raised.
         """
         send = """async (code) => {
             const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel, said = [];
+            for (const _ of [1, 2]) await kernel.requestExecute({ code: "", store_history: false }).done;
             const future = kernel.requestExecute({ code, store_history: false });
             future.onIOPub = ({ header, content }) => { if (header.msg_type === "stream") said.push(content.text); };
             const reply = (await future.done).content;
