@@ -7,7 +7,9 @@ private folder instead: one file for all ranks, and a rank that has stopped neve
 from __future__ import annotations
 
 import contextlib
+import dis
 import importlib
+import inspect
 import io
 import linecache
 import os
@@ -120,10 +122,11 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
 
 
 def _dump(value: object) -> bytes:
-    """Pickle by value as cloudpickle does, and every module by its name.
+    """Pickle by value as cloudpickle does, with two repairs.
 
-    A function that names `torch` and some attribute `.ops` makes cloudpickle take the module torch.ops along, which is
-    of a class of its own and which it would try to take apart.
+    Every module travels by its name: a function that names `torch` and some attribute `.ops` makes cloudpickle take the
+    module torch.ops along, which is of a class of its own and which it would try to take apart. And with a function
+    travel the names that a class written inside it reads in its body (bases, annotations), which cloudpickle overlooks.
     """
     import cloudpickle
 
@@ -137,9 +140,29 @@ def _dump(value: object) -> bytes:
                 return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)
 
+        def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+            reduced = super()._dynamic_function_reduce(function)
+            _, slots = reduced[2]
+            missing = {name: function.__globals__[name] for name in _names_in_classes(function)}
+            slots["__globals__"] = missing | slots["__globals__"]
+            return reduced
+
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _names_in_classes(function: types.FunctionType) -> list[str]:
+    """Name the globals that bodies of classes inside a function read."""
+    found: list[str] = []
+    inside = [function.__code__]
+    while inside:
+        code = inside.pop()
+        inside += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a class's body, where names are looked up one by one
+            read = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_NAME"]
+            found += [name for name in read if name in function.__globals__]
+    return [name for name in found if not name.startswith("__")]
 
 
 @contextlib.contextmanager

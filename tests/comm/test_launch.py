@@ -36,6 +36,24 @@ print("imported once")
 EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__']\nimported once\n"
 
 
+CLASS_INSIDE = """
+from typing import Any
+from distlab.comm import run
+class Base: sign = -1
+def f():
+    class Inner(Base):
+        size: Any = 3
+        def get(self: Any): return self.sign * self.size
+    return Inner().get()
+print(run(f, 1))
+"""
+
+
+def test_names_that_a_class_inside_a_function_reads_travel_with_it():
+    done = python("-c", CLASS_INSIDE)
+    assert done.stdout == "[-3]\n", done.stderr
+
+
 # From `python -c` and from standard input: test_no_orphans; from a notebook: test_launch_notebook.
 def test_works_from_a_script_without_a_guard_and_imports_it_once(tmp_path):
     script = tmp_path / "train.py"
