@@ -133,14 +133,23 @@ class GPT(nn.Module):
         self._draw_weights(generator)
 
     def _draw_weights(self, generator: torch.Generator | None) -> None:
-        residual_scale = 1 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():  # a tied weight comes once
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                writes_to_residual = name.startswith("blocks") and ".output." in name
-                scale = residual_scale if writes_to_residual else 1.0
-                nn.init.normal_(parameter, std=0.02 * scale, generator=generator)
+            self.draw_weight(name, parameter, generator)
+
+    @torch.no_grad()
+    def draw_weight(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
+        """Draw the values of one parameter, given its name, into any tensor of its shape.
+
+        A norm's weights are one and draw nothing.
+        """
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1)
+        else:
+            writes_to_residual = name.startswith("blocks") and ".output." in name
+            scale = 1 / math.sqrt(2 * self.config.num_layers) if writes_to_residual else 1.0
+            nn.init.normal_(parameter, std=0.02 * scale, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Score every next token.

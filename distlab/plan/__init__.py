@@ -28,6 +28,7 @@ from distlab.plan.schedules import (
     parse_action,
     parse_schedule,
 )
+from distlab.plan.sharding import FlatLayout, Precision, Sharding, make_units
 from distlab.plan.validate import Report, ScheduleError, text_grid, validate
 
 __all__ = [
@@ -37,20 +38,24 @@ __all__ = [
     "Cluster",
     "Contention",
     "Device",
+    "FlatLayout",
     "Layer",
     "Link",
     "Mesh",
     "Plan",
+    "Precision",
     "Protocol",
     "Report",
     "Schedule",
     "ScheduleError",
+    "Sharding",
     "Work",
     "Workload",
     "add_communication",
     "assign_buckets",
     "balance",
     "gpipe",
+    "make_units",
     "one_f_one_b",
     "parse_action",
     "parse_schedule",

@@ -5,133 +5,31 @@ Plain frozen records with checked fields: they print, compare and cost nothing t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
+from distlab.plan.require import require, require_count, require_positive
+from distlab.plan.sharding import Precision, Sharding
+from distlab.plan.work import Layer, Work, Workload
+
+__all__ = [
+    "GRADIENT_SYNCS",
+    "RECOMPUTES",
+    "SCHEDULES",
+    "Cluster",
+    "Contention",
+    "Device",
+    "Layer",
+    "Link",
+    "Plan",
+    "Protocol",
+    "Work",
+    "Workload",
+]
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 SCHEDULES = ("gpipe", "one_f_one_b")
-
-
-def _require(ok: bool, text: str) -> None:
-    if not ok:
-        raise ValueError(text)
-
-
-def _require_positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        _require(value > 0 and not math.isnan(value), f"{owner}: {name} is {value!r}; pass a number greater than zero")
-
-
-def _require_count(owner: str, **values: int) -> None:
-    for name, value in values.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        _require(whole and value >= 1, f"{owner}: {name} is {value!r}; pass a whole number of at least 1")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one pass over one layer asks of a device.
-
-    Attributes:
-        matmul_flops: floating-point operations in matrix products (a multiply-add counts as two).
-        memory_bytes: bytes that all other kernels read and write.
-        num_kernels: kernels launched.
-    """
-
-    matmul_flops: float = 0.0
-    memory_bytes: float = 0.0
-    num_kernels: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("matmul_flops", "memory_bytes", "num_kernels"):
-            value = getattr(self, name)
-            _require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmul_flops + other.matmul_flops,
-            self.memory_bytes + other.memory_bytes,
-            self.num_kernels + other.num_kernels,
-        )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a model at one micro-batch size.
-
-    The pipeline's letters: forward is F, input_gradient is I, weight_gradient is W; a full backward is I + W.
-
-    Attributes:
-        parameter_sizes: elements of each parameter tensor, in the order in which the module registers them.
-        activation_bytes: bytes kept from forward for backward, a micro-batch.
-        output_bytes: bytes of the layer's output, a micro-batch: what a pipeline sends when the stage ends here.
-        parameter_shapes: shape of each parameter tensor; what is left out counts as a vector. Only compression by
-            low rank looks at shapes.
-    """
-
-    name: str
-    parameter_sizes: tuple[int, ...]
-    forward: Work
-    input_gradient: Work
-    weight_gradient: Work
-    activation_bytes: int = 0
-    output_bytes: int = 0
-    parameter_shapes: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.parameter_shapes:
-            sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
-            _require(
-                sizes == self.parameter_sizes,
-                f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
-                f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none",
-            )
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements in all parameter tensors of the layer."""
-        return sum(self.parameter_sizes)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each parameter tensor: a vector where it was not given."""
-        return self.parameter_shapes or tuple((size,) for size in self.parameter_sizes)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model as the simulator sees it: its layers in forward order, at one micro-batch size.
-
-    Attributes:
-        layers: in forward order.
-        bytes_per_parameter: bytes of one parameter, and of one gradient, on the wire and in memory.
-        optimizer: the work of one update of *all* parameters (whatever the number of micro-batches).
-        optimizer_bytes_per_parameter: optimizer state held for each parameter (AdamW in fp32: 8).
-        samples: samples in one micro-batch of one replica.
-    """
-
-    name: str
-    layers: tuple[Layer, ...]
-    bytes_per_parameter: int = 4
-    optimizer: Work = Work()
-    optimizer_bytes_per_parameter: int = 8
-    samples: int = 1
-
-    def __post_init__(self) -> None:
-        _require(len(self.layers) > 0, f"Workload {self.name!r} has no layers; give it at least one")
-        _require_count(f"Workload {self.name!r}", bytes_per_parameter=self.bytes_per_parameter, samples=self.samples)
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements in all parameter tensors of the model."""
-        return sum(layer.num_parameters for layer in self.layers)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients: what data parallelism must combine in a step."""
-        return self.num_parameters * self.bytes_per_parameter
+RECOMPUTES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -143,6 +41,11 @@ class Device:
         memory_bytes_per_s: what elementwise kernels stream, read plus write.
         memory_bytes: capacity.
         kernel_s: fixed time of one kernel, whatever its size.
+        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what is left of the 32 GB/s each
+            way that PCIe 4.0 x16 has by its specification.
+        host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
+            50e9 is an eighth of two sockets with eight channels of DDR4-3200 each, 410 GB/s by specification.
+        host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
     """
 
     name: str
@@ -151,15 +54,24 @@ class Device:
     memory_bytes: float
     kernel_s: float = 0.0
     source: str = ""
+    host_link_bytes_per_s: float = 25e9
+    host_memory_bytes_per_s: float = 50e9
+    host_memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             f"Device {self.name!r}",
             matmul_flops_per_s=self.matmul_flops_per_s,
             memory_bytes_per_s=self.memory_bytes_per_s,
             memory_bytes=self.memory_bytes,
+            host_link_bytes_per_s=self.host_link_bytes_per_s,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
         )
-        _require(self.kernel_s >= 0, f"Device {self.name!r}: kernel_s is {self.kernel_s!r}; pass a time >= 0")
+        require(self.kernel_s >= 0, f"Device {self.name!r}: kernel_s is {self.kernel_s!r}; pass a time >= 0")
+        require(
+            self.host_memory_bytes is None or self.host_memory_bytes >= 0,
+            f"Device {self.name!r}: host_memory_bytes is {self.host_memory_bytes!r}; pass bytes >= 0, or None",
+        )
 
 
 @dataclass(frozen=True)
@@ -170,8 +82,8 @@ class Protocol:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _require(self.latency_s >= 0, f"Protocol: latency_s is {self.latency_s!r}; pass a time >= 0")
-        _require_positive("Protocol", bytes_per_s=self.bytes_per_s)
+        require(self.latency_s >= 0, f"Protocol: latency_s is {self.latency_s!r}; pass a time >= 0")
+        require_positive("Protocol", bytes_per_s=self.bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -186,7 +98,7 @@ class Link:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
+        require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
 
 
 @dataclass(frozen=True)
@@ -199,7 +111,7 @@ class Contention:
     def __post_init__(self) -> None:
         for name in ("compute_slowdown", "communication_slowdown"):
             value = getattr(self, name)
-            _require(value >= 1.0, f"Contention: {name} is {value!r}; pass 1.0 (no contention) or more")
+            require(value >= 1.0, f"Contention: {name} is {value!r}; pass 1.0 (no contention) or more")
 
 
 @dataclass(frozen=True)
@@ -216,9 +128,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
-        _require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
+        require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
-        _require(
+        require(
             whole,
             f"{owner}: {self.num_devices} devices do not fill nodes of {self.devices_per_node}; "
             f"use a multiple of {self.devices_per_node}, or fewer than one node",
@@ -238,6 +150,13 @@ class Plan:
         bucket_bytes: capacity of a gradient bucket.
         first_bucket_bytes: capacity of the first bucket, small so that communication starts early.
         compression: what replicas send in place of their gradients, or None.
+        sharding: which model states the data-parallel ranks split; stage 0 splits nothing.
+        precision: types of numbers; None takes the workload's bytes.
+        recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part) or
+            "full" (all but each layer's input).
+        tensor: ranks that split each layer.
+        context: ranks that split each sequence.
+        sequence_parallel: whether tensor-parallel ranks split the parts between their layers along the sequence.
     """
 
     data: int = 1
@@ -248,30 +167,48 @@ class Plan:
     bucket_bytes: int = 25_000_000
     first_bucket_bytes: int = 1_000_000
     compression: Compression | None = None
+    sharding: Sharding = Sharding()
+    precision: Precision | None = None
+    recompute: str = "none"
+    tensor: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        _require_count(
+        require_count(
             "Plan",
             data=self.data,
             pipeline=self.pipeline,
+            tensor=self.tensor,
+            context=self.context,
             num_microbatches=self.num_microbatches,
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,
         )
-        _require(
+        require(
             self.schedule in SCHEDULES,
             f"Plan: schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}",
         )
-        _require(
+        require(
             self.gradient_sync in GRADIENT_SYNCS,
             f"Plan: gradient_sync is {self.gradient_sync!r}; choose one of {', '.join(GRADIENT_SYNCS)}",
         )
-        _require(
+        require(
             self.compression is None or isinstance(self.compression, Compression),
             f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None",
         )
 
+        require(
+            self.recompute in RECOMPUTES,
+            f"Plan: recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTES)}",
+        )
+        self.sharding.num_shards(self.data)  # refuses replicas that do not divide
+        require(
+            self.compression is None or self.sharding.stage == 0,
+            "Plan: compression works on whole gradients, which sharding never makes; choose one of the two",
+        )
+
     @property
     def world_size(self) -> int:
-        """Ranks that the plan needs: data x pipeline."""
-        return self.data * self.pipeline
+        """Ranks that the plan needs: data x pipeline x tensor x context."""
+        return self.data * self.pipeline * self.tensor * self.context

@@ -1,0 +1,182 @@
+"""Work, Layer, Workload: a model as plans and the simulator see it, in sizes alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan.require import require, require_count
+
+COLUMNS = (
+    "num_parameters",
+    "tensor_parameters",
+    "largest_parameter",
+    "activation_bytes",
+    "tensor_activation_bytes",
+    "score_bytes",
+    "input_bytes",
+    "logits_bytes",
+    "output_bytes",
+    "widest_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass over one layer asks of a device.
+
+    Attributes:
+        matmul_flops: floating-point operations in matrix products (a multiply-add counts as two).
+        memory_bytes: bytes that all other kernels read and write.
+        num_kernels: kernels launched.
+    """
+
+    matmul_flops: float = 0.0
+    memory_bytes: float = 0.0
+    num_kernels: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("matmul_flops", "memory_bytes", "num_kernels"):
+            value = getattr(self, name)
+            require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.memory_bytes + other.memory_bytes,
+            self.num_kernels + other.num_kernels,
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model at one micro-batch size.
+
+    The pipeline's letters: forward is F, input_gradient is I, weight_gradient is W; a full backward is I + W.
+
+    Attributes:
+        parameter_sizes: elements of each parameter tensor, in the order in which the module registers them.
+        activation_bytes: bytes kept from forward for backward, a micro-batch; the next four are parts of it or of what
+            it becomes, and 0 where they are not known.
+        output_bytes: bytes of the layer's output, a micro-batch: what a pipeline sends when the stage ends here.
+        parameter_shapes: shape of each parameter tensor; what is left out counts as a vector. Only compression by
+            low rank looks at shapes.
+        tensor_activation_bytes: the part of activation_bytes that tensor-parallel ranks divide, logits apart.
+        score_bytes: the part of activation_bytes that selective recompute drops: attention scores and what is made of
+            them. Where tensor parallelism divides them they are in tensor_activation_bytes too.
+        input_bytes: what full recompute keeps of the layer; 0: it is never recomputed.
+        logits_bytes: the part of activation_bytes that is logits and their copies.
+        tensor_parameters: elements that tensor-parallel ranks divide.
+        widest_bytes: the widest tensor inside the layer that is no logits: in backward its gradient lives beside all
+            that forward kept; 0 where it is not known.
+        score_forward: the part of forward that selective recompute runs again.
+    """
+
+    name: str
+    parameter_sizes: tuple[int, ...]
+    forward: Work
+    input_gradient: Work
+    weight_gradient: Work
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    parameter_shapes: tuple[tuple[int, ...], ...] = ()
+    tensor_activation_bytes: int = 0
+    score_bytes: int = 0
+    input_bytes: int = 0
+    logits_bytes: int = 0
+    tensor_parameters: int = 0
+    score_forward: Work = Work()
+    widest_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        parts = {
+            "tensor_activation_bytes and logits_bytes": (
+                self.tensor_activation_bytes + self.logits_bytes,
+                self.activation_bytes,
+            ),
+            "score_bytes": (self.score_bytes, self.activation_bytes),
+            "tensor_parameters": (self.tensor_parameters, self.num_parameters),
+        }
+        for name, (part, whole) in parts.items():
+            require(
+                0 <= part <= whole,
+                f"Layer {self.name!r}: {name} are {part} of {whole}; pass a part, from 0 to all of it",
+            )
+        if self.parameter_shapes:
+            sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
+            require(
+                sizes == self.parameter_sizes,
+                f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
+                f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none",
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements in all parameter tensors of the layer."""
+        return sum(self.parameter_sizes)
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter tensor."""
+        return max(self.parameter_sizes, default=0)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each parameter tensor: a vector where it was not given."""
+        return self.parameter_shapes or tuple((size,) for size in self.parameter_sizes)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as the simulator sees it: its layers in forward order, at one micro-batch size.
+
+    Attributes:
+        layers: in forward order.
+        bytes_per_parameter: bytes of one parameter, and of one gradient, on the wire and in memory.
+        optimizer: the work of one update of *all* parameters (whatever the number of micro-batches).
+        optimizer_bytes_per_parameter: optimizer state held for each parameter (AdamW in fp32: 8).
+        samples: samples in one micro-batch of one replica.
+        master_bytes_per_parameter: a second copy of each parameter, kept for the update (float32: 4), or 0.
+        activation_element_bytes: bytes of most elements of the activations; 0: as a parameter's.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    bytes_per_parameter: int = 4
+    optimizer: Work = Work()
+    optimizer_bytes_per_parameter: int = 8
+    samples: int = 1
+    master_bytes_per_parameter: int = 0
+    activation_element_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        require(len(self.layers) > 0, f"Workload {self.name!r} has no layers; give it at least one")
+        require_count(f"Workload {self.name!r}", bytes_per_parameter=self.bytes_per_parameter, samples=self.samples)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements in all parameter tensors of the model."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients: what data parallelism must combine in a step."""
+        return self.num_parameters * self.bytes_per_parameter
+
+    @cached_property
+    def columns(self) -> NDArray[np.float64]:
+        """Sizes of all layers as numbers in columns, for counts over many plans: one row a name in COLUMNS."""
+        rows = [[getattr(layer, name) for name in COLUMNS] for layer in self.layers]
+        table = np.array(rows, np.float64).T
+        table.flags.writeable = False
+        return table
+
+    @cached_property
+    def matmul_flops(self) -> tuple[float, ...]:
+        """Floating-point operations in matrix products of each layer, forward and backward."""
+        passes = ("forward", "input_gradient", "weight_gradient")
+        return tuple(sum(getattr(layer, name).matmul_flops for name in passes) for layer in self.layers)
