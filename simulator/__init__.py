@@ -18,7 +18,10 @@ from simulator.cost import (
 from simulator.fit import fit_link, fit_steps, leave_one_size_out
 from simulator.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
 from simulator.hardware import cluster, device, link, names
-from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes
+from simulator.llama import LlamaSizes, llama_workload
+from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
+from simulator.memory_fit import DoesNotFitError, check_fit, smallest_change
+from simulator.models_by_name import model_by_name
 from simulator.pipeline import CompiledOrder, order_of, peak_in_flight
 from simulator.step import Step, closed_form_bubble, simulate
 from simulator.sweep import (
@@ -29,15 +32,19 @@ from simulator.sweep import (
     sweep_compression,
     with_bandwidth,
 )
+from simulator.sweep_units import UnitSweep, sweep_units
 
 __all__ = [
     "BucketSweep",
     "Codec",
     "CompiledOrder",
     "CompressionSweep",
+    "DoesNotFitError",
+    "LlamaSizes",
     "MeasuredCodec",
     "Memory",
     "Step",
+    "UnitSweep",
     "activation_bytes_per_layer",
     "adam_state_bytes",
     "all_gather_s",
@@ -45,6 +52,7 @@ __all__ = [
     "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
+    "check_fit",
     "closed_form_bubble",
     "cluster",
     "codec_work",
@@ -59,13 +67,18 @@ __all__ = [
     "hierarchical_all_reduce_s",
     "leave_one_size_out",
     "link",
+    "llama_workload",
+    "memory_of",
     "message_s",
+    "model_by_name",
     "names",
     "order_of",
     "peak_in_flight",
     "reduce_scatter_s",
     "simulate",
+    "smallest_change",
     "sweep_buckets",
     "sweep_compression",
+    "sweep_units",
     "with_bandwidth",
 ]

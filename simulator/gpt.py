@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from distlab.plan.records import Layer, Work, Workload
-from simulator.memory import activation_bytes_per_layer
+from simulator.memory_formulas import activation_bytes_per_layer
 
 BLOCK_KERNELS = 12  # 2 norms, 4 products of weights, 2 of attention, softmax, GELU, 2 additions
 ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
@@ -28,11 +28,14 @@ def gpt_workload(
 ) -> Workload:
     """Return the workload of a GPT, forward and backward without recomputing.
 
-    Matrix products and parameters are exact by the sources' formulas. Activations are 16-bit. Bytes of other kernels
-    are an estimate: every activation that is kept was written once and is read once, in forward and again in backward.
+    Matrix products and parameters are exact by the sources' formulas. Activations are 16-bit, with dropout's masks of a
+    byte; logits are in float32, once. With 16-bit parameters Adam keeps a master copy of 4 bytes. Bytes of other
+    kernels are an estimate: every activation that is kept was written once and is read once, in forward and again in
+    backward.
 
     Cost: forward 24 B s h^2 + 4 B s^2 h FLOPs a layer and 2 B s h V for the head; backward twice that.
-    Source: Narayanan et al. 2021 (2104.04473), equations 2 and 3; Korthikanti et al. 2022 (2205.05198), equation 2.
+    Source: Narayanan et al. 2021 (2104.04473), equations 2 and 3; Korthikanti et al. 2022 (2205.05198), equation 2 and
+        section 4.3.
 
     Raises:
         ValueError: a size is less than 1, or the heads do not divide the hidden size.
@@ -54,8 +57,10 @@ def gpt_workload(
         layers=layers,
         bytes_per_parameter=bytes_per_parameter,
         optimizer=Work(memory_bytes=ADAM_BYTES * num_parameters, num_kernels=tensors),
-        optimizer_bytes_per_parameter=12 if bytes_per_parameter == 2 else 8,
+        optimizer_bytes_per_parameter=8,
         samples=batch,
+        master_bytes_per_parameter=4 if bytes_per_parameter == 2 else 0,
+        activation_element_bytes=2,
     )
 
 
@@ -102,8 +107,9 @@ def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
         forward=Work(memory_bytes=2 * output, num_kernels=3),
         input_gradient=Work(),
         weight_gradient=Work(memory_bytes=2 * output, num_kernels=2),
-        activation_bytes=batch * s * 8,  # token numbers
+        activation_bytes=batch * s * 8 + batch * s * h,  # token numbers, and the mask of dropout
         output_bytes=output,
+        tensor_parameters=vocab_size * h,
     )
 
 
@@ -116,7 +122,8 @@ def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
         forward=Work(flops, 2 * logits, 3),
         input_gradient=Work(flops, 2 * logits, 3),
         weight_gradient=Work(flops, 0, 1),
-        activation_bytes=batch * s * h * 2 + logits,
+        activation_bytes=batch * s * h * 4 + logits,  # inputs of the last norm and of the head
+        logits_bytes=logits,
         output_bytes=0,
     )
 
@@ -125,6 +132,7 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
     weights = 24.0 * batch * s * h * h
     scores = 4.0 * batch * s * s * h
     kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
+    divided = 3 * h * h + 3 * h + h * h + 4 * h * h + 4 * h + 4 * h * h  # by columns with their biases, or by rows
     attention: tuple[tuple[int, ...], ...] = ((h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,))
     feed_forward = ((h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,))
     return Layer(
@@ -136,4 +144,9 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
         weight_gradient=Work(weights, 0, 4),
         activation_bytes=kept,
         output_bytes=batch * s * h * 2,
+        tensor_activation_bytes=kept - 10 * batch * s * h,
+        score_bytes=5 * batch * s * s * num_heads,
+        score_forward=Work(scores, 2 * 5 * batch * s * s * num_heads, 5),  # two products, scale, softmax, dropout
+        input_bytes=2 * batch * s * h,
+        tensor_parameters=divided,
     )

@@ -29,7 +29,8 @@ def device(name: str, *, measured: bool = True) -> Device:
         memory_bytes_per_s=achieved.get("memory_bytes_per_s", row["memory_bytes_per_s"]),
         memory_bytes=row["memory_bytes"],
         kernel_s=achieved.get("kernel_s", row.get("kernel_s", 0.0)),
-        source="; ".join(text for text in (row["source"], achieved.get("source")) if text),
+        source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
+        host_memory_bytes=row.get("host_memory_bytes"),
     )
 
 

@@ -8,17 +8,20 @@ One replica's pipeline is timed; its replicas do the same at the same time, sinc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan.records import Cluster, Link, Plan, Workload
 from distlab.plan.schedules.basic import gpipe, one_f_one_b
 from distlab.trace import Trace
 from simulator.codec import MeasuredCodec
 from simulator.memory import Memory, step_memory
 from simulator.pipeline import CompiledOrder, order_of
+from simulator.sharded import finish_sharded, repeat_passes, time_by_units
 from simulator.stages import Stage, make_stages, sent_bytes
-from simulator.timing import Timing, queues, time_by_graph, time_directly
+from simulator.times import Timing
+from simulator.timing import queues, time_by_graph, time_directly
 from simulator.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
 
@@ -45,8 +48,8 @@ class Step:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the step's start to the end of the last rank's update."""
-        return to_s(max(end for _, end in self.timing.optimizer))
+        """Seconds from the step's start to the end of the last rank's update, and of gathers after it."""
+        return to_s(max(self._rank_end_ns(rank) for rank in range(len(self.stages))))
 
     @property
     def pipeline_s(self) -> float:
@@ -58,21 +61,43 @@ class Step:
         """Idle over total time of the compute lanes, from the step's start to the end of the last backward."""
         total = int(self.timing.end_ns.max()) * len(self.stages)
         busy = int((self.timing.end_ns - self.timing.start_ns).sum())
+        if self.plan.sharding.stage == 3:  # a pass waits inside
+            busy = self._computing_ns()
         return (total - busy) / total if total else 0.0
 
     @property
     def exposed_communication_s(self) -> float:
-        """Seconds in which the rank that ends last waits for all-reduces and computes nothing."""
-        rank = max(range(len(self.stages)), key=lambda index: self.timing.optimizer[index][1])
+        """Seconds in which the rank that ends last waits for communication and computes nothing.
+
+        A copy between a device and its host counts as communication.
+        """
+        rank = max(range(len(self.stages)), key=self._rank_end_ns)
+        begin, finish = self.timing.optimizer[rank]
+        after = self._rank_end_ns(rank) - finish
+        if self.plan.sharding.stage == 3 or _sums_each_pass(self.plan):
+            return to_s(begin - self._computing_ns() + after)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
-        window = self.timing.optimizer[rank][0] - end
         parts = [part for sync in self.timing.syncs[rank] for part in sync.computing]
-        return to_s(window - sum(stop - start for start, stop in parts if start >= end))
+        return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
+
+    def _rank_end_ns(self, rank: int) -> int:
+        calls = self.timing.calls[rank] if self.timing.calls else ()
+        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in calls)])
+
+    def _computing_ns(self) -> int:
+        """Return the time that layers compute and gradients are copied, the update apart."""
+        assert self.timing.layers is not None, "these steps are timed layer by layer"
+        packs = sum(call.end_ns - call.start_ns for rank in self.timing.packs for call in rank)
+        for times in self.timing.syncs[0]:
+            packs += sum(end - begin for begin, end in times.computing)
+        return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + packs
 
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:
         """Bytes that each rank sends in the step (rings for gradients, messages between stages), rank 0 first."""
         each = [sent_bytes(stage, self.plan) for stage in self.stages]
+        for rank, calls in enumerate(self.timing.calls):
+            each[rank] += sum(call.sent_bytes for call in calls)
         return tuple(value for value in each for _ in range(self.plan.data))
 
     @property
@@ -104,31 +129,55 @@ class Step:
         )
 
 
-def simulate(workload: Workload, cluster: Cluster, plan: Plan, *, codec: MeasuredCodec | None = None) -> Step:
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    codec: MeasuredCodec | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> Step:
     """Simulate one training step.
 
     With `plan.compression` a bucket is encoded on the compute lane once it is full, what is left of it travels, and it
     is decoded on the compute lane, from every rank's payload where ranks gather them. PowerSGD's second factor is made
     and sent while the rank waits, as its hook does it. `codec` gives measured times in place of counted work.
 
+    With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
+    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.sharded`). Gradients of
+    several micro-batches are added up on each rank and scattered in the last; with stage 2, which has no place for
+    them, in each. `links` gives a line of its own to a kind of call ("all_gather", "reduce_scatter", "all_reduce"
+    across replicas), and to what calls cost the computing rank ("all_gather start", "reduce_scatter start",
+    "reduce_scatter sum"), where they were measured apart.
+
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
         Not modelled: differences between devices, and all-reduces that share a wire with messages between stages.
 
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
-            codec was measured for another compression or number of replicas.
+            codec was measured for another compression or number of replicas; the plan splits layers or sequences, or
+            shards a pipeline's parameters, or its gradients in several micro-batches, which is not timed.
     """
+    _check_is_timed(plan)
     if codec is not None:
         codec.check(plan)
-    stages = make_stages(workload, cluster, plan, codec)
+    stages = make_stages(workload, cluster, plan, codec, links)
     compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
     contention = cluster.contention
     contends = contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
     communicates = plan.pipeline > 1 or (plan.data > 1 and plan.gradient_sync in ("bucketed", "overlapped"))
-    if (contends and communicates) or queues(stages):
-        timing = time_by_graph(compiled, stages, sync=plan.gradient_sync, contention=contention)
+    each_pass = _sums_each_pass(plan)
+    one = _compile(plan.schedule, 1, 1) if each_pass else compiled
+    if plan.sharding.stage == 3:
+        timing = time_by_units(compiled, stages[0], plan.sharding, contention=contention)
+    elif (contends and communicates) or queues(stages):
+        timing = time_by_graph(one, stages, sync=plan.gradient_sync, contention=contention)
     else:
-        timing = time_directly(compiled, stages, sync=plan.gradient_sync)
+        timing = time_directly(one, stages, sync=plan.gradient_sync)
+    if each_pass:
+        timing = repeat_passes(timing, stages[0], compiled.order)
+    if plan.sharding.stage in (1, 2):
+        timing = finish_sharded(timing, stages)
     return Step(workload, cluster, plan, stages, timing)
 
 
@@ -138,6 +187,30 @@ def closed_form_bubble(num_stages: int, num_microbatches: int) -> float:
     Error: exact where all stages take equal time and communication none; otherwise simulate.
     """
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
+
+
+def _sums_each_pass(plan: Plan) -> bool:
+    """Return whether gradients are summed over ranks in every micro-batch: stage 2 has no place for whole ones."""
+    return plan.sharding.stage == 2 and plan.num_microbatches > 1
+
+
+def _check_is_timed(plan: Plan) -> None:
+    if plan.tensor > 1 or plan.context > 1:
+        raise ValueError(
+            f"the plan has tensor={plan.tensor} and context={plan.context}; simulate times data, pipeline and "
+            "sharding: set both to 1; memory_of counts the rest"
+        )
+    if plan.sharding.stage == 3 and plan.pipeline > 1:
+        raise ValueError(
+            f"the plan shards parameters (stage 3) over {plan.pipeline} pipeline stages, where each micro-batch would "
+            "gather every unit again; simulate times stage 3 with pipeline=1, or use stage 1"
+        )
+    if _sums_each_pass(plan) and plan.pipeline > 1:
+        raise ValueError(
+            f"the plan shards gradients (stage 2) over {plan.pipeline} pipeline stages, where each of "
+            f"{plan.num_microbatches} micro-batches would sum them over the ranks; simulate times stage 2 with "
+            "pipeline=1, or use stage 1"
+        )
 
 
 @lru_cache(maxsize=16)

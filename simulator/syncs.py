@@ -22,8 +22,26 @@ from simulator.cost import (
     compute_s,
     hierarchical_all_gather_s,
     hierarchical_all_reduce_s,
+    reduce_scatter_s,
+    reduce_scatter_steps,
 )
 from simulator.units import to_ns
+
+
+class Transfer(NamedTuple):
+    """One call, costed.
+
+    Attributes:
+        kind: all_reduce, reduce_scatter, all_gather, or copy between a device and its host.
+        num_bytes: of the whole that is summed, scattered or gathered.
+        duration_ns: how long it takes alone.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+    """
+
+    kind: str
+    num_bytes: int
+    duration_ns: int
+    sent_bytes: float
 
 
 class Later(NamedTuple):
@@ -52,6 +70,12 @@ class Sync:
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
         compressed: whether it is encoded.
         later: the second time, where there is one.
+        num_tensors: parameters in it.
+        parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
+        gather: the all-gather of the parameters after the update, where each rank updates only its own.
+        start_ns: starting it, where that keeps the computing rank busy.
+        save: the copy of the gradients' shard to the host, where the host updates.
+        load: the copy of the updated shard back to the device.
     """
 
     name: str
@@ -65,6 +89,12 @@ class Sync:
     sent_bytes: float = 0.0
     compressed: bool = False
     later: Later | None = None
+    num_tensors: int = 0
+    parts: tuple[Transfer, ...] = ()
+    gather: Transfer | None = None
+    start_ns: int = 0
+    save: Transfer | None = None
+    load: Transfer | None = None
 
 
 class Group(NamedTuple):
@@ -99,12 +129,15 @@ class Group(NamedTuple):
         """Return what a rank sends for a call with num_bytes on each rank, by a ring."""
         if kind == "all_gather":
             return (self.num_ranks - 1) * num_bytes
+        if kind == "reduce_scatter":
+            return reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
         return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 
 
 _COSTS = {
     "all_reduce": (all_reduce_s, hierarchical_all_reduce_s),
     "all_gather": (all_gather_s, hierarchical_all_gather_s),
+    "reduce_scatter": (reduce_scatter_s, hierarchical_all_gather_s),  # the same steps, the other way round
 }
 
 
@@ -136,6 +169,7 @@ def make_syncs(
             unpack_ns=to_ns(unpack),
             gradient_bytes=num_bytes,
             sent_bytes=group.sent_bytes("all_reduce", num_bytes),
+            num_tensors=len(parameters),
         )
         if plan.compression is None:
             return plain
@@ -152,7 +186,8 @@ def make_syncs(
         return tuple(sync(f"parameter {parameter}", (parameter,)) for parameter in everything)
     if plan.gradient_sync == "flat":
         return (sync("all gradients", everything),)
-    first_bucket_bytes = plan.first_bucket_bytes if plan.gradient_sync == "overlapped" else None
+    small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
+    first_bucket_bytes = plan.first_bucket_bytes if small_first else None
     buckets = assign_buckets(sizes, plan.bucket_bytes, first_bucket_bytes)
     return tuple(sync(f"bucket {bucket.index}", bucket.parameters) for bucket in buckets)
 

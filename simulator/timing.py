@@ -8,74 +8,18 @@ engine, and is exact always: with contention, and where a link is the bottleneck
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distlab.plan.records import Contention
 from simulator import engine
 from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
-from simulator.pipeline import CompiledOrder, F, Order
+from simulator.pipeline import CompiledOrder, F
 from simulator.stages import Stage
 from simulator.syncs import Sync
-
-Ints = NDArray[np.int64]
-Pair = tuple[int, int]
+from simulator.times import Pair, SyncTimes, Timing
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
-
-
-@dataclass(frozen=True)
-class SyncTimes:
-    """Start and end, in nanoseconds, of the parts of one bucket's way to the mean.
-
-    Attributes:
-        pack: copying the gradients together, and encoding them.
-        all_reduce: the all-reduce, or what compression sends in its place.
-        unpack: decoding, and copying the mean out.
-        between: work before the bucket sends a second time (PowerSGD); None where it does not.
-        later: the second time.
-        after: work on the rank while that travels.
-    """
-
-    pack: Pair
-    all_reduce: Pair
-    unpack: Pair
-    between: Pair | None = None
-    later: Pair | None = None
-    after: Pair | None = None
-
-    @property
-    def computing(self) -> tuple[Pair, ...]:
-        """The parts that keep the compute lane busy."""
-        return tuple(part for part in (self.pack, self.between, self.after, self.unpack) if part is not None)
-
-
-@dataclass(frozen=True, eq=False)
-class Timing:
-    """Start and end of everything on one replica's ranks, in nanoseconds.
-
-    Attributes:
-        order: the actions of the pipeline.
-        start_ns: start of each action.
-        end_ns: end of each action.
-        send_end_ns: end of the message that leaves after each action; the action's own end where none does.
-        send_start_ns: its start.
-        syncs: of each rank, in the order of its stage's syncs.
-        optimizer: start and end of the update on each rank.
-        layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
-            they follow from the durations.
-    """
-
-    order: Order
-    start_ns: Ints
-    end_ns: Ints
-    send_start_ns: Ints
-    send_end_ns: Ints
-    syncs: tuple[tuple[SyncTimes, ...], ...]
-    optimizer: tuple[Pair, ...]
-    layers: Ints | None = None
 
 
 def queues(stages: Sequence[Stage]) -> bool:

@@ -3,7 +3,9 @@
 The compute lane of a rank holds whole passes ("forward", "backward"; in a pipeline "2F0"), "synchronize" (kind "wait":
 from the end of the last backward until the gradients are averaged) and "optimizer". The communication lane holds one
 "all_reduce" for each bucket, with its bytes, or what compression sends in its place. In detail (`layer_trace`) the
-compute lane shows each bucket's "encode" and "decode" too. Messages between stages have a lane for each direction.
+compute lane shows each bucket's "encode" and "decode" too. With sharding, gathers and scatters have lanes of their own,
+"gather" and "scatter", and copies to and from the host share the lane "host" with its update. Messages between stages
+have a lane for each direction.
 """
 
 from __future__ import annotations
@@ -18,20 +20,21 @@ from distlab.trace import Span, Trace
 from simulator.pipeline import LETTERS, F
 from simulator.stages import Stage
 from simulator.syncs import Sync
-from simulator.timing import SyncTimes, Timing
+from simulator.times import SyncTimes, Timing
 
 Ints = NDArray[np.int64]
 
 
 def step_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
     """Return the spans of all ranks."""
-    parts = [_passes(timing, plan), _messages(stages, timing), Trace.from_spans(_closing(stages, timing))]
+    closing = _closing(stages, timing) + _sharding_calls(timing)
+    parts = [_passes(timing, plan), _messages(stages, timing), Trace.from_spans(closing)]
     return _on_all_ranks(Trace.concatenate(parts), plan.data)
 
 
 def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
     """Return the spans of all ranks, each pass cut into its layers, each all-reduce with its copies."""
-    rows = _layer_rows(stages, timing) if timing.layers is None else timing.layers
+    rows = layer_rows(stages, timing) if timing.layers is None else timing.layers
     order = timing.order
     spans = []
     for action, layer, start, end in rows.tolist():
@@ -41,8 +44,10 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
         spans.append(Span(stage, "compute", name, kind, start, end, 0, stage, microbatch))
     for rank, (stage_of_rank, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
         for sync, times in zip(stage_of_rank.syncs, syncs, strict=True):
-            spans += _copies(rank, sync, times) + _exchanges(rank, sync, times)
-        spans.append(Span(rank, "compute", "optimizer", "optimizer", *timing.optimizer[rank], 0, rank))
+            spans += _copies(rank, sync, times) + exchanges(rank, sync, times)
+        spans.append(_update(rank, timing))
+    spans += _sharding_calls(timing)
+    spans += [Span(rank, *pack[:6], rank, pack.microbatch) for rank, packs in enumerate(timing.packs) for pack in packs]
     kept = [span for span in spans if span.end_ns > span.start_ns]
     return _on_all_ranks(Trace.concatenate([Trace.from_spans(kept), _messages(stages, timing)]), plan.data)
 
@@ -100,17 +105,41 @@ def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
     spans = []
     for rank, stage in enumerate(stages):
         for sync, times in zip(stage.syncs, timing.syncs[rank], strict=True):
-            spans += _exchanges(rank, sync, times)
+            spans += exchanges(rank, sync, times)
         end = int(timing.end_ns[timing.order.offsets[rank + 1] - 1])
-        begin, finish = timing.optimizer[rank]
-        if stage.syncs:
+        begin, _ = timing.optimizer[rank]
+        if stage.syncs or stage.units:
             spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, rank))
-        spans.append(Span(rank, "compute", "optimizer", "optimizer", begin, finish, 0, rank))
+        spans.append(_update(rank, timing))
     return spans
 
 
-def _exchanges(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
-    """Return what a bucket sends: one call, or a second one after it."""
+def _update(rank: int, timing: Timing) -> Span:
+    """Return the update: the host's where gradients are copied there."""
+    calls = timing.calls[rank] if timing.calls else ()
+    lane = "host" if any(call.lane == "host" for call in calls) else "compute"
+    return Span(rank, lane, "optimizer", "optimizer", *timing.optimizer[rank], 0, rank)
+
+
+def _sharding_calls(timing: Timing) -> list[Span]:
+    """Return the gathers, scatters and copies that sharding adds."""
+    return [Span(rank, *call[:6], rank, call.microbatch) for rank, calls in enumerate(timing.calls) for call in calls]
+
+
+def exchanges(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
+    """Return what a bucket sends: one call, or a second one after it.
+
+    Calls that follow one another at once share the bucket's time as they would without contention.
+    """
+    if sync.parts:
+        begin, end = times.all_reduce
+        whole, so_far, spans = max(1, sync.duration_ns), 0, []
+        for part in sync.parts:
+            start, so_far = so_far, so_far + part.duration_ns
+            first, last = (begin + (end - begin) * at // whole for at in (start, so_far))
+            name = sync.name.replace(sync.kind, part.kind, 1)
+            spans.append(Span(rank, "scatter", name, part.kind, first, last, part.num_bytes, rank))
+        return spans
     spans = [Span(rank, "communication", sync.name, sync.kind, *times.all_reduce, sync.num_bytes, rank)]
     if sync.later is not None and times.later is not None:
         name = f"{sync.name}, second factor"
@@ -134,8 +163,11 @@ def _copies(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
     ]
 
 
-def _layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
-    """Cut each pass into its layers: forward in order, backward from the last, copies of a last backward between."""
+def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
+    """Cut each pass into its layers: action, layer, start and end of each.
+
+    Forward in order, backward from the last layer, copies of a last backward between.
+    """
     order = timing.order
     rows = []
     for rank, stage in enumerate(stages):

@@ -3,13 +3,19 @@
 Every picture is a pure function from a Trace (or recorded calls, or a cost model) to a matplotlib Figure, and has a
 `describe_` twin that returns its text for readers who cannot see it. `to_png` renders a figure; no window is ever
 opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`, `race_panel`, `bucket_panel`,
-`compression_panel`), which need ipywidgets.
+`compression_panel`, `memory_panel`, `sharding_panel`), which need ipywidgets.
 """
 
 from simulator.viz.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.compression import describe_compression, draw_compression
 from simulator.viz.fit_picture import describe_fit, draw_fit
 from simulator.viz.memory import describe_memory, draw_memory
+from simulator.viz.memory_compare import (
+    describe_measured_memory,
+    describe_memory_of_plans,
+    draw_measured_memory,
+    draw_memory_of_plans,
+)
 from simulator.viz.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.race import describe_race, draw_race
 from simulator.viz.ring import draw_ring_steps
@@ -17,6 +23,7 @@ from simulator.viz.ring_frame import describe_ring_frame, draw_ring_frame
 from simulator.viz.ring_record import RecordedCall, describe_ring_steps
 from simulator.viz.scaling import describe_scaling, draw_scaling
 from simulator.viz.schedule import describe_schedule, draw_schedule
+from simulator.viz.sharding import describe_sharding, draw_sharding
 from simulator.viz.style import to_png
 from simulator.viz.timeline import describe_timeline, draw_timeline
 from simulator.viz.train_step import describe_train_step, draw_train_step, step_of
@@ -26,25 +33,31 @@ __all__ = [
     "describe_bucket_sweep",
     "describe_compression",
     "describe_fit",
+    "describe_measured_memory",
     "describe_memory",
+    "describe_memory_of_plans",
     "describe_message_diagram",
     "describe_race",
     "describe_ring_frame",
     "describe_ring_steps",
     "describe_scaling",
     "describe_schedule",
+    "describe_sharding",
     "describe_timeline",
     "describe_train_step",
     "draw_bucket_sweep",
     "draw_compression",
     "draw_fit",
+    "draw_measured_memory",
     "draw_memory",
+    "draw_memory_of_plans",
     "draw_message_diagram",
     "draw_race",
     "draw_ring_frame",
     "draw_ring_steps",
     "draw_scaling",
     "draw_schedule",
+    "draw_sharding",
     "draw_timeline",
     "draw_train_step",
     "step_of",

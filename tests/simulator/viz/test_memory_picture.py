@@ -1,61 +1,149 @@
-"""The memory picture: bars add up to the peaks, the curve to the moments, the words to both."""
+"""The memory pictures: bars add up to the peaks, the curve to the moments, the words to both."""
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from simulator.memory import KINDS, Memory
-from simulator.viz import describe_memory, draw_memory, to_png
+from distlab.plan import Plan, Sharding
+from simulator import gpt_workload, memory_of
+from simulator.memory import KINDS
+from simulator.units import format_bytes
+from simulator.viz import (
+    describe_measured_memory,
+    describe_memory,
+    describe_memory_of_plans,
+    draw_measured_memory,
+    draw_memory,
+    draw_memory_of_plans,
+    to_png,
+)
+from simulator.viz.memory import MEMORY_KINDS, fewer_moments
+
+WORKLOAD = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
 
 
-def two_stages():
-    peak = np.array([[4, 4, 8, 6, 0, 0], [3, 3, 6, 2, 1, 0]], np.int64) * 1_000_000
-    starts = (np.array([0, 10, 20]), np.array([10, 30, 50]))
-    ends = (np.array([60, 70, 80]), np.array([20, 40, 60]))
-    return Memory(peak, starts, ends, (2_000_000, 2_000_000))
+def memory(**options):
+    return memory_of(WORKLOAD, Plan(**options))
+
+
+def texts(figure):
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_every_kind_has_its_own_colour_and_letter():
+    assert tuple(MEMORY_KINDS) == KINDS
+    assert len({style.colour for style in MEMORY_KINDS.values()}) == len(KINDS)
+    assert len({style.letter for style in MEMORY_KINDS.values()}) == len(KINDS)
 
 
 def test_bars_add_up_to_the_peaks():
-    bars, _ = draw_memory(two_stages()).axes
+    held = memory(pipeline=2, num_microbatches=4)
+    bars, _ = draw_memory(held).axes
     widths = np.array([patch.get_width() for patch in bars.patches]).reshape(-1, 2)
-    np.testing.assert_allclose(widths.sum(axis=0), two_stages().total_bytes)
-    assert {"22 MB", "15 MB"} <= {text.get_text() for text in bars.texts}
+    np.testing.assert_allclose(widths.sum(axis=0), held.total_bytes)
+    assert {format_bytes(total) for total in held.total_bytes} <= set(texts(draw_memory(held)))
 
 
 def test_the_curve_reaches_the_peak_of_the_fullest_stage():
-    _, over_time = draw_memory(two_stages()).axes
+    held = memory(pipeline=2, num_microbatches=4)
+    _, over_time = draw_memory(held).axes
     tops = [max(line.get_ydata()) for line in over_time.lines]
-    assert max(tops) == two_stages().max_bytes == 22_000_000
-    assert len(tops) == np.count_nonzero(two_stages().peak_bytes[0])
+    assert max(tops) == held.max_bytes
+    assert over_time.get_xlabel().startswith("work")
 
 
 def test_capacity_is_drawn_where_it_is_near_and_said_anyway():
-    near, far = draw_memory(two_stages(), capacity_bytes=24e6), draw_memory(two_stages(), capacity_bytes=24e9)
+    held = memory()
+    near, far = (draw_memory(held, capacity_bytes=factor * held.max_bytes) for factor in (1.1, 1000))
     assert len(near.axes[0].lines) == 1
     assert len(far.axes[0].lines) == 0
-    assert "0.1 % of the device's 24 GB" in far.texts[1].get_text()
-    assert draw_memory(two_stages(), capacity_bytes=20e6).texts[0].get_text().startswith("Does not fit: stage 0 needs")
+    assert "0.1 % of the device's" in far.texts[1].get_text()
+    tight = draw_memory(held, capacity_bytes=0.9 * held.max_bytes)
+    assert tight.texts[0].get_text().startswith("Does not fit: a rank needs")
 
 
 def test_text_has_the_figures():
-    text = describe_memory(two_stages(), capacity_bytes=44e6)
-    for part in (
-        "Stage 0 of 2 peaks at 22 MB",
-        "activations 6 MB",
-        "stage 1, peaks at 15 MB",
-        "50 % of the device's 44 MB",
-    ):
-        assert part in text
-    assert "buckets" not in text
-    assert KINDS[-2:] == ("buckets", "errors")
+    held = memory(pipeline=2, num_microbatches=4)
+    text = describe_memory(held, capacity_bytes=2 * held.max_bytes)
+    assert f"Stage 0 of 2 peaks at {format_bytes(held.max_bytes)}" in text
+    assert f"optimizer state {format_bytes(held.of('optimizer'))}" in text
+    assert "50 % of the device's" in text
+    assert "errors" not in text
+    assert "Each rank peaks" in describe_memory(memory())
 
 
-def test_png_follows_the_data_and_one_stage_is_enough():
-    both = two_stages()
-    one = Memory(both.peak_bytes[:1], both.start_ns[:1], both.end_ns[:1], both.activation_bytes[:1])
-    assert to_png(draw_memory(one)) != to_png(draw_memory(both))
-    assert "Each rank peaks" in describe_memory(one)
+def test_plans_stand_side_by_side_and_the_title_says_which_fit():
+    plans = {f"ZeRO-{stage}": memory(data=8, sharding=Sharding(stage)) for stage in range(4)}
+    sizes = [plan.max_bytes for plan in plans.values()]
+    figure = draw_memory_of_plans(plans, capacity_bytes=(sizes[2] + sizes[3]) / 2)
+    widths = np.array([patch.get_width() for patch in figure.axes[0].patches]).reshape(-1, 4)
+    np.testing.assert_allclose(widths.sum(axis=0), sizes)
+    assert figure.texts[0].get_text() == f"Only ZeRO-3 fits in {format_bytes((sizes[2] + sizes[3]) / 2)}, " + (
+        f"with {format_bytes(sizes[3])}"
+    )
+    text = describe_memory_of_plans(plans)
+    assert text.startswith(f"ZeRO-3 holds {sizes[0] / sizes[3]:.3g} times less than ZeRO-0")
+    assert all(f"{name}: {format_bytes(size)}" in text for name, size in zip(plans, sizes, strict=True))
+    assert "No plan fits in 1 kB" in describe_memory_of_plans(plans, capacity_bytes=1000)
+    assert "4 of 4 plans fit" in describe_memory_of_plans(plans, capacity_bytes=1e12)
 
 
-def test_a_capacity_of_nothing_is_refused():
+def test_measured_stands_over_predicted_on_one_scale():
+    predicted = memory().over_time()
+    times, rows = predicted
+    measured = (times * 3, (rows * 1.25).astype(np.int64))
+    figure = draw_measured_memory(predicted, measured)
+    first, second = figure.axes
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_title("left").startswith("measured")
+    assert figure.texts[0].get_text().endswith("-20.0 %")
+    text = describe_measured_memory(predicted, measured)
+    assert "Most apart: optimizer state, measured" in text
+    assert isinstance(figure, Figure)
+
+
+def test_a_long_step_is_drawn_by_pixels_and_keeps_its_peak():
+    times, rows = memory(num_microbatches=400).over_time()
+    fewer, kept = fewer_moments(times, rows, 500)
+    assert len(times) > 5000
+    assert len(fewer) <= 502
+    assert kept.max() == rows.max()
+    assert (np.diff(fewer) > 0).all()
+
+
+def test_png_follows_the_data():
+    assert to_png(draw_memory(memory())) != to_png(draw_memory(memory(recompute="full")))
+
+
+def test_senseless_pictures_are_refused():
+    times, rows = memory().over_time()
     with pytest.raises(ValueError, match="above zero"):
-        draw_memory(two_stages(), capacity_bytes=0)
+        draw_memory(memory(), capacity_bytes=0)
+    with pytest.raises(ValueError, match="above zero"):
+        draw_memory_of_plans({"one": memory()}, capacity_bytes=-1)
+    with pytest.raises(ValueError, match="at least one Memory"):
+        draw_memory_of_plans({})
+    with pytest.raises(ValueError, match="measured has"):
+        draw_measured_memory((times, rows), (times[1:], rows))
+
+
+def test_the_panel_draws_every_choice_and_says_what_to_change():
+    pytest.importorskip("anywidget", reason="panels need the notebooks extra")
+    from simulator.viz.memory_panel import PRECISIONS, memory_panel
+
+    panel = memory_panel(("gpt-2-1.5b", "llama-2-7b"))
+    panel.controls["model"].value = "llama-2-7b"
+    assert "Smallest change that fits" in panel.text
+    for name, value in (("stage", 3), ("recompute", "full"), ("precision", next(iter(PRECISIONS))), ("tensor", 2)):
+        before = panel.png
+        panel.controls[name].value = value
+        assert panel.error is None, panel.error
+        assert panel.png != before, name
+    assert "Smallest change" not in panel.text
+    panel.controls["picture"].value = "stages"
+    assert "no sharding: " in panel.text
+    assert panel.error is None
+    with pytest.raises(ValueError, match="no model"):
+        memory_panel(("gpt-9",))
+    with pytest.raises(ValueError, match="at least one name"):
+        memory_panel(())

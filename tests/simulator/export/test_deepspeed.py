@@ -1,0 +1,119 @@
+"""The DeepSpeed configuration says what the plan says; where DeepSpeed is installed its own parser reads it."""
+
+import itertools
+import json
+
+import pytest
+
+from distlab.plan import Precision, Sharding
+from distlab.plan.compression import Compression
+from distlab.plan.records import Plan
+from simulator import gpt_workload
+from simulator.export import deepspeed_config, deepspeed_notes
+
+GPT = gpt_workload(hidden_size=64, num_layers=4, num_heads=4, sequence_length=16, vocab_size=101)
+TYPES = (None, Precision("bfloat16"), Precision("float16", gradients="float16"))
+PLANS = [
+    Plan(4, num_microbatches=micro, sharding=Sharding(stage, offload=offload), precision=precision)
+    for stage, offload, precision, micro in itertools.product(
+        range(4), ("none", "optimizer", "all"), TYPES, (1, 3)
+    )
+    if (offload == "none" or stage > 0) and (offload != "all" or stage == 3)
+] + [
+    Plan(4, sharding=Sharding(3, replicas=2, prefetch=2, unit_layers=2)),
+    Plan(4, sharding=Sharding(3, reshard_after_forward=False, prefetch=0)),
+    Plan(2, pipeline=2, tensor=2, context=2, recompute="full", sharding=Sharding(1)),
+]  # fmt: skip
+
+
+def test_it_is_plain_json():
+    for plan in PLANS:
+        config = deepspeed_config(plan, microbatch_size=2, max_norm=1.0, workload=GPT)
+        assert json.loads(json.dumps(config)) == config
+
+
+def test_what_the_plan_says_is_there():
+    plan = Plan(
+        8,
+        num_microbatches=4,
+        bucket_bytes=10_000_000,
+        sharding=Sharding(3, unit_layers=2, prefetch=2, offload="all"),
+        precision=Precision("bfloat16"),
+    )
+    config = deepspeed_config(plan, microbatch_size=2, max_norm=0.5, workload=GPT)
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": True}
+    assert config["communication_data_type"] == "fp32"
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["reduce_bucket_size"] == 5_000_000, "elements of two bytes"
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
+    sizes = [layer.num_parameters for layer in GPT.layers]
+    unit = max(sum(sizes[i : i + 2]) for i in range(0, len(sizes), 2))
+    assert zero["stage3_prefetch_bucket_size"] == 2 * unit
+    assert zero["stage3_max_live_parameters"] == 3 * unit
+
+
+def test_stages_differ_by_what_they_shard():
+    found = [deepspeed_config(Plan(4, sharding=Sharding(stage)))["zero_optimization"] for stage in range(4)]
+    assert [one["stage"] for one in found] == [0, 1, 2, 3]
+    assert found[0] == {"stage": 0}
+    assert "stage3_param_persistence_threshold" in found[3]
+    assert "stage3_param_persistence_threshold" not in found[2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [
+        (Plan(2, pipeline=2, num_microbatches=2, schedule="gpipe"), "not gpipe"),
+        (Plan(2, recompute="selective"), "attention's inner part"),
+        (Plan(2, compression=Compression("top_k")), "no counterpart"),
+        (Plan(4, sharding=Sharding(2, replicas=2)), "zero_hpz_partition_size"),
+        (Plan(4, sharding=Sharding(3, replicas=2)), "zero_hpz_partition_size"),
+        (Plan(4, sharding=Sharding(3, reshard_after_forward=False)), "nothing is released"),
+        (Plan(2, precision=Precision("bfloat16", master=False)), "keeps float32 weights"),
+        (Plan(2, gradient_sync="flat"), "always sends buckets"),
+    ],
+)
+def test_what_it_cannot_say_is_a_note(plan, word):
+    assert any(word in note for note in deepspeed_notes(plan))
+
+
+def test_a_plan_that_it_can_say_whole_has_no_notes():
+    plan = Plan(4, sharding=Sharding(2), precision=Precision("bfloat16"), first_bucket_bytes=25_000_000)
+    assert deepspeed_notes(plan) == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(2, pipeline=2, sharding=Sharding(2)), "pipelines take ZeRO stage 0 or 1"),
+        (Plan(2, precision=Precision("float64")), "has no float64"),
+    ],
+)
+def test_what_it_refuses_is_refused(plan, words):
+    with pytest.raises(ValueError, match=words):
+        deepspeed_config(plan)
+
+
+def test_its_own_parser_reads_the_plan_back():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: its parser was not asked")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for plan in PLANS:
+        read = DeepSpeedConfig(deepspeed_config(plan, microbatch_size=2, max_norm=1.0, workload=GPT))
+        zero = read.zero_config
+        assert zero.stage == plan.sharding.stage
+        assert (zero.offload_optimizer is not None) == (plan.sharding.offload != "none")
+        assert (zero.offload_param is not None) == (plan.sharding.offload == "all")
+        assert read.gradient_accumulation_steps == plan.num_microbatches
+        assert read.train_micro_batch_size_per_gpu == 2
+        assert read.gradient_clipping == 1.0
+        assert not zero.model_extra, "a field that it does not know"
+        if plan.sharding.stage == 3:
+            assert zero.param_persistence_threshold == 0
+        if plan.precision is not None:
+            assert read.bfloat16_config.enabled == (plan.precision.compute == "bfloat16")
+            assert read.float16_config.enabled == (plan.precision.compute == "float16")

@@ -1,0 +1,294 @@
+"""memory_of under every kind of plan: what divides what, when it is held, and that every count has its reason."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
+from distlab.plan.compression import Compression
+from simulator import gpt_workload, memory_of
+from simulator.memory import KINDS, num_in_flight, one_by_one, widths_of
+
+GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
+PSI = GPT.num_parameters
+A, B = KINDS.index("activations"), KINDS.index("buffers")
+
+
+def layer(num_parameters, **sizes):
+    return Layer("layer", (num_parameters,), Work(1.0), Work(1.0), Work(1.0), **sizes)
+
+
+def workload_of(*sizes, **options):
+    return Workload("w", tuple(layer(size, activation_bytes=1000) for size in sizes), **options)
+
+
+def held(plan, workload=GPT, **options):
+    return memory_of(workload, plan, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 64])
+def test_each_stage_of_sharding_divides_what_it_says(ranks):
+    shard = -(-PSI // ranks)
+    for stage in range(4):
+        memory = held(Plan(data=ranks, sharding=Sharding(stage)))
+        spare = 8 * 7 if stage == 3 else 0  # at most an element a unit
+        assert memory.of("optimizer") == pytest.approx(8 * (shard if stage else PSI), abs=spare)
+        assert memory.of("master weights") == pytest.approx(4 * (shard if stage else PSI), abs=spare)
+        assert memory.of("gradients") == pytest.approx(2 * (shard if stage >= 2 else PSI), abs=2 * 7)
+        assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
+
+
+def test_hybrid_sharding_divides_by_the_ranks_of_one_group():
+    whole, hybrid = (held(Plan(data=8, sharding=Sharding(3, replicas=count))) for count in (1, 4))
+    two = held(Plan(data=2, sharding=Sharding(3)))
+    for kind in KINDS[:4]:
+        assert hybrid.of(kind) == two.of(kind) > whole.of(kind)
+
+
+@pytest.mark.parametrize(
+    ("precision", "per_parameter"),
+    [
+        (None, 2 + 2 + 8 + 4),
+        (Precision(), 4 + 4 + 8),
+        (Precision("bfloat16"), 2 + 4 + 8 + 4),
+        (Precision("bfloat16", gradients="bfloat16"), 16),
+        (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
+        (Precision("float64", gradients="float64"), 8 + 8 + 16),
+    ],
+)
+def test_precision_counts_bytes_a_parameter(precision, per_parameter):
+    memory = held(Plan(precision=precision))
+    assert sum(memory.of(kind) for kind in KINDS[:4]) == per_parameter * PSI
+
+
+def test_precision_widens_activations_but_not_the_loss():
+    half, full = (held(Plan(precision=Precision(name))) for name in ("bfloat16", "float32"))
+    assert full.of("activations") == 2 * half.of("activations")
+    assert full.of("logits") == half.of("logits") == 2 * 4 * 40 * 311 * 4  # beside them their log-softmax
+
+
+def test_a_module_in_float32_halves_its_activations_under_bfloat16():
+    measured = workload_of(10, 20)
+    assert widths_of(measured, Plan(precision=Precision("bfloat16"))).activations == 0.5
+    assert held(Plan(precision=Precision("bfloat16")), measured).of("activations") == 1000
+
+
+def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
+    plain, selective, full = (held(Plan(recompute=name)) for name in ("none", "selective", "full"))
+    block = GPT.layers[1]
+    ends = GPT.layers[0].activation_bytes + GPT.layers[-1].activation_bytes - GPT.layers[-1].logits_bytes
+    assert plain.of("activations") == ends + 5 * block.activation_bytes
+    assert selective.of("activations") == ends + 5 * (block.activation_bytes - block.score_bytes)
+    assert full.of("activations") == ends + 5 * block.input_bytes
+    again = full.stages[0].backward[1, KINDS.index("temporary")]
+    assert again - plain.stages[0].backward[1, KINDS.index("temporary")] == block.activation_bytes - block.input_bytes
+    assert plain.max_bytes > selective.max_bytes > full.max_bytes
+
+
+def test_a_layer_without_input_bytes_is_never_recomputed():
+    workload = workload_of(5, 6)
+    assert held(Plan(recompute="full"), workload).of("activations") == 2000
+
+
+def test_context_parallelism_divides_activations_and_logits_and_receives_keys():
+    one, two = held(Plan()), held(Plan(context=2))
+    assert two.of("activations") == pytest.approx(one.of("activations") / 2, abs=10)
+    assert two.of("logits") == one.of("logits") / 2 > 0
+    assert two.of("parameters") == one.of("parameters")
+    assert two.of("buffers") == 4 * GPT.layers[1].input_bytes / 2  # keys and values, and their gradients
+
+
+def test_tensor_parallelism_divides_matrices_but_not_norms():
+    one, two = held(Plan()), held(Plan(tensor=2))
+    split = sum(each.tensor_parameters for each in GPT.layers)
+    assert one.of("parameters") - two.of("parameters") == 2 * split // 2
+    per_block = 2 * 2 * 96 + 2 * 96  # two norms, and the biases of the two products by rows
+    assert PSI - split == 5 * per_block + 40 * 96
+    assert held(Plan(tensor=2, sequence_parallel=True)).of("activations") < two.of("activations")
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 3, 9])
+def test_one_f_one_b_holds_what_lies_between_a_stage_and_the_end(stages, microbatches):
+    workload = workload_of(*range(10, 17))
+    for schedule in ("gpipe", "one_f_one_b"):
+        plan = Plan(pipeline=stages, num_microbatches=microbatches, schedule=schedule)
+        memory = held(plan, workload)
+        for stage in range(stages):
+            most = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+            assert num_in_flight(plan, stage) == most
+            assert memory.of("activations", stage) == most * 1000 * len(memory.stages[stage].kept)
+
+
+def test_an_interleaved_schedule_holds_more_on_the_first_stage():
+    """1 + (p - 1) / (p v) times what 1F1B holds there (2205.05198)."""
+    plan = Plan(pipeline=4, num_microbatches=64)
+    workload = workload_of(*[12] * 24)
+    plain = held(plan, workload).of("activations")
+    for chunks in (2, 3, 6):
+        more = held(plan, workload, num_chunks=chunks).of("activations")
+        assert more / plain == pytest.approx(1 + 3 / (4 * chunks), rel=3e-3)  # whole bytes
+
+
+def test_the_embedding_is_on_the_first_stage_and_the_logits_on_the_last():
+    memory = held(Plan(pipeline=3, num_microbatches=3))
+    assert [memory.of("logits", stage) > 0 for stage in range(3)] == [False, False, True]
+    per_layer = [memory.of("parameters", stage) / len(memory.stages[stage].kept) for stage in range(3)]
+    assert memory.stages[0].kept[0, A] == GPT.layers[0].activation_bytes
+    assert per_layer[2] < per_layer[1]
+
+
+def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
+    workload = workload_of(*[1000] * 8, bytes_per_parameter=4)
+    for prefetch in (0, 1, 2):
+        memory = held(Plan(data=4, sharding=Sharding(3, prefetch=prefetch)), workload)
+        forward, backward = memory.stages[0].forward[:, B], memory.stages[0].backward[:, B]
+        gathered = [4000 * min(prefetch + 1, 8 - unit) for unit in range(8)]
+        assert forward.tolist() == gathered
+        sent = [4000 + 3000 if unit < 7 else 0 for unit in range(8)]  # the last unit's gradients, and what arrives
+        assert backward.tolist() == [g + s for g, s in zip(reversed(gathered), sent, strict=True)]
+        _, rows = memory.over_time()
+        assert rows[-1, B] == 0
+    wide = held(Plan(data=4, sharding=Sharding(3, unit_layers=4, prefetch=0)), workload)
+    assert wide.stages[0].forward[:, B].tolist() == [16000] * 8
+
+
+def test_without_reshard_the_model_is_whole_when_backward_begins():
+    workload = workload_of(*[1000] * 5, bytes_per_parameter=4)
+    memory = held(Plan(data=2, sharding=Sharding(3, reshard_after_forward=False)), workload)
+    assert memory.stages[0].forward[:, B].tolist() == [8000, 12000, 16000, 20000, 20000]
+    assert memory.stages[0].between[B] == 20000
+    assert memory.of("buffers") == 16000 + 4000 + 2000  # one let go, its gradients and the other rank's
+    assert held(Plan(data=2, sharding=Sharding(3)), workload).of("buffers") < 20000
+
+
+def test_offload_moves_bytes_to_the_host():
+    plan = Plan(data=4, sharding=Sharding(3))
+    stays = held(plan)
+    optimizer, everything = (held(Plan(data=4, sharding=Sharding(3, offload=what))) for what in ("optimizer", "all"))
+    states = [stays.of(kind) for kind in KINDS[:4]]
+    assert stays.host_bytes == 0
+    assert optimizer.host_bytes == states[2] + states[3]
+    assert everything.host_bytes == pytest.approx(sum(states), abs=8)
+    assert [everything.of(kind) for kind in KINDS[:4]] == [0, 0, 0, 0]
+    assert everything.of("buffers") == stays.of("buffers")
+
+
+def test_stage_two_fills_one_bucket_while_another_travels():
+    workload = workload_of(*[1000] * 50, bytes_per_parameter=4)
+    memory = held(Plan(data=4, sharding=Sharding(2), bucket_bytes=20_000), workload)
+    arriving = 20_000 * 3 // 4
+    assert memory.stages[0].always[B] == 40_000
+    assert memory.of("buffers") == 40_000 + 2 * arriving
+    one = held(Plan(data=4, sharding=Sharding(2)), workload)
+    assert one.of("buffers") == 200_000 + 150_000  # no more than there are
+
+
+def test_compression_keeps_its_errors():
+    plan = Plan(data=2, compression=Compression("top_k"))
+    assert held(plan).of("errors") == 2 * PSI
+    assert held(Plan(data=2)).of("errors") == 0
+
+
+def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
+    column = KINDS.index("gradients")
+    for stage in (0, 1):
+        one, many = (held(Plan(data=2, num_microbatches=count, sharding=Sharding(stage))) for count in (1, 3))
+        assert one.of("gradients") == 2 * PSI
+        assert many.of("gradients") == 4 * PSI
+        _, rows = many.over_time()
+        assert rows[-1, column] == 2 * PSI  # the last micro-batch takes them into the buckets
+    assert held(Plan(data=2, num_microbatches=3, sharding=Sharding(2))).of("gradients") == -(-PSI // 2) * 2
+
+
+def test_the_root_stays_whole_while_blocks_come_and_go():
+    memory = held(Plan(data=2, sharding=Sharding(3, prefetch=0)))
+    root, block = GPT.layers[0].num_parameters * 2, GPT.layers[1].num_parameters * 2
+    assert memory.stages[0].forward[:, B].tolist() == [root, *[root + block] * 5, root]
+
+
+def test_gradients_grow_in_the_first_backward_where_no_bucket_holds_them():
+    column = KINDS.index("gradients")
+    _, alone = held(Plan(num_microbatches=2)).over_time()
+    _, buckets = held(Plan(data=2)).over_time()
+    grown = alone[:, column]
+    assert grown[0] == 0
+    assert (np.diff(grown) >= 0).all()
+    assert len(np.unique(grown)) == 1 + 6  # the head is tied: it has no parameters of its own
+    assert grown[-1] == 2 * PSI
+    assert (buckets[:, column] == 2 * PSI).all()
+
+
+def test_over_a_step_memory_is_a_saw():
+    times, rows = held(Plan(num_microbatches=3)).over_time()
+    total = rows[:, A]
+    peaks = np.flatnonzero((total[1:-1] > total[:-2]) & (total[1:-1] >= total[2:])) + 1
+    assert (np.diff(times) > 0).all()
+    assert len(peaks) == 3
+    assert total[-1] == 0
+
+
+def test_an_order_fills_then_alternates_then_empties():
+    assert "".join("FB"[not forward] for forward in one_by_one(3, 5)) == "FFFBFBFBBB"
+    assert one_by_one(2, 2).tolist() == [True, True, False, False]
+
+
+plans = st.builds(
+    Plan,
+    data=st.sampled_from([1, 2, 4, 12]),
+    pipeline=st.integers(1, 4),
+    num_microbatches=st.integers(1, 6),
+    schedule=st.sampled_from(["gpipe", "one_f_one_b"]),
+    gradient_sync=st.sampled_from(["flat", "overlapped"]),
+    sharding=st.builds(
+        Sharding,
+        stage=st.integers(0, 3),
+        unit_layers=st.integers(1, 9),
+        reshard_after_forward=st.booleans(),
+        prefetch=st.integers(0, 3),
+    ),
+    precision=st.sampled_from([None, Precision(), Precision("bfloat16"), Precision("float16", master=False)]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    tensor=st.sampled_from([1, 2, 3]),
+    context=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans)
+def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
+    memory = held(plan)
+    for stage in range(plan.pipeline):
+        rows = memory.stages[stage].step(memory.passes[stage].is_forward)
+        assert rows.min() >= 0
+        assert rows.max(axis=0).tolist() == memory.peak_bytes[stage].tolist()
+        assert rows.sum(axis=1).max() == memory.total_bytes[stage]
+        assert memory.at_peak_bytes[stage].sum() <= memory.peak_bytes[stage].sum()
+        times, over = memory.over_time(stage)
+        assert (np.diff(times) > 0).all()
+        assert over.max() == rows.max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans, stage=st.integers(0, 2))
+def test_sharding_further_never_takes_more_model_states(plan, stage):
+    from dataclasses import replace
+
+    plan = replace(plan, num_microbatches=1)  # earlier ones lie beside buckets, where there are any
+    less, more = (held(replace(plan, sharding=replace(plan.sharding, stage=number))) for number in (stage, stage + 1))
+    states = slice(0, 4)
+    slack = 16 * plan.data * len(GPT.layers)  # padding of units
+    assert more.peak_bytes[:, states].sum(axis=1).max() <= less.peak_bytes[:, states].sum(axis=1).max() + slack
+
+
+def test_senseless_questions_are_refused():
+    with pytest.raises(ValueError, match="use at most 7 stages"):
+        held(Plan(pipeline=8))
+    with pytest.raises(ValueError, match="choose one of parameters, gradients"):
+        held(Plan()).of("cache")
+    with pytest.raises(ValueError, match="pass a part"):
+        layer(3, tensor_parameters=4)
+    with pytest.raises(ValueError, match="pass a part"):
+        layer(3, activation_bytes=10, logits_bytes=11)

@@ -1,0 +1,289 @@
+"""Steps whose states are sharded: when units are gathered, computed and scattered, and what ranks send."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
+
+from distlab.plan.records import SCHEDULES, Contention, Link, Plan, Protocol
+from distlab.plan.sharding import Precision
+from simulator import gpt_workload, simulate
+from simulator.cost import all_gather_s, all_reduce_s
+from simulator.units import to_ns
+from simulator.units_of_sharding import units_of
+
+
+def test_units_are_blocks_and_what_is_left_is_the_root():
+    workload = workload_of([1, 1, 1], ends=7)
+    units = units_of(workload.layers, 2)
+    assert [(u.name, u.layers, u.is_root) for u in units] == [
+        ("unit 0", (0, 4), True),
+        ("unit 1", (1, 2), False),
+        ("unit 2", (3,), False),
+    ]
+    assert [unit.num_elements for unit in units] == [14, 160_000, 80_000]
+    assert not units_of(workload_of([1, 1]).layers, 1)[0].is_root
+
+
+def test_a_unit_without_parameters_is_left_out():
+    units = units_of(workload_of([1, 1, 1], [5, 0, 5]).layers, 1)
+    assert [unit.layers for unit in units] == [(0,), (2,)]
+
+
+def test_stage_three_by_hand():
+    """Three blocks of 1 ms forward; a gather or scatter takes 2.4 ms: 3/4 of 320,000 bytes at 1e8 bytes/s."""
+    step = simulate(workload_of([1, 1, 1]), cluster_of(4), plan_of(3))
+    call, forward, backward = 2_400_000, 1_000_000, 2_000_000
+    pack, unpack = 6_400, 1_600  # 2 x 320,000 bytes, and a quarter of that, at 1e11 bytes/s
+    turn = 3 * call + forward  # each block waits for its gather; here the last one ends
+    second = turn + 2 * call  # block 1 waits for two gathers to run backward
+    first_scatter = second + backward + unpack + pack  # for it block 1 waits until unit 2 has been scattered
+    assert [(span.name, span.start_ns) for span in spans_of(step, "gather")] == [
+        ("all_gather unit 0", 0),
+        ("all_gather unit 1", call),
+        ("all_gather unit 2", 2 * call),
+        ("all_gather unit 2", turn),
+        ("all_gather unit 1", turn + call),
+        ("all_gather unit 0", second + call),  # behind the scatter of unit 2
+    ]
+    scatters = [(span.name, span.start_ns) for span in spans_of(step, "scatter")]
+    assert scatters[0] == ("reduce_scatter unit 2", second), scatters
+    compute = {span.name: (span.start_ns, span.end_ns) for span in spans_of(step, "compute")}
+    assert compute["backward block 2"][0] == turn + call
+    assert compute["pack unit 2"] == (turn + call + backward, turn + call + backward + pack)
+    assert compute["backward block 1"][0] == second
+    arrived = second + call  # of unit 2's gradients; block 1's backward is over before
+    assert compute["unpack unit 2"] == (arrived, arrived + unpack)
+    assert compute["backward block 0"][0] == max(arrived + call, compute["pack unit 1"][1])
+    assert [name for name, _ in scatters] == [f"reduce_scatter unit {unit}" for unit in (2, 1, 0)]
+    assert first_scatter <= scatters[1][1]
+    assert compute["optimizer"][0] == compute["unpack unit 0"][1] == spans_of(step, "scatter")[-1].end_ns + unpack
+    assert compute["optimizer"][1] - compute["optimizer"][0] == to_ns(8e7 / 4 / 1e11)
+
+
+def test_prefetch_asks_for_the_next_unit_before_this_one_computes():
+    workload = workload_of([10, 10, 10, 10])
+    for prefetch in (0, 1, 2):
+        step = simulate(workload, cluster_of(4), plan_of(3, prefetch=prefetch))
+        compute = {span.name: span for span in spans_of(step, "compute")}
+        gathers = [span for span in spans_of(step, "gather") if span.start_ns < compute["forward block 3"].end_ns]
+        for number, gather in enumerate(gathers[:4]):
+            before = compute.get(f"forward block {number - prefetch - 1}")  # then the program goes on, and asks
+            asked = before.end_ns if before else 0
+            wire_is_free = gathers[number - 1].end_ns if number else 0
+            assert gather.start_ns == max(asked, wire_is_free), (prefetch, number)
+
+
+def test_parameters_that_stay_are_gathered_once():
+    workload = workload_of([1, 1, 1, 1], ends=1000)
+    stay = simulate(workload, cluster_of(4), plan_of(3, reshard_after_forward=False))
+    assert [span.name for span in spans_of(stay, "gather")] == [f"all_gather unit {unit}" for unit in range(5)]
+    again = simulate(workload, cluster_of(4), plan_of(3))
+    names = [span.name for span in spans_of(again, "gather")]
+    assert names == [f"all_gather unit {unit}" for unit in (0, 1, 2, 3, 4, 0, 4, 3, 2, 1)]
+
+
+def test_each_micro_batch_gathers_and_the_last_one_scatters():
+    step = simulate(workload_of([1, 1], ends=1000), cluster_of(4), plan_of(3, microbatches=3))
+    assert len(spans_of(step, "gather")) == 3 * 6
+    assert {span.microbatch for span in spans_of(step, "scatter")} == {2}
+    assert len(spans_of(step, "scatter")) == 3
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_optimizer_states_that_are_sharded_scatter_in_backward_and_gather_at_the_end(stage):
+    workload = workload_of([1, 2, 1])
+    plain = simulate(workload, cluster_of(4), plan_of(0))
+    step = simulate(workload, cluster_of(4), plan_of(stage))
+    *scatters, faults = spans_of(step, "scatter")
+    assert [span.name for span in scatters] == [f"reduce_scatter bucket {i}" for i in range(3)]
+    assert (faults.name, faults.num_bytes, faults.end_ns) == (
+        "all_reduce faults",
+        18,
+        spans_of(step, "compute")[-1].start_ns,
+    )
+    assert [span.name for span in spans_of(step, "gather")] == [f"all_gather bucket {i}" for i in range(3)]
+    update = spans_of(step, "compute")[-1]
+    assert update.end_ns - update.start_ns == to_ns(8e7 / 4 / 1e11)
+    gathers = spans_of(step, "gather")
+    assert gathers[0].start_ns == update.end_ns
+    assert to_ns(step.duration_s) == gathers[-1].end_ns
+    told = 2 * 3 / 4 * 6 * 3  # 6 bytes for each of three parameters
+    assert step.sent_bytes_per_rank == pytest.approx([plain.sent_bytes_per_rank[0] + told] * 4)  # two halves are one
+
+
+def test_stage_two_sums_each_micro_batch_and_stage_one_the_last():
+    """A micro-batch of stage 2 begins when the sums of the one before are there."""
+    workload = workload_of([1, 2, 1])
+    for contention in (None, Contention(1.1, 1.5)):
+        cluster = cluster_of(4, contention=contention)
+        once, one, two = (simulate(workload, cluster, plan_of(s, microbatches=m)) for s, m in ((2, 1), (1, 3), (2, 3)))
+        assert len(spans_of(one, "scatter")) == 4
+        assert [span.microbatch for span in spans_of(two, "scatter")] == [0] * 3 + [1] * 3 + [-1] * 4
+        update, faults = spans_of(once, "compute")[-1], spans_of(once, "scatter")[-1]
+        assert spans_of(two, "compute")[-1].start_ns == 3 * faults.start_ns + faults.end_ns - faults.start_ns
+        once_s = once.duration_s - update.end_ns / 1e9 + faults.duration_s
+        assert two.exposed_communication_s == pytest.approx(3 * once.exposed_communication_s - 2 * once_s)
+        told = 2 * 3 / 4 * 6 * 3
+        assert two.sent_bytes_per_rank[0] - told == pytest.approx(2 * (once.sent_bytes_per_rank[0] - told))
+        for earlier, later in pairwise(spans_of(two, "compute")):
+            assert earlier.end_ns <= later.start_ns
+
+
+def test_stage_two_sums_each_micro_batch_in_any_order_of_passes():
+    workload = workload_of([1, 2, 1])
+    plan = plan_of(2, microbatches=3)
+    all_forward_first, turns = (simulate(workload, cluster_of(4), replace(plan, schedule=s)) for s in SCHEDULES)
+    assert all_forward_first.sent_bytes_per_rank == turns.sent_bytes_per_rank
+    assert all_forward_first.duration_s == turns.duration_s
+    assert all_forward_first.exposed_communication_s == turns.exposed_communication_s
+    for step, kinds in ((turns, "FBFBFB"), (all_forward_first, "FFFBBB")):
+        spans = [span for span in spans_of(step, "compute") if span.kind in "FB"]
+        assert "".join(span.kind for span in spans[::3]) == kinds
+        for earlier, later in pairwise(spans_of(step, "compute")):
+            assert earlier.end_ns <= later.start_ns
+        for first, last in pairwise(spans_of(step, "scatter")):
+            assert first.end_ns <= last.start_ns
+
+
+def test_what_measured_calls_cost_the_computing_rank():
+    """A start and a sum of 1 ms and more, on the compute lane; presets have none of it."""
+    workload, part = workload_of([1, 1]), Link("part", (Protocol(1e-3, 1e9),))
+    names = ("all_gather start", "reduce_scatter start", "reduce_scatter sum")
+    links = dict.fromkeys(names, part)
+    each = to_ns(1e-3 + 320_000 / 1e9)
+    plain, step = (simulate(workload, cluster_of(4), plan_of(3), links=more) for more in (None, links))
+    for name, count in (("start", 4), ("sum", 2)):
+        spans = [s for s in spans_of(step, "compute") if s.name.startswith(name)]
+        assert [s.end_ns - s.start_ns for s in spans] == [each] * count
+        assert not [s for s in spans_of(plain, "compute") if s.name.startswith(name)]
+    assert spans_of(step, "gather")[0].start_ns == each
+    plain, step = (simulate(workload, cluster_of(4), plan_of(1), links=more) for more in (None, links))
+    for name in ("pack", "unpack"):
+        ours, free = (next(s for s in spans_of(x, "compute") if s.name == f"{name} bucket 1") for x in (step, plain))
+        assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
+    assert spans_of(step, "gather")[0].start_ns == spans_of(step, "compute")[-1].end_ns + each
+
+
+def test_sent_bytes_are_two_and_three_times_the_parameters():
+    sizes = [80_000, 40_001, 3]
+    workload = workload_of([1, 1, 1], sizes)
+    for data in (2, 3, 4):
+        padded = sum(-(-size // data) * data * 4 for size in sizes)
+        for stage in (1, 2):
+            step = simulate(workload, cluster_of(data), plan_of(stage, data=data))
+            whole = sum(sync.num_bytes for sync in step.stages[0].syncs)  # two buckets, each padded
+            assert workload.gradient_bytes <= whole < workload.gradient_bytes + 2 * 4 * data
+            told = 6 * len(sizes)  # what became of each parameter's gradient, all-reduced
+            assert step.sent_bytes_per_rank == pytest.approx([2 * (whole + told) * (data - 1) / data] * data)
+        for stays, times in ((False, 3), (True, 2)):
+            plan = plan_of(3, data=data, reshard_after_forward=not stays)
+            sent = simulate(workload, cluster_of(data), plan).sent_bytes_per_rank
+            assert sent == pytest.approx([times * padded * (data - 1) / data] * data)
+
+
+def test_hybrid_sharding_keeps_gathers_inside_a_node():
+    workload = workload_of([1, 1, 1])
+    cluster = cluster_of(8, per_node=4, intra=FAST, inter=SLOW)
+    whole = simulate(workload, cluster, plan_of(3, data=8))
+    hybrid = simulate(workload, cluster, plan_of(3, data=8, replicas=2))
+    gather, scatter = spans_of(hybrid, "gather")[0], spans_of(hybrid, "scatter")[:2]
+    size = 320_000
+    assert gather.end_ns - gather.start_ns == to_ns(all_gather_s(size, 4, FAST))
+    assert [span.kind for span in scatter] == ["reduce_scatter", "all_reduce"]
+    assert scatter[1].end_ns - scatter[1].start_ns == to_ns(all_reduce_s(size // 4, 2, SLOW))
+    wire_s = [
+        sum(s.duration_s for lane in ("gather", "scatter") for s in spans_of(step, lane)) for step in (hybrid, whole)
+    ]
+    assert wire_s[0] < wire_s[1]
+    for stage, times in ((1, 2), (3, 3)):
+        step = simulate(workload, cluster, plan_of(stage, data=8, replicas=2))
+        want = times * 3 * size * 3 / 4 + 3 * size / 4  # 2 (r-1)/r = 1 of a shard
+        want += 2 * 7 / 8 * 6 * 3 if stage == 1 else 0  # all eight ranks tell each other of faults
+        assert step.sent_bytes_per_rank[0] == pytest.approx(want)
+        assert {"reduce_scatter", "all_reduce"} == {span.kind for span in spans_of(step, "scatter")}
+
+
+def test_recompute_adds_a_forward_to_backward():
+    workload = workload_of([3, 3])
+    for stage in (0, 3):
+        plain, again = (
+            simulate(workload, cluster_of(2), plan_of(stage, data=2, recompute=r)) for r in ("none", "full")
+        )
+        for name, factor in (("forward", 1), ("backward", 1.5)):
+            spans = [
+                [s for s in spans_of(step, "compute") if s.name.startswith(f"{name} block")] for step in (plain, again)
+            ]
+            for before, after in zip(*spans, strict=True):
+                assert after.end_ns - after.start_ns == factor * (before.end_ns - before.start_ns)
+
+
+def test_selective_recompute_adds_attentions_inner_part():
+    sizes = {"hidden_size": 256, "num_layers": 2, "num_heads": 4, "sequence_length": 512, "vocab_size": 512}
+    workload = gpt_workload(**sizes, microbatch_size=1)
+    flops = []
+    for recompute in ("none", "selective", "full"):
+        step = simulate(workload, cluster_of(2), replace(plan_of(3, data=2), recompute=recompute))
+        flops.append(next(s for s in spans_of(step, "compute") if s.name == "backward block 1").duration_s)
+    block = workload.layers[1]
+    again = [0.0, *(w.matmul_flops / 1e12 + w.memory_bytes / 1e11 for w in (block.score_forward, block.forward))]
+    assert block.score_forward.matmul_flops == 4 * 512**2 * 256
+    assert [each - flops[0] for each in flops] == pytest.approx(again, abs=2e-9)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")])
+def test_offload_copies_shards_over_the_hosts_link(stage, offload):
+    workload = workload_of([1, 1])
+    step = simulate(workload, cluster_of(4), plan_of(stage, offload=offload))
+    host = spans_of(step, "host")
+    update = next(span for span in host if span.kind == "optimizer")
+    assert update.end_ns - update.start_ns == to_ns(8e7 / 4 / 1e9)
+    down = [span for span in host if span.name.startswith("to host")]
+    up = [span for span in host if span.name.startswith("to device")]
+    assert {span.num_bytes for span in down + up} == {80_000}
+    assert {span.end_ns - span.start_ns for span in down + up} == {to_ns(80_000 / 1e8)}
+    assert max(span.end_ns for span in down) == update.start_ns
+    if offload == "all":  # each gather needs its shard on the device first
+        assert len(up) == len(spans_of(step, "gather"))
+        for copy, gather in zip(up, spans_of(step, "gather"), strict=True):
+            assert copy.end_ns <= gather.start_ns
+    else:
+        assert len(up) == 2
+        assert min(span.start_ns for span in up) == update.end_ns
+    assert to_ns(step.duration_s) == max(span.end_ns for span in step.layer_trace)
+
+
+def test_precision_sets_the_bytes_on_the_wire():
+    workload = workload_of([1, 1])
+    full = simulate(workload, cluster_of(4), plan_of(3))
+    mixed = simulate(workload, cluster_of(4), replace(plan_of(3), precision=Precision("bfloat16")))
+    for lane, ratio in (("gather", 0.5), ("scatter", 1.0)):
+        assert spans_of(mixed, lane)[0].num_bytes == ratio * spans_of(full, lane)[0].num_bytes
+
+
+def test_links_of_their_own_for_measured_calls():
+    workload, cluster = workload_of([1, 1]), cluster_of(4)
+    step = simulate(workload, cluster, plan_of(3), links={"all_gather": FAST})
+    assert spans_of(step, "gather")[0].end_ns == to_ns(all_gather_s(320_000, 4, FAST))
+    assert spans_of(step, "scatter")[0].duration_s == pytest.approx(all_gather_s(320_000, 4, SLOW))
+
+
+def test_what_is_not_timed_is_refused():
+    workload = workload_of([1, 1])
+    with pytest.raises(ValueError, match="memory_of counts the rest"):
+        simulate(workload, cluster_of(8), Plan(data=4, tensor=2))
+    with pytest.raises(ValueError, match="memory_of counts the rest"):
+        simulate(workload, cluster_of(8), Plan(data=4, context=2))
+    with pytest.raises(ValueError, match="pipeline=1, or use stage 1"):
+        simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2))
+    with pytest.raises(ValueError, match="each of 4 micro-batches would sum them over the ranks"):
+        simulate(workload, cluster_of(8), replace(plan_of(2, microbatches=4), pipeline=2))
+    assert simulate(workload, cluster_of(8), replace(plan_of(2), pipeline=2)).duration_s > 0
+
+
+def test_a_pipeline_shards_its_optimizer():
+    step = simulate(workload_of([1, 1, 1, 1]), cluster_of(4), replace(plan_of(1, data=2, microbatches=4), pipeline=2))
+    for rank in range(4):
+        assert spans_of(step, "gather", rank)[-1].end_ns <= to_ns(step.duration_s)
+        assert spans_of(step, "gather", rank)[0].start_ns == spans_of(step, "compute", rank)[-1].end_ns
