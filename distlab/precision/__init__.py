@@ -1,0 +1,22 @@
+"""Numbers of fewer bits: half-precision compute that trains as float32 does, on one rank or on many.
+
+Half the bits halve memory and bytes sent, and matrix units run faster. Three things are lost, and each has its cure, in
+this reading order:
+
+1. `half`: the plainest mixed precision, `autocast`. Parameters stay float32, matrix products run in half.
+2. `master_weights`: small updates to half-precision parameters vanish. `MasterWeights` updates float32 copies.
+3. `reduce`: sums over ranks lose bits. `all_reduce_in_float32` rounds once, for the same bytes; `Float32Reduce` puts it
+   between data parallelism and the wire.
+4. `loss_scaler`: float16 cannot hold small gradients (below 6e-8 they are 0) nor large ones (above 65,504 they are
+   infinite). `LossScaler` multiplies the loss so that gradients fall between, finds the factor by trying, and skips the
+   step that overflowed: on all ranks or on none. bfloat16 has float32's range and needs none.
+
+A step with everything: scale the loss, backward, average, accumulate in the masters, unscale, clip, step, update.
+"""
+
+from distlab.precision.half import HALF, as_dtype, autocast
+from distlab.precision.loss_scaler import LossScaler
+from distlab.precision.master_weights import MasterWeights
+from distlab.precision.reduce import Float32Reduce, all_reduce_in_float32
+
+__all__ = ["HALF", "Float32Reduce", "LossScaler", "MasterWeights", "all_reduce_in_float32", "as_dtype", "autocast"]

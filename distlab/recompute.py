@@ -1,0 +1,246 @@
+"""Activation recompute: keep a function's inputs, not what it computed, and compute it again when backward comes.
+
+Backward needs what forward computed on its way. A block of a GPT keeps about 34 bytes for each number of its input
+(16-bit); its input alone is 2. So keep the input, let the rest go, and run forward a second time in backward: about a
+third more compute for a small part of the memory.
+
+1. `RecomputePlainly`: the idea on one screen, as an autograd function of tensors.
+2. `recompute`: any function and any inputs. autograd asks for one saved tensor after the other; the first that it asks
+   for runs the function again and catches all of them. The graph is the ordinary one, so every gradient arrives where
+   and when it would have: hooks on parameters run once (data parallelism counts on it), tied weights add up.
+3. `recompute_blocks`: a model's blocks.
+
+Attention needs no recompute of its own where torch runs its fused kernel: that keeps query, key, value, output and one
+number a row, no score matrix [S, S]. On CPU this is so without dropout; with dropout torch falls back to a plain
+product and keeps three matrices of scores, and `recompute_blocks(model, part="attention")` is worth its time.
+
+Symbols: L blocks, X bytes of a block's input, A bytes of all that it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class RecomputePlainly(torch.autograd.Function):
+    """The simplest recompute: `RecomputePlainly.apply(function, *tensors)`, for a function of tensors to one tensor.
+
+    Its limits show why `recompute` exists: parameters inside the function get their gradients from a backward within
+    backward; nothing is recomputed unless some input requires grad; dropout would draw other numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Compute without a graph: no activation is kept."""
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)  # an autograd function's forward records nothing
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute again, with a graph, and go back through it."""
+        inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        torch.autograd.backward(output, gradient)
+        return None, *(one.grad for one in inputs)
+
+
+def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Call `function(*inputs, **options)` and keep only tensors among its inputs for backward.
+
+    The function must compute the same again: what it reads beside its inputs must not change before backward, and it
+    may draw from torch's own generators (their state is kept), not from one of its own.
+
+    Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done.
+    Error: exact, bit for bit, dropout and autocast included.
+
+    Raises:
+        RuntimeError: in backward, when the second run kept other tensors than the first.
+
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs, **options)
+    run = _Run(function, inputs, options)
+    with saved_tensors_hooks(run.pack, run.unpack):
+        return function(*inputs, **options)
+
+
+def recompute_blocks(model: nn.Module, every: int = 1, *, part: str | None = None) -> list[str]:
+    """Make a model's blocks keep only their inputs, from now on; return the names of those that do.
+
+    Blocks are the items of every ModuleList and Sequential that is a child of the model. Hooks on a block (sharding's,
+    say) stay outside of what is run again.
+
+    Args:
+        model: changed in place; its parameters and names stay.
+        every: recompute every so many-th block, the first included: 2 gives half the saving for half the time.
+        part: name of a submodule of each block; only that is recomputed ("attention").
+
+    Cost: per block X bytes in place of A; at most one block's A is alive in backward, so L X + A in all for L A.
+    Error: exact.
+
+    Raises:
+        ValueError: no blocks, blocks without the part, or blocks that recompute already.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; pass at least 1")
+    lists = [(n, child) for n, child in model.named_children() if isinstance(child, nn.ModuleList | nn.Sequential)]
+    blocks = {f"{name}.{inner}": block for name, child in lists for inner, block in child.named_children()}
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        blocks = dict(model.named_children())
+    chosen = dict(list(blocks.items())[::every])
+    if part is not None:
+        found = {f"{name}.{part}": dict(block.named_modules()).get(part) for name, block in chosen.items()}
+        chosen = {name: module for name, module in found.items() if module is not None}
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has {len(blocks)} blocks{f' and none has a {part!r}' if part else ''}; a block is "
+            "an item of a ModuleList or Sequential. Call recompute(function, *inputs) inside the model instead"
+        )
+    twice = [name for name, module in chosen.items() if "forward" in vars(module)]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} recompute already; build the model anew")
+    for module in chosen.values():
+        module.forward = partial(recompute, module.forward)
+    return list(chosen)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves inputs as autograd saves its own, so that changes in place are noticed and memory is counted as theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+
+class _Run:
+    """One call of a function: its inputs until backward, what it saves once backward has come."""
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.function = function
+        tensors: list[Tensor] = []
+        self.structure = _take_out((inputs, options), tensors)  # the same, with places in a list for tensors
+        self.wants_gradient = [tensor.requires_grad for tensor in tensors]
+        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+        devices = {tensor.device.type for tensor in tensors} | {"cpu"}
+        self.modes = [_autocast_mode(device) for device in sorted(devices)]
+        self.random = _random_state(tensors)
+        self.promised: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor that was saved the first time
+        self.caught: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> int:
+        """Keep a number in place of the tensor."""
+        self.promised.append((tensor.shape, tensor.dtype))
+        return len(self.promised) - 1
+
+    def unpack(self, index: int) -> Tensor:
+        """Give the tensor of that number; the first asked for runs the function again."""
+        if index not in self.caught:
+            self._run_again()
+        return self.caught.pop(index)  # let it go as soon as backward has passed
+
+    def _run_again(self) -> None:
+        saved = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(self.kept.grad_fn.saved_tensors, self.wants_gradient, strict=True)
+        ]
+        inputs, options = _put_back(self.structure, saved)
+        caught: list[Tensor] = []
+
+        def catch(tensor: Tensor) -> int:
+            caught.append(tensor.detach())
+            return len(caught) - 1
+
+        with ExitStack() as stack:
+            stack.enter_context(_restored(self.random))
+            for mode in self.modes:
+                stack.enter_context(torch.autocast(**mode))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(catch, caught.__getitem__))
+            self.function(*inputs, **options)
+        found = [(tensor.shape, tensor.dtype) for tensor in caught]
+        if found != self.promised:
+            raise RuntimeError(_explain(self.function, self.promised, found))
+        self.caught = dict(enumerate(caught))
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Replace each tensor in nested tuples, lists and dicts by its place in `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    return _rebuild(value, lambda inner: _take_out(inner, tensors))
+
+
+def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+    """Undo `_take_out`."""
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    return _rebuild(value, lambda inner: _put_back(inner, tensors))
+
+
+class _Place:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(change, value))
+    if type(value) is dict:
+        return {key: change(inner) for key, inner in value.items()}
+    return value
+
+
+def _autocast_mode(device_type: str) -> dict[str, Any]:
+    """Return the arguments of the autocast in force: backward runs outside of forward's `with` block."""
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+def _random_state(tensors: list[Tensor]) -> dict[torch.device, Tensor]:
+    """Return the generators' states, of the CPU and of each GPU that an input lies on."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        states[device] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@contextmanager
+def _restored(states: dict[torch.device, Tensor]) -> Iterator[None]:
+    """Draw the same numbers again inside, and leave the generators as they were."""
+    gpus = [device for device in states if device.type == "cuda"]
+    with torch.random.fork_rng(devices=gpus):
+        torch.set_rng_state(states[torch.device("cpu")])
+        for device in gpus:
+            torch.cuda.set_rng_state(states[device], device)
+        yield
+
+
+def _explain(function: Callable[..., Any], first: list[Any], second: list[Any]) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    place = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+    was, now = (f"{list(x[place][0])} {x[place][1]}" if place < len(x) else "nothing" for x in (first, second))
+    return (
+        f"{name} saved {len(first)} tensors and, run again in backward, {len(second)}; the first difference is number "
+        f"{place}: {was} before, {now} now. It must compute the same both times: no state that changes between, no "
+        "generator of its own"
+    )

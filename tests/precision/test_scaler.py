@@ -1,0 +1,199 @@
+"""Loss scaling: ranks skip together, the factor finds its place, training equals one process under the same rule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.clip import clip_gradients_
+from distlab.comm.recorder import recorded
+from distlab.data_parallel import average_flat, broadcast_parameters
+from distlab.precision import LossScaler, MasterWeights, as_dtype, autocast
+from distlab.rng import generator
+
+SAMPLES = 12  # world sizes 1 to 4 divide it
+OVERFLOWS = {2: 1, 5: 0}  # step: the sample whose gradient overflows, so that one rank alone sees it
+
+
+def make_model(dtype=torch.float32, rank=0):
+    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator(0, rank, name))
+    return model.to(dtype)
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def batch(step):
+    draw = generator(1, step, "batch")
+    inputs, targets = torch.randn(SAMPLES, 7, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
+    if step in OVERFLOWS:
+        targets[OVERFLOWS[step]] = float("nan") if step == 5 else 1e38
+    return inputs, targets
+
+
+def train_scaled(make, dtype, clip=None, num_steps=10):
+    """Ten updates of master weights under a scaler; returns final masters, factors and whether each step was done."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = make_model(dtype, rank)
+    if world_size > 1:
+        broadcast_parameters(model)
+    masters = MasterWeights(model.parameters(), make)
+    scaler = LossScaler(2.0**10, interval=3)
+    done, factors, norms = [], [], []
+    for step in range(num_steps):
+        inputs, targets = (part[rank::world_size] for part in batch(step))
+        masters.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets)
+        scaler.scale(loss).backward()
+        masters.accumulate()
+        if world_size > 1:
+            average_flat(masters.parameters)
+        if clip and scaler.unscale_(masters.parameters):
+            norms.append(float(clip_gradients_(masters.parameters, clip)))
+        done.append(scaler.step(masters, masters.parameters))
+        scaler.update()
+        factors.append(scaler.value)
+    return [p.detach().clone() for p in masters.parameters], factors, done, norms, scaler.num_skipped
+
+
+def as_one_process(results, alone, tolerance):
+    finals, factors, done, norms, skipped = alone
+    for result in results:
+        assert result[1] == factors
+        assert result[2] == done
+        assert result[4] == skipped
+        assert torch.allclose(torch.tensor(result[3]), torch.tensor(norms), rtol=1e-4)
+        assert max((a - b).abs().max().item() for a, b in zip(result[0], finals, strict=True)) <= tolerance
+        assert all(torch.equal(a, b) for a, b in zip(result[0], results[0][0], strict=True)), "replicas differ"
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train_scaled(make_sgd, torch.float32, clip=0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_skip_together_and_equal_one_process(ranks, alone, world_size):
+    results = ranks(world_size).run(train_scaled, make_sgd, torch.float32, 0.5)
+    as_one_process(results, alone, 1e-5)
+    assert alone[2] == [step not in OVERFLOWS for step in range(10)]
+    assert alone[1] == [1024, 1024, 512, 512, 512, 256, 256, 256, 512, 512]  # back at 2 and 5, up after three good
+
+
+def test_half_precision_trains_near_float32_and_repeats_bit_for_bit(ranks, alone):
+    def both():
+        return [train_scaled(make_sgd, dtype, 0.5) for dtype in (torch.float16, torch.bfloat16)]
+
+    first, second = ranks(2).run(both), ranks(2).run(both)
+    for kind, tolerance in ((0, 0.01), (1, 0.05)):
+        assert first[0][kind][2] == alone[2]
+        for mine, again, exact in zip(first[0][kind][0], second[1][kind][0], alone[0], strict=True):
+            assert torch.equal(mine, again)
+            assert (mine - exact).abs().max() < tolerance
+
+
+def test_an_overflow_on_one_rank_skips_on_all_though_no_gradient_was_averaged(ranks):
+    """As with sharded gradients: each rank looks at its own, and no other rank can see the infinity."""
+
+    def step(bad_rank, value):
+        shard = nn.Parameter(torch.ones(5))
+        optimizer = torch.optim.SGD([shard], lr=1.0)
+        scaler = LossScaler(8.0)
+        shard.grad = torch.full((5,), value if dist.get_rank() == bad_rank else 8.0)
+        with recorded() as traffic:
+            done = scaler.step(optimizer, [shard])
+        scaler.update()
+        return done, scaler.value, shard.tolist(), [(r.op, r.num_bytes) for r in traffic.records]
+
+    for value in (float("inf"), float("nan"), -float("inf")):
+        for done, factor, shard, traffic in ranks(3).run(step, 1, value):
+            assert (done, factor, shard) == (False, 4.0, [1.0] * 5)
+            assert traffic == [("all_reduce", 4)]
+    assert [result[:3] for result in ranks(3).run(step, None, 0.0)] == [(True, 8.0, [0.0] * 5)] * 3
+
+
+def test_ranks_without_gradients_join_the_decision(ranks):
+    def step():
+        shard = nn.Parameter(torch.ones(2))
+        if dist.get_rank() == 0:
+            shard.grad = torch.tensor([float("inf"), 1.0])
+        return LossScaler().unscale_([shard] if dist.get_rank() < 2 else [])
+
+    assert ranks(3).run(step) == [False] * 3
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit():
+    def go_on(model, masters, scaler, steps):
+        for step in steps:
+            inputs, targets = batch(step)
+            masters.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(inputs.half()).float(), targets)).backward()
+            scaler.step(masters, masters.parameters)
+            scaler.update()
+
+    def build():
+        model = make_model(torch.float16)
+        return model, MasterWeights(model.parameters(), make_sgd), LossScaler(2.0**10, interval=3)
+
+    whole, first, second = build(), build(), build()
+    go_on(*whole, range(9))
+    go_on(*first, range(4))
+    for new, old in zip(second[1:], first[1:], strict=True):
+        new.load_state_dict(old.state_dict())
+    go_on(*second, range(4, 9))
+    assert second[2].state_dict() == whole[2].state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(second[1].parameters, whole[1].parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(second[0].parameters(), whole[0].parameters(), strict=True))
+
+
+def test_scaling_brings_small_gradients_back_exactly():
+    x = torch.full((1,), 2.0**-20, dtype=torch.float16)  # times 2**-8 is below float16's smallest number
+    for factor, expected in ((1.0, 0.0), (2.0**12, 2.0**-28)):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        masters = MasterWeights([weight], make_sgd)
+        scaler = LossScaler(factor)
+        scaler.scale((weight * x).float().sum() * 2.0**-8).backward()
+        masters.accumulate()
+        assert scaler.unscale_(masters.parameters)
+        assert masters.parameters[0].grad.item() == expected
+
+
+def test_growth_stops_at_the_largest_factor_and_shrinking_says_what_is_wrong():
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    scaler = LossScaler(2.0**99, interval=1)
+    for _ in range(3):
+        scaler.step(make_sgd([weight]), [weight])
+        scaler.update()
+    assert scaler.value == 2.0**100
+    weight.grad.fill_(float("nan"))
+    scaler = LossScaler(2.0**-19)
+    assert not scaler.step(make_sgd([weight]), [weight])
+    scaler.update()
+    assert not scaler.step(make_sgd([weight]), [weight])
+    with pytest.raises(RuntimeError, match="not finite even with the loss scaled"):
+        scaler.update()
+
+
+def test_refusals():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    with pytest.raises(ValueError, match="MasterWeights"):
+        LossScaler().unscale_([weight])
+    scaler = LossScaler()
+    with pytest.raises(RuntimeError, match="before it"):
+        scaler.update()
+    scaler.unscale_([])
+    with pytest.raises(RuntimeError, match="unscaled before"):
+        scaler.unscale_([])
+    for bad in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}):
+        with pytest.raises(ValueError, match="pass an initial"):
+            LossScaler(**bad)
+    with pytest.raises(ValueError, match="no floating type"):
+        as_dtype("int8")
+    with pytest.raises(ValueError, match="choose float16"):
+        autocast("float64")
+    with pytest.raises(ValueError, match="nothing to keep"):
+        MasterWeights([], make_sgd)
