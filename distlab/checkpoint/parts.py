@@ -3,14 +3,15 @@
 Two kinds of state: what all ranks share (weights, the optimizer's moments) is written once, by rank 0; what is a
 rank's own is written by each rank: generators of random numbers, the buffers of modules (running statistics of the
 samples that this rank saw), and what a GradientHook remembers (the error memory of a compressor: what this rank did
-*not* send). Saved from rank 0 alone, the latter would come back as rank 0's on every rank, and nothing would complain.
+*not* send), and of a sharded model the shard. Saved from rank 0 alone, they would come back as rank 0's on every rank,
+and nothing would complain. A sharded part can be more: shards of other ranks, cut anew, serve another number of ranks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,12 +32,30 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
-Parts = Mapping[str, Stateful | torch.Generator]
+@runtime_checkable
+class Sharded(Protocol):
+    """A part of which each rank holds a shard: a sharded model with its optimizer.
+
+    A checkpoint gives it back the shards that were saved: of this rank alone, or of all ranks when there are more or
+    fewer of them now. None of the three may speak to other ranks.
+    """
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's shard: plain values and tensors."""
+
+    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError where these saved shards do not fit; change nothing."""
+
+    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up this rank's shard of these."""
 
 
-def is_own(part: Stateful | torch.Generator) -> bool:
+Parts = Mapping[str, Stateful | torch.Generator | Sharded]
+
+
+def is_own(part: Stateful | torch.Generator | Sharded) -> bool:
     """Return whether every rank has a state of its own of this part."""
-    return isinstance(part, torch.Generator) or is_hook(part)
+    return isinstance(part, torch.Generator | Sharded) or is_hook(part)
 
 
 def is_hook(part: object) -> TypeGuard[GradientHook]:
@@ -49,7 +68,7 @@ def shared_state(parts: Parts) -> dict[str, Any]:
     return {
         name: part.state_dict()
         for name, part in parts.items()
-        if not isinstance(part, torch.Generator) and not is_hook(part)
+        if not isinstance(part, torch.Generator | Sharded) and not is_hook(part)
     }
 
 
@@ -59,6 +78,7 @@ def own_state(parts: Parts) -> dict[str, Any]:
         "random": random_state(),
         "generators": {name: p.get_state() for name, p in parts.items() if isinstance(p, torch.Generator)},
         "hooks": {name: p.state_dict() for name, p in parts.items() if is_hook(p)},
+        "shards": {name: p.shard_state() for name, p in parts.items() if isinstance(p, Sharded)},
         "buffers": {name: _saved_buffers(p) for name, p in parts.items() if isinstance(p, nn.Module)},
     }
 
@@ -72,8 +92,25 @@ def check_plain(parts: Parts, data_position: Any) -> None:
     """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
     _require_plain(data_position, "data_position")
     for name, part in parts.items():
-        if not isinstance(part, torch.Generator):
+        if isinstance(part, Sharded):
+            _require_plain(part.shard_state(), name)
+        elif not isinstance(part, torch.Generator):
+            _refuse_shards(part, name)
             _require_plain(part.state_dict(), name)
+
+
+def _refuse_shards(part: Stateful, name: str) -> None:
+    """Refuse a plain part that holds shards: rank 0's would come back on every rank."""
+    parameters: list[Any] = []
+    if isinstance(part, nn.Module):
+        parameters = [*part.parameters()]
+    elif isinstance(part, torch.optim.Optimizer):
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    if any(getattr(parameter, "is_shard", False) for parameter in parameters):
+        raise ValueError(
+            f"{name} holds shards, of which each rank has its own; pass model and optimizer as one part that saves "
+            "them: ShardedState(model, optimizer)"
+        )
 
 
 def _require_plain(value: Any, where: str) -> None:
@@ -91,14 +128,30 @@ def _require_plain(value: Any, where: str) -> None:
         )
 
 
-def check_fit(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
-    """Refuse parts that are not those that were saved, before any of them is changed."""
-    own_here = {name for name, part in parts.items() if is_own(part)}
-    saved = set(shared["parts"]) | ({*own["generators"], *own.get("hooks", {})} if own else own_here)
+def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any]]) -> None:
+    """Refuse parts that are not those that were saved, before any of them is changed.
+
+    Args:
+        parts: of this run.
+        shared: what rank 0 wrote for all.
+        owns: what ranks wrote for themselves: this rank alone, all that saved, or none where nobody needs it.
+    """
+    saved = set(shared["parts"])
+    for kind in ("generators", "hooks", "shards"):
+        saved |= {*owns[0].get(kind, {})} if owns else set()
+    if not owns:
+        saved |= {name for name, part in parts.items() if is_own(part)}
     if saved != set(parts):
         raise ValueError(f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}")
     for name, part in parts.items():
-        if isinstance(part, nn.Module):
+        if owns and isinstance(part, Sharded) != (name in owns[0].get("shards", {})):
+            here, there = ("sharded", "whole") if isinstance(part, Sharded) else ("whole", "sharded")
+            raise ValueError(
+                f"{name} is {here} here and {there} in the checkpoint; build it as it was when it was saved"
+            )
+        if isinstance(part, Sharded):
+            part.check_shards([own["shards"][name] for own in owns])
+        elif isinstance(part, nn.Module):
             now = {key: _shape(value) for key, value in part.state_dict().items()}
             then = {key: _shape(value) for key, value in shared["parts"][name].items()}
             for key in [*then, *now]:
@@ -117,9 +170,14 @@ def _shape(value: Any) -> str:
 
 
 @torch.no_grad()
-def take_up(parts: Parts, shared: dict[str, Any], own: dict[str, Any] | None = None) -> None:
-    """Give every part its state; without `own`, all but what is a rank's own."""
+def take_up(
+    parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any]], *, own: dict[str, Any] | None = None
+) -> None:
+    """Give every part its state; without `own`, which is this rank's of `owns`, all but what is a rank's own."""
     for name, part in parts.items():
+        if isinstance(part, Sharded):
+            part.load_shards([one["shards"][name] for one in owns])
+            continue
         if isinstance(part, torch.Generator):
             if own is not None:
                 part.set_state(own["generators"][name])

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.checkpoint.parts import Parts, check_fit, check_plain, own_state, shared_state, take_up
+from distlab.checkpoint.parts import Parts, Sharded, check_fit, check_plain, own_state, shared_state, take_up
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,8 @@ def save(
         step: updates made so far.
         parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
             draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its
-            own generators, hooks and module buffers, and always Python's, numpy's and torch's own generators.
+            own generators, hooks, shards (`distlab.sharding.ShardedState`) and module buffers, and always Python's,
+            numpy's and torch's own generators.
         data_position: where to go on in the data: plain values, equal on all ranks.
         group: the ranks that save together; None is all, or this process alone where there are none.
         keep: newest checkpoints to leave in the directory.
@@ -113,8 +114,9 @@ def load(
         directory: as given to `save`.
         parts: as given to `save`, made in the same way.
         group: the ranks that load together.
-        other_world_size: accept a checkpoint of another number of ranks: shared state is loaded; generators, hooks
-            and a rank's own buffers are not, so the run is not the uninterrupted one bit for bit.
+        other_world_size: accept a checkpoint of another number of ranks: shared state is loaded, and shards are cut
+            anew from those of all ranks; generators, hooks and a rank's own buffers are not loaded, so the run is not
+            the uninterrupted one bit for bit.
 
     Raises:
         ValueError: it was saved by another number of ranks, or the parts do not fit it. No part was changed.
@@ -129,14 +131,19 @@ def load(
     if not same_size and not other_world_size:
         raise ValueError(
             f"rank {rank}: {found.path.name} was saved by {found.world_size} ranks, this job has {world_size}; resume "
-            f"with {found.world_size}, or pass other_world_size=True to go on with the shared state alone"
+            f"with {found.world_size}, or pass other_world_size=True to go on without what was each rank's own"
         )
-    names = [SHARED, rank_file(rank)] if same_size else [SHARED]
+    if same_size:
+        names = [rank_file(rank)]
+    else:  # shards are cut anew, from those of all ranks
+        wanted = any(isinstance(part, Sharded) for part in parts.values())
+        names = [rank_file(other) for other in range(found.world_size if wanted else 0)]
     states: list[dict[str, Any]] = []
-    _together(group, what, lambda: states.extend(_read(found.path, names)))
-    _together(group, what, lambda: check_fit(parts, *states))
-    _together(group, what, lambda: take_up(parts, *states))
-    return Resumed(states[0]["step"], states[0]["data_position"], found.path)
+    _together(group, what, lambda: states.extend(_read(found.path, [SHARED, *names])))
+    shared, *owns = states
+    _together(group, what, lambda: check_fit(parts, shared, owns))
+    _together(group, what, lambda: take_up(parts, shared, owns, own=owns[0] if same_size else None))
+    return Resumed(shared["step"], shared["data_position"], found.path)
 
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:

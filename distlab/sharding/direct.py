@@ -1,0 +1,106 @@
+"""Gather and reduce-scatter that go on by themselves while a rank computes, each in one step.
+
+Gather: each rank sends its shard to every other, straight into its place in their full buffer. Reduce-scatter: each
+sends every other the part that it keeps, and adds up what arrives. Both send (n-1)/n of the whole, as a ring would, and
+nobody has to do anything until he wants the result. A ring needs somebody to pass things on, which on the CPU would be
+a thread that fights with backward; gloo's own all-gather works in a second buffer as large as the first and copies.
+nccl does better than both, so there its own calls are made.
+
+The price of the reduce-scatter is memory: n-1 parts arrive at once, where a ring holds a piece or two.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import Pending, Receive, Send, needs_batches, start
+from distlab.sharding.calls import gather_into
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class DirectGather:
+    """Shards on their way into a full buffer: started when made, and over with `finish()`.
+
+    Shapes: shard [L], full [n L]; contiguous, of one dtype; both kept until it is finished.
+    Cost: (n-1) L elements sent a rank, n-1 messages (nccl: its own all-gather). Memory: none.
+    Error: exact: bytes are copied.
+    """
+
+    def __init__(self, full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> None:
+        num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._shard = shard
+        self._pending: Pending | dist.Work | None
+        if needs_batches(full, group):
+            self._pending = gather_into(full, shard, group, async_op=True)
+            return
+        parts = full.chunk(num_ranks)
+        others = _others(rank, num_ranks)
+        receives = [Receive(parts[other], other) for other in reversed(others)]
+        self._pending = start(*receives, *(Send(shard, other) for other in others), group=group)
+        parts[rank].copy_(shard)
+
+    def finish(self) -> None:
+        """Wait until the full buffer is whole and the shard may be written."""
+        if self._pending is not None:
+            self._pending.wait()
+
+
+class DirectScatter:
+    """A flat gradient on its way: started when made, and over with `finish()`.
+
+    Shapes: full [n L] -> [L]; contiguous; kept until it is finished.
+    Cost: (n-1) L elements sent a rank, n-1 messages (nccl: its own reduce-scatter). Memory: n-1 parts.
+    Error: parts are added in one order, that of the ranks after this one, so the same input gives the same bits again.
+
+    Attributes:
+        arriving: where the other ranks' parts land (nccl: where the sum does).
+    """
+
+    def __init__(self, full: Tensor, group: ProcessGroup | None = None) -> None:
+        num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = full.chunk(num_ranks)
+        self._full = full  # read until it is over
+        self._own = parts[rank]
+        self.arriving: list[Tensor] = []
+        self._pending: Pending | None = None
+        self._work: dist.Work | None = None
+        if num_ranks == 1:
+            return
+        if needs_batches(full, group):
+            self.arriving = [torch.empty_like(self._own)]
+            self._work = _reduce_scatter(self.arriving[0], full, group=group, async_op=True)
+            return
+        others = _others(rank, num_ranks)
+        self.arriving = [torch.empty_like(self._own) for _ in others]
+        receives = [Receive(part, other) for part, other in zip(self.arriving, others, strict=True)]
+        self._pending = start(*receives, *(Send(parts[other], other) for other in reversed(others)), group=group)
+
+    def wait(self) -> None:
+        """Wait until every part is here; nothing is added up yet, unless nccl did."""
+        if self._work is not None:
+            self._work.wait()
+        if self._pending is not None:
+            self._pending.wait_received()
+
+    def finish(self) -> Tensor:
+        """Wait, add up what arrived, and return the sum of this rank's part."""
+        self.wait()
+        if self._work is not None:
+            return self.arriving[0]
+        if self._pending is None:
+            return self._own
+        total, *rest = self.arriving
+        total.add_(self._own)
+        for part in rest:
+            total.add_(part)
+        self._pending.wait()
+        return total
+
+
+def _others(rank: int, num_ranks: int) -> list[int]:
+    """Return the other ranks, from the next on: all ranks begin with another one."""
+    return [(rank + step) % num_ranks for step in range(1, num_ranks)]

@@ -1,0 +1,162 @@
+"""Offload: keep the optimizer's state, and do the update, in the host's memory.
+
+Adam keeps 8 bytes a parameter and reads them once a step. A GPU's memory is dear and the host's is cheap, and the bus
+between them is slow: moving gradients there and parameters back costs 8 bytes a parameter and step, moving Adam's state
+would cost 16. So the state never moves, and the update is made where the state is.
+
+1. `OffloadedOptimizer`: the update of any optimizer, made on copies in the host's memory. Whole parameters or pieces of
+   them, it does not matter: `ShardedOptimizer(module, offloaded(AdamW, lr=1e-3))` offloads the optimizer alone.
+2. `FullyShard(module, offload=True)` keeps the shards themselves there: its optimizer is offloaded as it is.
+
+On a machine without a GPU device and host are the same memory: nothing is saved then, and all bits stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host's memory: pinned where it came from a GPU, which can then copy without the host's help.
+
+    Raises:
+        RuntimeError: the host has no room for it; the text says how much was wanted.
+    """
+    try:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    except RuntimeError as error:
+        wanted = tensor.numel() * tensor.element_size()
+        raise RuntimeError(
+            f"offload: the host has no room for {wanted / 1e6:.1f} MB more ({_first_line(error)}); shard over more "
+            "ranks, or leave offload off"
+        ) from None
+    return host.copy_(tensor.detach())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Make an optimizer's update in the host's memory.
+
+    A step copies gradients to the host, updates the host's copy of the parameters, and copies those back. Groups and
+    their options (`param_groups`) are those of any optimizer, so schedules of the learning rate work.
+
+    Args:
+        parameters: what to update; floating point, on any device.
+        make_optimizer: called once with the host's copies; makes the optimizer that does the work.
+
+    Attributes:
+        inner: that optimizer; its state is in the host's memory.
+        host_bytes: the host's copies of parameters and gradients, and the state so far.
+
+    Cost: in the host's memory a copy of the parameters, one of their gradients and the optimizer's state. Each step
+        sends the gradients over the bus to the host, and the parameters back.
+    Error: exact: the same update of the same numbers. A CPU and a GPU may round the update itself differently.
+
+    Raises:
+        ValueError: no parameters, or `make_optimizer` made no optimizer of exactly these.
+
+    Source: Ren et al. 2021, ZeRO-Offload (2101.06840), section 4; without the update of one step delayed.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make_optimizer: MakeOptimizer) -> None:
+        mine = list(parameters)
+        if not mine:
+            raise ValueError("OffloadedOptimizer: no parameters; pass those that the optimizer shall update")
+        self._host = [nn.Parameter(to_host(parameter)) for parameter in mine]
+        self.inner = make_optimizer(list(self._host))
+        places = {id(host): index for index, host in enumerate(self._host)}
+        taken = [[places.get(id(p)) for p in group["params"]] for group in self.inner.param_groups]
+        if sorted(index if index is not None else -1 for group in taken for index in group) != [*range(len(mine))]:
+            raise ValueError(
+                f"OffloadedOptimizer: make_optimizer was given {len(mine)} parameters and made an optimizer of others; "
+                "build it of the parameters that it is called with"
+            )
+        self._pairs = [(device, host) for device, host in zip(mine, self._host, strict=True)]
+        self._gradients = [torch.empty_like(host, pin_memory=device.is_cuda) for device, host in self._pairs]
+        groups = [
+            {**_options(group), "params": [mine[index] for index in indices if index is not None]}
+            for group, indices in zip(self.inner.param_groups, taken, strict=True)
+        ]
+        super().__init__(groups, dict(self.inner.defaults))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held in the host's memory."""
+        state = [value for kept in self.inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*self._host, *self._gradients, *state])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update: gradients to the host, the optimizer's step there, parameters back.
+
+        Raises:
+            ValueError: a closure was given: it would run on the device, between two halves of an update.
+        """
+        if closure is not None:
+            raise ValueError("OffloadedOptimizer: step takes no closure; compute the loss before the step")
+        for (device, host), room in zip(self._pairs, self._gradients, strict=True):
+            host.grad = None if device.grad is None else room.copy_(device.grad, non_blocking=True)
+        self._wait()  # the host must not read what has not arrived
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(group))  # a schedule may have changed the learning rate
+        self.inner.step()
+        for device, host in self._pairs:
+            if host.grad is not None:
+                device.copy_(host, non_blocking=True)
+        self._wait()  # the host's copy changes again in the next step
+
+    def _wait(self) -> None:
+        for device in {device.device for device, _ in self._pairs if device.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer that does the work: in the form that it would have without offload."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(group))
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state back, also one that was saved without offload; the parameters are read from the device again."""
+        self.inner.load_state_dict(state_dict)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_options(inner))
+        self.reload()
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Copy the parameters to the host again: call it when something other than `step` has changed them."""
+        for device, host in self._pairs:
+            host.copy_(device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later it is refused, since the host has no copy of its parameters.
+
+        Raises:
+            ValueError: the optimizer was built already.
+        """
+        if any(id(p) not in {id(device) for device, _ in self._pairs} for p in param_group["params"]):
+            raise ValueError("OffloadedOptimizer: pass all parameters when it is built; build another one")
+        super().add_param_group(param_group)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def offloaded(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
+    """Return what makes an offloaded optimizer: `offloaded(torch.optim.AdamW, lr=1e-3)` of a list of parameters."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return OffloadedOptimizer(parameters, lambda host: optimizer(host, **options))
+
+    return make

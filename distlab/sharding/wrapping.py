@@ -1,0 +1,166 @@
+"""Which parameters belong to which unit: decided once, alike on all ranks, before anything is sent.
+
+A unit is a submodule whose parameters are gathered and let go together. A parameter belongs to the innermost unit that
+holds it; one that two units share (tied weights) is needed by both, so it moves to the root, which is there all the
+time. Frozen parameters get a flat shard of their own, so that no optimizer touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from distlab.plan import Precision
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module looks for a parameter.
+
+    Attributes:
+        module: that has it.
+        attribute: its name there.
+        tensor: its index among the tensors of its unit.
+    """
+
+    module: nn.Module
+    attribute: str
+    tensor: int
+
+
+@dataclass
+class Members:
+    """Parameters that lie in one flat shard.
+
+    Attributes:
+        names: as in `module.named_parameters()`.
+        parameters: themselves.
+        places: all modules that use them; a tied parameter has several.
+    """
+
+    names: list[str] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+
+def automatic_units(module: nn.Module, prefix: str = "") -> list[str]:
+    """Return the items of every ModuleList and Sequential, outermost first, that own a parameter."""
+    found = []
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if not is_list:
+            found += automatic_units(child, f"{path}.")
+        elif next(child.parameters(), None) is not None:
+            found.append(path)
+    return found
+
+
+def check_units(module: nn.Module, units: Sequence[str]) -> None:
+    """Refuse names that are no units.
+
+    Raises:
+        ValueError: a name that comes twice, that no submodule has, or whose submodule owns no parameter.
+    """
+    known = dict(module.named_modules())
+    for name in units:
+        if name == ROOT or name not in known:
+            near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
+            raise ValueError(f"units: {name!r} is no submodule; there are {', '.join(near)}, ...")
+        if next(known[name].parameters(), None) is None:
+            raise ValueError(
+                f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
+                "leave it out"
+            )
+    twice = sorted({name for name in units if list(units).count(name) > 1})
+    if twice:
+        raise ValueError(f"units: {', '.join(twice)} named twice; name each submodule once")
+
+
+def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precision: Precision | None) -> None:
+    """Refuse options and parameters that no units can be made of.
+
+    Raises:
+        ValueError: no parameters, parameters on several devices, a prefetch that is no count, or types that clash.
+    """
+    if not named:
+        raise ValueError("the module has no parameters; there is nothing to shard")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
+    devices = {str(parameter.device) for _, parameter in named}
+    if len(devices) > 1:
+        raise ValueError(f"parameters lie on {', '.join(sorted(devices))}; move the module to one device")
+    if precision is None:
+        return
+    kept = "float32" if precision.master else precision.compute
+    if precision.gradients != kept:
+        raise ValueError(
+            f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
+            f"type; pass gradients={kept!r} or another master"
+        )
+
+
+def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], Members]:
+    """Return the members of each (unit, is frozen), the root's first and then in the order of `units`.
+
+    Args:
+        module: the model.
+        units: names of submodules.
+        automatic: the units were not chosen by the caller: a parameter that two of them share moves to the root.
+
+    Raises:
+        ValueError: units that the caller named share a parameter.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+    names = set(units)
+    for path, one in module.named_modules():
+        owner = _innermost(path, names)
+        for attribute, parameter in one._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(owner)
+                uses.setdefault(parameter, []).append((one, attribute, f"{path}.{attribute}" if path else attribute))
+    found = {(unit, frozen): Members() for unit in (ROOT, *units) for frozen in (False, True)}
+    for parameter, users in owners.items():
+        owner = users[0] if len(set(users)) == 1 else ROOT
+        if owner == ROOT and ROOT not in users and not automatic:
+            paths = " and ".join(path for _, _, path in uses[parameter])
+            both = " and ".join(repr(user) for user in dict.fromkeys(users))
+            raise ValueError(
+                f"units: {paths} are one tied parameter, which the units {both} would both gather and let go; leave "
+                "one of the two out of units, and the parameter stays whole with the root while both use it"
+            )
+        members = found[owner, not parameter.requires_grad]
+        for one, attribute, _ in uses[parameter]:
+            members.places.append(Place(one, attribute, len(members.names)))
+        members.names.append(uses[parameter][0][2])
+        members.parameters.append(parameter)
+    return {key: members for key, members in found.items() if members.names}
+
+
+def dtype_of(unit: str, members: Members) -> torch.dtype:
+    """Return the type that all parameters of a unit have.
+
+    Raises:
+        ValueError: they have several.
+    """
+    first = members.parameters[0].dtype
+    for name, parameter in zip(members.names, members.parameters, strict=True):
+        if parameter.dtype != first or not parameter.dtype.is_floating_point:
+            raise ValueError(
+                f"unit {unit or 'root'!r}: {members.names[0]} is {first} and {name} {parameter.dtype}; a flat shard "
+                "has one floating point type: convert the module with .to(dtype), or give them different units"
+            )
+    return first
+
+
+def _innermost(path: str, units: set[str]) -> str:
+    """Return the unit that a module belongs to: itself, or the nearest of those that hold it."""
+    while path and path not in units:
+        path = path.rpartition(".")[0]
+    return path

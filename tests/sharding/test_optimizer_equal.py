@@ -1,0 +1,173 @@
+"""ZeRO-1 and ZeRO-2 train like one process, whatever the optimizer, and every rank ends with the same model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.data import ByteCorpus, python_documentation
+from distlab.large_batch import LAMB
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator
+from distlab.sharding.optimizer_state import PlainSharded, ShardedOptimizer
+
+BATCH_SIZE = 7  # no world size above 1 divides it
+CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=2, num_heads=2, hidden_size=24, tied=True)
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),
+    "lamb": lambda parameters: LAMB(parameters, lr=1e-2),
+}
+FORMS = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 1, tensors": {"stage": 1, "split": "tensors"},
+    "stage 2, tensors": {"stage": 2, "split": "tensors"},
+}
+BY_ELEMENT = [("stage 1", name) for name in ("sgd", "adam")] + [("stage 2", name) for name in ("sgd", "adamw")]
+BY_TENSOR = [("stage 1, tensors", "lamb"), ("stage 2, tensors", "lamb"), ("stage 2, tensors", "adamw")]
+
+
+def awkward_model(rank, dtype=torch.float64):
+    """Odd vocabulary, tied weight, a frozen parameter, biases not zero, other weights on every rank."""
+    model = GPT(CONFIG, generator(0, rank, "weights")).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1, generator=generator(0, rank, name))
+    model.blocks[0].feed_forward.widen.bias.requires_grad_(False)
+    return model
+
+
+def backward(model, step, rank, world_size, *, parts=1):
+    inputs, targets = CORPUS.batch(step, BATCH_SIZE, seed=1, rank=rank, world_size=world_size)
+    losses = []
+    for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        losses.append(lambda x=x, y=y: (GPT.loss(model(x), y) * (len(x) * world_size / BATCH_SIZE)).backward())
+    return losses
+
+
+CORPUS = ByteCorpus(python_documentation(), CONFIG.context)
+
+
+def train_alone(optimizer_name, dtype=torch.float64, clip=None):
+    model = awkward_model(0, dtype)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step, 0, 1)[0]()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return finals(model)
+
+
+def train(cases, dtype=torch.float64, *, clip=None, accumulate=None):
+    """Run each (form, optimizer) for ten updates; return every case's final parameters."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for form, name in cases:
+        model = awkward_model(rank, dtype)
+        optimizer = ShardedOptimizer(model, OPTIMIZERS[name], bucket_bytes=20_000, **FORMS[form])
+        for step in range(10):
+            *first, last = backward(model, step, rank, world_size, parts=2 if accumulate else 1)
+            for one in first:
+                if accumulate == "no_sync":
+                    with optimizer.no_sync():
+                        one()
+                else:
+                    one()
+                    optimizer.synchronize()
+            last()
+            optimizer.synchronize()
+            if clip:
+                optimizer.clip_gradients_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        results[form, name] = finals(model)
+    return results
+
+
+def finals(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def difference(one, other):
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    known = {}
+
+    def of(name, dtype=torch.float64, clip=None):
+        if (name, dtype, clip) not in known:
+            known[name, dtype, clip] = train_alone(name, dtype, clip)
+        return known[name, dtype, clip]
+
+    return of
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
+    cases = BY_ELEMENT + BY_TENSOR if world_size == 3 else BY_ELEMENT + BY_TENSOR[:1]
+    results = ranks(world_size).run(train, cases)
+    for case in cases:
+        assert difference(results[0][case], alone(case[1])) <= 1e-10, case
+        assert all(difference(result[case], results[0][case]) == 0.0 for result in results), f"{case}: replicas differ"
+
+
+def many_ways():
+    """Everything that two ranks can show in one visit: other types, micro-batches, clipping, twice the same."""
+    cases = [("stage 1", "sgd"), ("stage 2", "sgd")]
+    return {
+        "float32": train(cases, torch.float32),
+        "again": train(cases, torch.float32),
+        "no_sync": train([*cases, ("stage 2, tensors", "sgd")], accumulate="no_sync"),
+        "synchronize each": train(cases, accumulate="each"),
+        "clipped": train([*cases, ("stage 2, tensors", "sgd")], clip=0.5),
+    }
+
+
+def test_other_ways_to_the_same_ten_updates(ranks, alone):
+    results = ranks(2).run(many_ways)
+    for form, name in (("stage 1", "sgd"), ("stage 2", "sgd")):
+        assert difference(results[0]["float32"][form, name], alone(name, torch.float32)) <= 1e-5
+    for result in results:
+        for case, final in result["float32"].items():
+            assert difference(final, result["again"][case]) == 0.0, f"{case} does not repeat bit for bit"
+        for way in ("no_sync", "synchronize each", "clipped"):
+            for case, final in result[way].items():
+                expected = alone("sgd", clip=0.5 if way == "clipped" else None)
+                assert difference(final, expected) <= 1e-10, (way, case)
+
+
+def test_clipping_and_training_change_something(alone):
+    start = finals(awkward_model(0))
+    for clip in (None, 0.5):
+        final = alone("sgd", clip=clip)
+        moved = [name for name in start if (start[name] - final[name]).abs().max() > 1e-6]
+        assert len(moved) == len(start) - 1, "all but the frozen parameter"
+    assert difference(alone("sgd"), alone("sgd", clip=0.5)) > 1e-3
+
+
+def train_plainly():
+    """The plainest way: average all gradients, update what is mine, broadcast it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = awkward_model(0)
+    optimizer = PlainSharded(model.parameters(), OPTIMIZERS["adam"])
+    for step in range(10):
+        backward(model, step, rank, world_size)[0]()
+        for parameter in optimizer.parameters:
+            dist.all_reduce(parameter.grad.div_(world_size))
+        optimizer.step()
+        model.zero_grad()
+    return finals(model), len(optimizer.optimizer.state)
+
+
+def test_the_plainest_way_equals_one_process(ranks, alone):
+    results = ranks(3).run(train_plainly)
+    assert all(difference(final, alone("adam")) <= 1e-10 for final, _ in results)
+    num_wanting = sum(p.requires_grad for p in awkward_model(0).parameters())
+    assert sum(num for _, num in results) == num_wanting, "each parameter's state lies on one rank"

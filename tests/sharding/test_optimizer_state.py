@@ -1,0 +1,297 @@
+"""ShardedOptimizer's claims (bytes, calls, memory), and what it says when something is wrong."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.clip import NotFiniteError
+from distlab.comm.recorder import recorded
+from distlab.rng import generator
+from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding.scattered import MAX_UNDER_WAY
+from distlab.trace import SpanWriter
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+class Net(nn.Module):
+    """Layers of uneven sizes; one that a batch may leave out, one frozen, one of another type."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.first = nn.Linear(13, 17)
+        self.second = nn.Linear(17, 11, bias=False)
+        self.spare = nn.Linear(17, 11)
+        self.wide = nn.Linear(11, 5).double()
+        self.wide.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.full((5,), float(seed), dtype=torch.float64))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.normal_(std=0.3, generator=generator(seed, 0, name))
+
+    @property
+    def num_wanting(self):
+        return sum(parameter.requires_grad for parameter in self.parameters())
+
+    def forward(self, x, spare=True):
+        hidden = self.first(x).relu()
+        hidden = self.second(hidden) + (self.spare(hidden) if spare else 0)
+        return self.wide(hidden.double()) + self.shift
+
+
+def batch_of(step):
+    return torch.randn(4, 13, generator=generator(step, dist.get_rank(), "batch"))
+
+
+def run_steps(model, optimizer, steps, **options):
+    for step in steps:
+        model(batch_of(step), **options).square().mean().backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def count_a_step(forms):
+    """Return, for each form, what one step sends by operation, the sizes of the buckets and the spans."""
+    rank, found = dist.get_rank(), {}
+    for stage, split in forms:
+        spans = SpanWriter(rank)
+        model = Net(rank)
+        optimizer = ShardedOptimizer(model, adam, stage=stage, split=split, bucket_bytes=1_000, spans=spans)
+        run_steps(model, optimizer, [0])
+        with recorded() as seen:
+            run_steps(model, optimizer, [1])
+        optimizer.close()
+        sizes = [
+            (bucket.num_bytes, bucket.layout.num_elements * bucket.kind[0].itemsize) for bucket in optimizer.buckets
+        ]
+        names = [(span.lane, span.name) for span in spans.trace()]
+        calls = [(call.op, call.num_bytes, call.peer) for call in seen.records.calls(rank)]
+        found[stage, split] = calls, sizes, names, model.num_wanting
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_sends_two_psi(ranks, world_size):
+    n = world_size
+    forms = [(stage, split) for stage in (1, 2) for split in ("elements", "tensors")]
+    results = ranks(n).run(count_a_step, forms)
+    for form in forms:
+        sent = {}
+        for calls, sizes, names, num_wanting in (result[form] for result in results):
+            for op, num_bytes, _ in calls:
+                sent[op] = sent.get(op, 0) + num_bytes
+            psi = sum(padded for padded, _ in sizes)
+            assert all(0 <= padded - whole < n * 8 for padded, whole in sizes), "padding: less than an element a rank"
+            assert len(sizes) > 2
+            assert sum(b for op, b, _ in calls if op == "all_reduce") == 6 * num_wanting
+            buckets = {f"bucket {index}" for index in range(len(sizes))}
+            assert {name for lane, name in names if lane == "gather"} == {f"all_gather {one}" for one in buckets}
+            if form[1] == "elements":
+                assert sum(b for op, b, _ in calls if op == "send") == 2 * psi * (n - 1) // n
+                assert not any(op in ("all_gather", "reduce_scatter") for op, _, _ in calls)
+                assert {name for lane, name in names if lane == "scatter"} == {
+                    f"reduce_scatter {one}" for one in buckets
+                }
+        if form[1] == "tensors":
+            assert sent["reduce"] == sent["broadcast"] == n * psi, "each rank gives all buckets; (n-1)/n of it travels"
+
+
+class Watch:
+    """Bytes of gradients that live, seen after each gradient of a backward pass: each storage once."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.peak = model, optimizer, 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+
+    def look(self):
+        alive = {}
+        for parameter in self.model.parameters():
+            for tensor in (parameter.grad, *self.optimizer.gradient_tensors):
+                if tensor is not None:
+                    alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(alive.values()))
+
+
+def measure_memory(num_layers=12, width=64):
+    found = {}
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+        optimizer = ShardedOptimizer(model, adam, stage=stage, bucket_bytes=width * width * 4)
+        watch = Watch(model, optimizer)
+        for _ in range(3):
+            model(torch.randn(2, width)).square().mean().backward()
+            watch.look()
+            optimizer.synchronize()
+            optimizer.step()
+            watch.look()
+            optimizer.zero_grad()
+        state = sum(
+            value.numel() * value.element_size() for one in optimizer.optimizer.state.values() for value in one.values()
+            if value.dim()
+        )  # fmt: skip
+        optimizer.close()
+        found[stage] = watch.peak, state
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gradients_and_optimizer_state_take_what_the_formula_says(ranks, world_size):
+    layer = 64 * 64 * 4
+    psi = 12 * layer
+    for found in ranks(world_size).run(measure_memory):
+        peak, state = found[1]
+        assert state == 2 * psi // world_size
+        arriving = MAX_UNDER_WAY * layer * (world_size - 1) // world_size
+        assert peak <= psi + layer + arriving, (
+            "stage 1: all gradients, the one that backward has just made, sums under way"
+        )
+        peak, state = found[2]
+        assert state == 2 * psi // world_size
+        assert peak <= psi // world_size + (MAX_UNDER_WAY + 1) * layer + layer + arriving
+        if world_size > 1:
+            assert peak < psi
+
+
+def fail_in_many_ways():
+    """Return the errors of every misuse; all ranks go on after each."""
+    rank = dist.get_rank()
+    errors = {}
+
+    def attempt(name, call):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        errors[name] = f"{type(caught.value).__name__}: {caught.value}"
+
+    def build(model=None, make=adam, **options):
+        return ShardedOptimizer(Net() if model is None else model, make, bucket_bytes=1_000, **options)
+
+    def step(optimizer, *, skip=False, change=None, times=1):
+        def call():
+            for _ in range(times):
+                loss = optimizer.module(batch_of(0), spare=not skip).square().mean()
+                (loss if change is None else change(loss)).backward()
+            optimizer.synchronize()
+
+        return call
+
+    attempt("stage", lambda: build(stage=3))
+    attempt("other stage", lambda: build(stage=1 + rank))
+    attempt("split", lambda: build(split="rows"))
+    attempt("unused word", lambda: build(unused="ignore"))
+    attempt("bucket", lambda: ShardedOptimizer(Net(), adam, bucket_bytes=0))
+    attempt("other model", lambda: build(nn.Linear(3 + rank, 2)))
+    attempt("frozen", lambda: build(nn.Linear(3, 2).requires_grad_(False)))
+    attempt("other optimizer", lambda: build(make=adam if rank else lambda p: torch.optim.SGD(p, lr=0.1)))
+    attempt("whole tensors", lambda: build(make=lambda p: torch.optim.Adafactor(p)))
+    for stage in (1, 2):
+        optimizer = build(stage=stage)
+        attempt(f"unused {stage}", step(optimizer, skip=rank == 1))
+        optimizer.zero_grad()
+        attempt(f"twice {stage}", step(optimizer, times=2))
+        optimizer.zero_grad()
+        attempt(f"nan {stage}", step(optimizer, change=lambda loss: loss * (math.nan if rank == 1 else 1)))
+        optimizer.zero_grad()
+        run_steps(optimizer.module, optimizer, [0, 1])  # and it goes on
+        attempt(f"closure {stage}", lambda one=optimizer: one.step(lambda: 0))
+        attempt(f"group {stage}", lambda one=optimizer: one.add_param_group({"params": []}))
+        optimizer.module.first.weight.data = optimizer.module.first.weight.data.clone()
+        attempt(f"moved {stage}", step(optimizer))
+        optimizer.close()
+    sparse = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    optimizer = build(sparse)
+
+    def embed():
+        sparse(torch.tensor([1, 2])).sum().backward()
+        optimizer.synchronize()
+
+    attempt("sparse", embed)
+    state = build().state_dict()
+    state["of"]["rank"] = 5
+    attempt("other rank's state", lambda: build().load_state_dict(state))
+    attempt("no state", lambda: build().load_state_dict({"state": {}, "param_groups": []}))
+    full = build().full_state_dict()
+    del full["state"]["first.weight"]
+    attempt("full state without a parameter", lambda: build().load_full_state_dict(full))
+    return errors
+
+
+EXPECTED = {
+    "stage": "choose one of 1, 2; for stage 3 use FullyShard",
+    "other stage": "ranks disagree on stage",
+    "split": "split is 'rows'; choose one of elements, tensors",
+    "unused word": "unused is 'ignore'",
+    "bucket": "bucket_bytes is 0",
+    "other model": "ranks disagree on parameters",
+    "frozen": "no parameter of the module wants a gradient",
+    "other optimizer": "ranks disagree on optimizer",
+    "whole tensors": 'Adafactor looks at whole tensors, and split="elements" cuts them',
+    "sparse": "0.weight (rank 0, 1). Build the layer with sparse=False",
+    "other rank's state": "the state's rank is 5, expected",
+    "no state": "this is no state of a sharded optimizer",
+    "full state without a parameter": "nothing for first.weight",
+} | {
+    f"{name} {stage}": text
+    for stage in (1, 2)
+    for name, text in {
+        "unused": "got no gradient on some rank of the group: ",
+        "twice": "got a second gradient before synchronize(): ",
+        "nan": "mean gradient that is not finite",
+        "closure": "takes no closure",
+        "group": "takes no further parameters",
+        "moved": "1 parameter left the buckets: the parameter's memory was replaced since construction: first.weight",
+    }.items()
+}
+
+
+def test_every_misuse_is_named_on_every_rank(ranks):
+    results = ranks(2).run(fail_in_many_ways)
+    for errors in results:
+        assert errors.keys() == EXPECTED.keys()
+        for name, text in EXPECTED.items():
+            assert text in errors[name], name
+        for stage in (1, 2):
+            assert "spare.weight (rank 1)" in errors[f"unused {stage}"]
+            assert errors[f"nan {stage}"].startswith(NotFiniteError.__name__)
+            assert "first.weight" in errors[f"nan {stage}"]
+
+
+def use_zeros():
+    """Return weights where only rank 0 uses a layer, where nobody does, and what one process would say."""
+    found = {}
+    for stage in (1, 2):
+        model = Net()
+        optimizer = ShardedOptimizer(model, adam, stage=stage, bucket_bytes=1_000, unused="zeros")
+        before = weights(model)
+        run_steps(model, optimizer, [0], spare=False)
+        nobody = weights(model)
+        run_steps(model, optimizer, [1], spare=dist.get_rank() == 0)
+        optimizer.close()
+        found[stage] = before, nobody, weights(model)
+    return found
+
+
+def test_unused_parameters_may_count_as_zeros(ranks):
+    for found in ranks(2).run(use_zeros):
+        for before, nobody, one in found.values():
+            assert torch.equal(before["spare.weight"], nobody["spare.weight"]), (
+                "Adam moves what has a gradient of zeros"
+            )
+            assert not torch.equal(before["first.weight"], nobody["first.weight"])
+            assert not torch.equal(nobody["spare.weight"], one["spare.weight"])
+        assert same(found[1][2], found[2][2])

@@ -1,0 +1,208 @@
+"""Shards cut in one way are put together in any other: every element once, and a clear word where some are missing."""
+
+import dataclasses
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from distlab.plan import FlatLayout
+from distlab.sharding.saved import (
+    PARAMETER,
+    SavedPart,
+    SavedShard,
+    assemble,
+    check_one_save,
+    check_tensors,
+    plan_copies,
+)
+
+SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+def numbered(shapes):
+    """Tensors whose elements all differ, by name."""
+    tensors, at = {}, 1
+    for index, shape in enumerate(shapes):
+        size = math.prod(shape)
+        tensors[f"layer {index}"] = torch.arange(at, at + size, dtype=torch.float64).reshape(shape)
+        at += size
+    return tensors
+
+
+def cut(tensors, cuts, num_shards, *, step=3.0, multiple_of=1):
+    """Save tensors as `num_shards` ranks would that wrap them in units beginning at `cuts`."""
+    parts = [{} for _ in range(num_shards)]
+    for layout in layouts(tensors, cuts, num_shards, multiple_of):
+        for shard in range(num_shards):
+            held = {piece.tensor: piece for piece in layout.pieces(shard)}
+            for index, name in enumerate(layout.names):
+                start, stop = held[index][1:3] if index in held else (0, 0)
+                row = tensors[name].flatten()[start:stop]
+                values = {PARAMETER: row.clone(), "momentum": -row}
+                parts[shard][name] = SavedPart(layout.shapes[index], start, stop, values, {"step": step})
+    saved = [SavedShard(shard, num_shards, parts[shard]) for shard in range(num_shards)]
+    digests = tuple(one.digest() for one in saved)
+    return [dataclasses.replace(one, digests=digests) for one in saved]
+
+
+def layouts(tensors, cuts, num_shards, multiple_of=1):
+    names = list(tensors)
+    edges = sorted({0, len(names), *(cut % len(names) for cut in cuts)})
+    return [
+        FlatLayout(tuple(names[a:b]), tuple(tuple(tensors[n].shape) for n in names[a:b]), num_shards, multiple_of)
+        for a, b in zip(edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def put_together(saved, tensors, cuts, num_shards, multiple_of=1):
+    """Assemble every shard of the new layouts, and the tensors from those; padding must be zero."""
+    found = {PARAMETER: {}, "momentum": {}}
+    for layout in layouts(tensors, cuts, num_shards, multiple_of):
+        shards = [assemble(saved, layout, shard) for shard in range(num_shards)]
+        assert all(numbers == {"step": 3.0} for _, numbers in shards)
+        for key, whole in found.items():
+            flat = torch.cat([values[key] for values, _ in shards])
+            assert not flat[layout.num_elements :].any()
+            for name, offset, size in zip(layout.names, layout.offsets, layout.sizes, strict=True):
+                whole[name] = flat[offset : offset + size].view(tensors[name].shape)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    SHAPES,
+    some.tuples(some.integers(1, 9), some.integers(1, 9)),
+    some.tuples(some.lists(some.integers(0, 5), max_size=3), some.lists(some.integers(0, 5), max_size=3)),
+    some.integers(1, 8),
+    some.randoms(),
+)
+def test_any_shards_become_any_other_shards(shapes, sizes, cuts, multiple_of, chance):
+    tensors = numbered(shapes)
+    saved = cut(tensors, cuts[0], sizes[0])
+    chance.shuffle(saved)  # files come in any order
+    check_one_save(saved)
+    check_tensors(saved, {name: (tuple(t.shape), torch.float64) for name, t in tensors.items()})
+    found = put_together(saved, tensors, cuts[1], sizes[1], multiple_of)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[PARAMETER][name], tensor)
+        assert torch.equal(found["momentum"][name], -tensor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.lists(some.tuples(some.integers(0, 20), some.integers(0, 20)), max_size=6), some.integers(0, 20))
+def test_copies_cover_each_element_once_or_name_what_is_missing(held, stop):
+    covered = {element for low, high in held for element in range(low, high)}
+    if covered >= set(range(stop)):
+        got = []
+        for copy in plan_copies(0, stop, held):
+            low, high = held[copy.source]
+            assert low + copy.source_start + copy.size <= high
+            assert copy.target_start == len(got)
+            got += range(low + copy.source_start, low + copy.source_start + copy.size)
+        assert got == list(range(stop))
+    else:
+        first = min(set(range(stop)) - covered)
+        with pytest.raises(ValueError, match=f"elements {first} to "):
+            plan_copies(0, stop, held)
+
+
+TENSORS = numbered([(5, 3), (7,), (2, 2)])
+EXPECTED = {name: (tuple(t.shape), torch.float64) for name, t in TENSORS.items()}
+
+
+def test_four_shards_become_two_three_and_one_again():
+    saved = cut(TENSORS, [], 4)
+    for num_shards in (2, 3, 1):
+        found = put_together(saved, TENSORS, [1], num_shards)
+        assert all(torch.equal(found[PARAMETER][name], tensor) for name, tensor in TENSORS.items())
+        saved = cut(found[PARAMETER], [1], num_shards)
+
+
+def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
+    for one in cut(TENSORS, [1], 3):
+        file = io.BytesIO()
+        torch.save(one.to_dict(), file)
+        file.seek(0)
+        back = SavedShard.from_dict(torch.load(file, weights_only=True))
+        assert back.digest() == one.digest()
+        check_one_save([back])
+
+
+def test_the_own_shard_alone_is_enough_where_nothing_moved():
+    saved = cut(TENSORS, [1], 3)
+    for layout in layouts(TENSORS, [1], 3):
+        assert all(assemble([saved[shard]], layout, shard) for shard in range(3))
+
+
+def changed(saved, name, **how):
+    return dataclasses.replace(saved, parts={**saved.parts, name: dataclasses.replace(saved.parts[name], **how)})
+
+
+def test_missing_shards_are_named():
+    saved = cut(TENSORS, [], 4)
+    layout = layouts(TENSORS, [], 1)[0]
+    with pytest.raises(ValueError, match=r"layer 0: elements 14 to 15 were not given: shards \[2\] of 4 are missing"):
+        assemble([saved[0], saved[1], saved[3]], layouts(TENSORS, [], 1)[0], 0)
+    with pytest.raises(ValueError, match=r"layer 0: elements 7 to 15 were not given: shards \[1, 2, 3\] of 4"):
+        assemble(saved[:1], layout, 0)
+
+
+def test_shards_of_different_saves_are_refused():
+    one, other = cut(TENSORS, [], 2), cut({name: 2 * t for name, t in TENSORS.items()}, [], 2)
+    with pytest.raises(ValueError, match="shards 0 and 1 are of different saves"):
+        check_one_save([one[0], other[1]])
+    with pytest.raises(ValueError, match="shard 0 is one of 2 and shard 1 one of 3"):
+        check_one_save([one[0], cut(TENSORS, [], 3)[1]])
+    with pytest.raises(ValueError, match="no saved shard was given"):
+        check_one_save([])
+
+
+def test_a_changed_value_is_noticed():
+    saved = cut(TENSORS, [], 2)
+    saved[1].parts["layer 1"].values["momentum"][0] += 1
+    with pytest.raises(ValueError, match="shard 1 was changed after it was saved"):
+        check_one_save(saved)
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        ({**EXPECTED, "more": ((1,), torch.float64)}, "more is in the model and not in the saved shards"),
+        ({"layer 0": EXPECTED["layer 0"]}, "layer 1 is in the saved shards and not in the model"),
+        ({**EXPECTED, "layer 1": ((8,), torch.float64)}, r"layer 1 is \[8\] in the model and \[7\] in the saved"),
+        (
+            {**EXPECTED, "layer 2": ((2, 2), torch.bfloat16)},
+            "layer 2 is bfloat16 in the model and float64 in the saved shards; pass convert=True",
+        ),
+    ],
+)
+def test_another_model_or_precision_is_refused(expected, words):
+    with pytest.raises(ValueError, match=words):
+        check_tensors(cut(TENSORS, [], 2), expected)
+
+
+def test_another_precision_is_taken_when_asked():
+    check_tensors(cut(TENSORS, [], 2), {n: (s, torch.bfloat16) for n, (s, _) in EXPECTED.items()}, convert=True)
+
+
+def test_what_is_no_saved_shard_is_refused():
+    with pytest.raises(ValueError, match="not a saved shard"):
+        SavedShard.from_dict({"weight": torch.zeros(2)})
+    state = cut(TENSORS, [], 1)[0].to_dict()
+    with pytest.raises(ValueError, match="version 2; this distlab reads 1"):
+        SavedShard.from_dict({**state, "version": 2})
+    del state["parts"]["layer 0"]["start"]
+    with pytest.raises(ValueError, match="lacks a field"):
+        SavedShard.from_dict(state)
+
+
+def test_different_step_counts_cannot_share_a_shard():
+    saved = cut(TENSORS, [1], 2)
+    saved = [changed(one, "layer 0", numbers={"step": 9.0}) for one in saved]
+    with pytest.raises(ValueError, match=r"step is 9.0 for layer 0 and 3.0 for layer 1"):
+        assemble(saved, layouts(TENSORS, [], 1)[0], 0)
+    assert assemble(saved, layouts(TENSORS, [1], 1)[0], 0)[1] == {"step": 9.0}
