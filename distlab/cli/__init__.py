@@ -1,4 +1,4 @@
-"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `bench`.
+"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `export`, `bench`.
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
 """
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, lab, lesson, simulate, tour
+from distlab.cli import bench, calibrate, check, doctor, export, lab, lesson, simulate, tour
 
 COMMANDS = {
     "doctor": doctor,
     "tour": tour,
     "calibrate": calibrate,
     "simulate": simulate,
+    "export": export,
     "bench": bench,
     "lab": lab,
     "lesson": lesson,

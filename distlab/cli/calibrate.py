@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, print and keep."""
     from distlab.measure.calibration import DEFAULT_PATH, calibrate
-    from distlab.measure.training import device_of
+    from distlab.measure.programs import device_of
 
     device_of(arguments.device, 0)
     path = arguments.output or DEFAULT_PATH

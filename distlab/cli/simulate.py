@@ -8,36 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import whole_number
-from distlab.plan.records import GRADIENT_SYNCS, SCHEDULES, Cluster, Plan
+from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
+from distlab.plan.records import Cluster, Plan, Workload
 
 if TYPE_CHECKING:
-    from simulator import Step
+    from simulator import Memory, Step
 
-SIZES = {
-    "hidden": (4096, "hidden size"),
-    "layers": (32, "layers"),
-    "heads": (32, "attention heads"),
-    "sequence": (2048, "tokens in a sequence"),
-    "vocabulary": (51200, "vocabulary"),
-    "microbatch": (1, "samples in a micro-batch"),
-}
+NOT_TIMED = "not simulated: layers or sequences split over ranks, or a pipeline with stage 2 or 3"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
-    for name, (default, what) in SIZES.items():
-        command.add_argument(f"--{name}", type=whole_number(what), default=default, metavar="N", help=what)
+    add_model_arguments(command)
     command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
     command.add_argument("--list", action="store_true", help="print the presets and stop")
-    command.add_argument("--data", type=whole_number("replicas"), default=8, metavar="N", help="replicas (default 8)")
-    command.add_argument("--pipeline", type=whole_number("stages"), default=1, metavar="N", help="stages (default 1)")
-    command.add_argument("--microbatches", type=whole_number("micro-batches"), default=1, metavar="N")
-    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", help="order of micro-batches")
-    command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
-    command.add_argument("--bucket-mb", type=whole_number("MB"), default=25, metavar="N", help="bucket capacity")
+    add_plan_arguments(command)
     command.add_argument("--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
@@ -45,47 +32,51 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Simulate one step, print it, and save what was asked for."""
-    from simulator import gpt_workload, hardware, simulate
+    """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
+    from simulator import hardware, memory_of, simulate
 
     if arguments.list:
         print("\n".join(hardware.names("clusters")))
         return 0
-    plan = Plan(
-        data=arguments.data,
-        pipeline=arguments.pipeline,
-        num_microbatches=arguments.microbatches,
-        schedule=arguments.schedule,
-        gradient_sync=arguments.sync,
-        bucket_bytes=arguments.bucket_mb * 1_000_000,
-    )
-    workload = gpt_workload(
-        hidden_size=arguments.hidden,
-        num_layers=arguments.layers,
-        num_heads=arguments.heads,
-        sequence_length=arguments.sequence,
-        vocab_size=arguments.vocabulary,
-        microbatch_size=arguments.microbatch,
-    )
-    step = simulate(workload, find_cluster(arguments.cluster, plan.world_size), plan)
-    save_pictures(step, arguments.picture, arguments.memory)
-    if arguments.trace:
+    plan, workload = plan_of(arguments), workload_of(arguments)
+    cluster = find_cluster(arguments.cluster, plan.world_size)
+    step = simulate(workload, cluster, plan) if is_timed(plan) else None
+    memory = step.memory if step else memory_of(workload, plan)
+    if step is None and (arguments.picture or arguments.trace):
+        raise ValueError(f"--picture and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
+    save_pictures(step, memory, cluster, timeline=arguments.picture, filled=arguments.memory)
+    if arguments.trace and step:
         from distlab.trace.chrome import write_chrome
 
         write_chrome(arguments.trace, predicted=step.trace)
-    print(json.dumps(facts(step), indent=2) if arguments.json else table(step))
+    counted = memory_facts(workload, plan, cluster, memory)
+    if arguments.json:
+        about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
+        about |= {"parameters": workload.num_parameters}
+        print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
+    else:
+        print(table(workload, plan, cluster, step=step, counted=counted))
     return 0
 
 
-def save_pictures(step: Step, timeline: Path | None, memory: Path | None) -> None:
+def is_timed(plan: Plan) -> bool:
+    """Return whether `simulate` gives the plan's step a time."""
+    sums_each_pass = plan.sharding.stage == 2 and plan.num_microbatches > 1
+    shards_passes = plan.sharding.stage == 3 or sums_each_pass
+    return plan.tensor == plan.context == 1 and (plan.pipeline == 1 or not shards_passes)
+
+
+def save_pictures(
+    step: Step | None, memory: Memory, cluster: Cluster, *, timeline: Path | None, filled: Path | None
+) -> None:
     """Draw the step's timeline (a pipeline as its schedule) and its memory, each where a file is named."""
     from simulator.viz import draw_memory, draw_schedule, draw_timeline
 
-    if timeline:
+    if timeline and step:
         draw = draw_schedule if step.plan.pipeline > 1 else draw_timeline
         draw(step.trace).savefig(timeline, dpi=150)
-    if memory:
-        draw_memory(step.memory, capacity_bytes=step.cluster.device.memory_bytes).savefig(memory, dpi=150)
+    if filled:
+        draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(filled, dpi=150)
 
 
 def find_cluster(name: str, num_devices: int) -> Cluster:
@@ -109,36 +100,63 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
 
 
 def facts(step: Step) -> dict[str, object]:
-    """Return a step's figures as JSON-ready values."""
+    """Return the figures of a step's time as JSON-ready values."""
     return {
-        "workload": step.workload.name,
-        "cluster": step.cluster.name,
-        "ranks": step.plan.world_size,
-        "parameters": step.workload.num_parameters,
         "duration_s": step.duration_s,
         "samples_per_s": step.samples_per_s,
         "bubble_fraction": step.bubble_fraction,
         "exposed_communication_s": step.exposed_communication_s,
         "sent_bytes_per_rank": list(step.sent_bytes_per_rank),
-        "max_memory_bytes": step.memory.max_bytes,
-        "device_memory_bytes": step.cluster.device.memory_bytes,
-        "fits": step.memory.max_bytes <= step.cluster.device.memory_bytes,
     }
 
 
-def table(step: Step) -> str:
+def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
+    """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
+    from simulator import DoesNotFitError, check_fit
+    from simulator.memory import KINDS
+
+    device, why = cluster.device, ""
+    if not memory.fits(device):
+        try:
+            check_fit(workload, plan, device)
+        except DoesNotFitError as error:
+            why = str(error)
+    kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
+    return {
+        "max_memory_bytes": memory.max_bytes,
+        "device_memory_bytes": device.memory_bytes,
+        "memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)),
+        "host_memory_bytes": memory.host_bytes,
+        "fits": memory.fits(device),
+        "why_not": why,
+    }
+
+
+def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
     """Lay a step out for a terminal."""
     from simulator.units import format_bytes, format_s
 
-    fits = step.memory.max_bytes <= step.cluster.device.memory_bytes
-    memory = f"{format_bytes(step.memory.max_bytes)} of {format_bytes(step.cluster.device.memory_bytes)}"
+    used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
+    degrees = {"data": plan.data, "pipeline": plan.pipeline, "tensor": plan.tensor, "context": plan.context}
+    shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
     rows = [
-        ("model", f"{step.workload.name}, {step.workload.num_parameters / 1e9:.3g} billion parameters"),
-        ("ranks", f"{step.plan.data} (data) x {step.plan.pipeline} (pipeline) on {step.cluster.name}"),
-        ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples a second"),
-        ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
-        ("exposed communication", format_s(step.exposed_communication_s)),
-        ("sent by a rank", format_bytes(max(step.sent_bytes_per_rank))),
-        ("memory, fullest rank", memory if fits else f"{memory}: DOES NOT FIT"),
+        ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
+        ("ranks", f"{shown} on {cluster.name}"),
     ]
+    if step:
+        rows += [
+            ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples a second"),
+            ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
+            ("exposed communication", format_s(step.exposed_communication_s)),
+            ("sent by a rank", format_bytes(max(step.sent_bytes_per_rank))),
+        ]
+    else:
+        rows.append(("step", NOT_TIMED))
+    rows.append(("memory, fullest rank", used if counted["fits"] else f"{used}: DOES NOT FIT"))
+    by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
+    rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
+    if counted["host_memory_bytes"]:
+        rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} a rank"))
+    if counted["why_not"]:
+        rows.append(("does not fit", counted["why_not"]))
     return "\n".join(f"{name:<22} {value}" for name, value in rows)

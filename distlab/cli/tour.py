@@ -77,7 +77,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Training, bytes]:
         ValueError: the data file cannot be used, or there is no GPU.
     """
     from distlab.data import python_documentation, read_text
-    from distlab.measure.training import Training, device_of
+    from distlab.measure.programs import device_of
+    from distlab.measure.training import Training
     from distlab.models import GPTConfig
 
     model = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distlab.comm import run
 from distlab.measure.calibrate import Observation, Round, fit_cluster, measure_round, median_round
 from distlab.measure.machine import memory_bytes, this_machine
-from distlab.measure.training import device_of
+from distlab.measure.programs import device_of
 from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
 from simulator.cost import compute_s
 

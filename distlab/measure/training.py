@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from distlab.compression import make_hook
 from distlab.data import ByteCorpus
-from distlab.data_parallel import DataParallel
 from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round, now
+from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
 from distlab.measure.compression import measure_codec, median_codec
+from distlab.measure.programs import device_of, make_program
 from distlab.measure.windows import Window
 from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.compression import Compression
 from distlab.plan.records import Plan, Work, Workload
+from distlab.plan.sharding import Sharding
 from distlab.trace import SpanWriter, Trace
 from simulator import Step, simulate
 from simulator.codec import MeasuredCodec
@@ -51,6 +52,7 @@ class Training:
         first_bucket_bytes: capacity of the first bucket.
         num_microbatches: parts of a rank's batch whose gradients are accumulated; only the last part's backward sends.
         compression: what ranks send in place of their gradients.
+        sharding: which states the ranks split among them; its units are blocks.
     """
 
     model: GPTConfig
@@ -65,6 +67,7 @@ class Training:
     first_bucket_bytes: int = 250_000
     num_microbatches: int = 1
     compression: Compression | None = None
+    sharding: Sharding = Sharding()
 
 
 @dataclass
@@ -77,6 +80,7 @@ class RankReport:
         workload: what the model asks of a device at this rank's batch.
         rounds: calibration rounds, one more than windows.
         codecs: encoding and decoding as timed in each round, where gradients are compressed.
+        calls: gathers and scatters as timed in each round, where states are sharded.
         measured_s: seconds of a step in each window, the mean over its steps and over all ranks.
         step_ns: start and end of each timed step on the machine's monotonic clock.
         trace: what the rank did: forward, backward, optimizer, waiting, and each bucket's way.
@@ -87,6 +91,7 @@ class RankReport:
     workload: Workload | None = None
     rounds: list[Round] = field(default_factory=list)
     codecs: list[MeasuredCodec] = field(default_factory=list)
+    calls: list[CallTimes] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
@@ -98,39 +103,40 @@ def train(training: Training, data: bytes, progress: Callable[[int], None] = lam
     device = device_of(training.device, rank)
     model = GPT(training.model, torch.Generator().manual_seed(training.seed + rank)).to(device)
     spans = SpanWriter(rank)
-    replica = DataParallel(  # starts from rank 0's weights
+    program = make_program(  # starts from rank 0's weights
         model,
+        _make_optimizer,
+        sharding=training.sharding,
+        compression=training.compression,
         bucket_bytes=training.bucket_bytes,
         first_bucket_bytes=training.first_bucket_bytes,
         spans=spans,
-        hook=None if training.compression is None else make_hook(training.compression),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = _batches(training, data, rank, world_size, device)
     report = RankReport()
 
     def step(batch: Batch) -> torch.Tensor:
-        replica.zero_grad()
+        program.zero_grad()
         total = torch.zeros((), device=device)
         parts = _microbatches(training, batch)
         for index, (inputs, targets) in enumerate(parts):
             last = index == len(parts) - 1
-            with contextlib.nullcontext() if last else replica.no_sync():
+            with contextlib.nullcontext() if last else program.no_sync():
                 with _on_device(spans, "forward", "F", device):
-                    loss = model.loss(model(inputs), targets) * (len(inputs) / len(batch[0]))
+                    loss = model.loss(program.model(inputs), targets) * (len(inputs) / len(batch[0]))
                 with _on_device(spans, "backward", "B", device):
                     loss.backward()
             total += loss.detach()
         with _on_device(spans, "synchronize", "wait", device):
-            replica.synchronize()
+            program.synchronize()
         with _on_device(spans, "optimizer", "optimizer", device):
-            optimizer.step()
+            program.update()
         return total
 
     for update in range(training.num_updates):
         report.losses.append(_mean_over_ranks(step(next(batches))))
         progress(update + 1)
-    report.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    report.weights = program.weights()
     if training.num_windows:
         report.workload = _count(training, *_microbatches(training, next(batches))[0])
         _time_windows(training, report, step, batches, progress=progress)
@@ -138,13 +144,18 @@ def train(training: Training, data: bytes, progress: Callable[[int], None] = lam
     return report
 
 
+def _make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
 def _count(training: Training, inputs: torch.Tensor, targets: torch.Tensor) -> Workload:
-    """Count the work of a rank's step on a model of its own, which no hook of DataParallel watches."""
+    """Count the work of a rank's step on a model of its own, which no hook watches."""
     model = GPT(training.model).to(inputs.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    return workload_from_module(
+    optimizer = _make_optimizer(list(model.parameters()))
+    counted = workload_from_module(
         model, lambda: model.loss(model(inputs), targets), optimizer=optimizer, samples=len(inputs), name="small GPT"
     )
+    return without_accumulation(counted) if training.sharding.stage else counted
 
 
 def _time_windows(
@@ -165,6 +176,8 @@ def _time_windows(
         if training.compression is not None:
             cluster = fit_cluster(report.rounds[-1], dist.get_world_size())
             report.codecs.append(measure_codec(training.compression, cluster, device=device))
+        if training.sharding.stage:
+            report.calls.append(measure_calls(device))
 
     calibrate()
     while not _finished(training, report, deadline, device):
@@ -196,7 +209,8 @@ def windows_of(training: Training, report: RankReport, num_ranks: int) -> list[W
     def predicted_s(first: int, stop: int) -> float:
         speeds = replace(median_round(report.rounds[first:stop]), contention=contention)
         codec = median_codec(report.codecs[first:stop]) if report.codecs else None
-        return predict(training, workload, speeds, num_ranks, codec=codec).duration_s
+        calls = median_calls(report.calls[first:stop]) if report.calls else None
+        return predict(training, workload, speeds, num_ranks, codec=codec, calls=calls).duration_s
 
     windows = []
     for index, measured_s in enumerate(report.measured_s):  # round `index` stands before window `index`
@@ -220,9 +234,15 @@ def _finished(training: Training, report: RankReport, deadline: float, device: t
 
 
 def predict(
-    training: Training, workload: Workload, measured: Round, num_ranks: int, *, codec: MeasuredCodec | None = None
+    training: Training,
+    workload: Workload,
+    measured: Round,
+    num_ranks: int,
+    *,
+    codec: MeasuredCodec | None = None,
+    calls: CallTimes | None = None,
 ) -> Step:
-    """Simulate a data-parallel step of the workload on this machine, as a calibration round saw it."""
+    """Simulate a step of the workload on this machine, as a calibration round saw it."""
     plan = Plan(
         data=num_ranks,
         gradient_sync="overlapped",
@@ -230,8 +250,10 @@ def predict(
         first_bucket_bytes=training.first_bucket_bytes,
         num_microbatches=training.num_microbatches,
         compression=training.compression,
+        sharding=training.sharding,
     )
-    return simulate(workload, fit_cluster(measured, num_ranks), plan, codec=codec)
+    links = None if calls is None else links_of(calls, num_ranks)
+    return simulate(workload, fit_cluster(measured, num_ranks), plan, codec=codec, links=links)
 
 
 @contextlib.contextmanager
@@ -263,18 +285,3 @@ def _mean_over_ranks(loss: torch.Tensor) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
-
-
-def device_of(kind: str, rank: int) -> torch.device:
-    """Return a rank's device; ranks share GPUs in turn where there are fewer GPUs than ranks.
-
-    Raises:
-        ValueError: a GPU is wanted and there is none.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device {kind!r} was asked for, and torch sees no GPU here; pass --device cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -34,6 +34,9 @@ class _Counts:
     weight_gradient: Work = Work()
     activation_bytes: int = 0
     output_bytes: int = 0
+    input_bytes: int = 0
+    logits_bytes: int = 0
+    widest_bytes: int = 0
 
     def weight_shapes(self) -> set[tuple[int, ...]]:
         shapes = {tuple(p.shape) for p in self.parameters}
@@ -53,7 +56,9 @@ def workload_from_module(
     A layer is a child of the module; the items of a ModuleList, ModuleDict or Sequential count one by one. What runs
     outside every child (the loss, say) becomes the last layer, "head and loss". A backward operator that reads no
     parameter and whose result has the shape of one counts as weight gradient (W), every other as input gradient (I); in
-    a layer that owns no parameter all counts as I. Parameters, gradients and optimizer state are left as they were.
+    a layer that owns no parameter all counts as I. Full recompute keeps the inputs of listed layers (items, as above).
+    Of what the loss keeps, all that has as many elements as the last child's output counts as logits. Parameters,
+    gradients and optimizer state are left as they were.
 
     Args:
         module: the model, on the device that it will run on.
@@ -118,9 +123,12 @@ def _layers(module: nn.Module) -> dict[str, _Counts]:
     return layers
 
 
+LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
+
+
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if isinstance(child, LISTS):
             yield from ((f"{name}.{inner}", item) for inner, item in child.named_children())
         else:
             yield name, child
@@ -136,6 +144,9 @@ def _as_layer(name: str, counts: _Counts) -> Layer:
         weight_gradient=counts.weight_gradient,
         activation_bytes=counts.activation_bytes,
         output_bytes=counts.output_bytes,
+        input_bytes=counts.input_bytes,
+        logits_bytes=counts.logits_bytes,
+        widest_bytes=counts.widest_bytes,
     )
 
 
@@ -157,6 +168,7 @@ class _Counter(TorchDispatchMode):
         self.optimizer = Work()
         self.held: set[int] = set()  # storages of parameters
         self.saved: set[int] = set()  # storages that backward keeps, each counted once
+        self.num_logits = 0  # elements of the output of the child that ran last
 
     def run_forward(self, module: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the loss with hooks that say which layer is at work, now and in the backward pass to come."""
@@ -167,18 +179,28 @@ class _Counter(TorchDispatchMode):
             if storage.data_ptr() not in self.held | self.saved:
                 self.saved.add(storage.data_ptr())
                 self.layers[self.current].activation_bytes += storage.nbytes()
+                if self.current == HEAD and tensor.numel() == self.num_logits:
+                    self.layers[HEAD].logits_bytes += storage.nbytes()
+                else:
+                    counts = self.layers[self.current]
+                    counts.widest_bytes = max(counts.widest_bytes, storage.nbytes())
             return tensor
 
+        listed = {id(item) for child in module.children() if isinstance(child, LISTS) for item in child.children()}
         with ExitStack() as hooks:
             for name, child in _children(module):
-                hooks.enter_context(_removing(child.register_forward_pre_hook(self._enter(name))))
+                enter = self._enter(name, is_listed=id(child) in listed)
+                hooks.enter_context(_removing(child.register_forward_pre_hook(enter)))
                 hooks.enter_context(_removing(child.register_forward_hook(self._leave(name))))
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 return loss()
 
-    def _enter(self, name: str) -> Callable[..., None]:
+    def _enter(self, name: str, *, is_listed: bool) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any) -> None:
             self.current = name
+            self.layers[HEAD].logits_bytes = 0  # what was kept between two children is not the loss's
+            if is_listed:
+                self.layers[name].input_bytes += sum(t.numel() * t.element_size() for t in _tensors(inputs))
 
         return hook
 
@@ -186,6 +208,7 @@ class _Counter(TorchDispatchMode):
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             self.layers[name].output_bytes += sum(t.numel() * t.element_size() for t in _tensors(output))
             self.current = HEAD
+            self.num_logits = sum(t.numel() for t in _tensors(output))
             for tensor in _tensors(output):
                 if tensor.requires_grad:  # its gradient arrives just before this layer's backward begins
                     tensor.register_hook(enter_backward)

@@ -77,6 +77,33 @@ def test_simulate_lists_presets_and_prints_a_table(capsys):
     assert "exposed communication" in capsys.readouterr().out
 
 
+def test_simulate_says_what_fills_the_memory_and_what_to_change(capsys):
+    assert main(["simulate", "--model", "llama-2-7b", "--data", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT" in said
+    assert "  optimizer            53.9 GB" in said
+    assert "smallest change that fits: recompute='selective' with Sharding(stage=1), which" in said
+    plan = ["--sharding", "3", "--recompute", "full", "--offload", "all", "--precision", "bfloat16", "--json"]
+    assert main(["simulate", "--model", "llama-2-7b", "--data", "8", *plan]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is True
+    assert facts["memory_bytes_by_kind"]["parameters"] == 0
+    assert facts["host_memory_bytes"] == pytest.approx(18 * 6.738e9 / 8, rel=1e-3)
+
+
+def test_simulate_counts_memory_where_it_gives_no_time(capsys, tmp_path):
+    split = ["simulate", "--model", "gpt-3-175b", "--tensor", "8", "--pipeline", "8", "--data", "1"]
+    assert main([*split, "--sequence-parallel", "--memory", str(tmp_path / "memory.png")]) == 0
+    said = capsys.readouterr().out
+    assert "1 (data) x 8 (pipeline) x 8 (tensor)" in said
+    assert "not simulated" in said
+    assert (tmp_path / "memory.png").exists()
+    assert main([*split, "--picture", str(tmp_path / "step.png")]) == 2
+    assert "use --memory" in capsys.readouterr().err
+    assert main(["simulate", "--model", "gpt-3-175b", "--hidden", "64"]) == 2
+    assert "leave out --hidden" in capsys.readouterr().err
+
+
 def test_bench_lists_its_names(capsys):
     assert main(["bench", "--list"]) == 0
     assert "collectives" in capsys.readouterr().out.split()

@@ -1,0 +1,115 @@
+"""Flags that describe a model and a plan, and what is made of them; `distlab simulate` and `export` declare them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from distlab.cli.arguments import whole_number
+from distlab.plan.records import GRADIENT_SYNCS, RECOMPUTES, SCHEDULES, Plan
+from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS, Precision, Sharding
+
+if TYPE_CHECKING:
+    from distlab.plan.records import Workload
+
+SIZES = {
+    "hidden": (4096, "hidden size"),
+    "layers": (32, "layers"),
+    "heads": (32, "attention heads"),
+    "sequence": (2048, "tokens in a sequence"),
+    "vocabulary": (51200, "vocabulary"),
+}
+
+
+def add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of the model: its name, or its sizes."""
+    command.add_argument("--model", metavar="NAME", help="a published model, such as llama-2-7b, in place of sizes")
+    for name, (default, what) in SIZES.items():
+        text = f"{what} (default {default}, or the model's)"
+        command.add_argument(f"--{name}", type=whole_number(what), metavar="N", help=text)
+    what = "samples in a micro-batch"
+    command.add_argument("--microbatch", type=whole_number(what), default=1, metavar="N", help=what)
+
+
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of the plan."""
+    command.add_argument("--data", type=whole_number("replicas"), default=8, metavar="N", help="replicas (default 8)")
+    command.add_argument("--pipeline", type=whole_number("stages"), default=1, metavar="N", help="stages (default 1)")
+    command.add_argument("--microbatches", type=whole_number("micro-batches"), default=1, metavar="N")
+    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", help="order of micro-batches")
+    command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
+    command.add_argument("--bucket-mb", type=whole_number("MB"), default=25, metavar="N", help="bucket capacity")
+    what = "what replicas split: 1 optimizer state, 2 gradients too, 3 parameters too (default 0, nothing)"
+    command.add_argument("--sharding", type=int, choices=range(4), default=0, metavar="STAGE", help=what)
+    what = "layers gathered together under stage 3"
+    command.add_argument("--unit-layers", type=whole_number("layers"), default=1, metavar="N", help=what)
+    what = "groups of ranks with a full set of shards each"
+    command.add_argument("--replicas", type=whole_number("groups"), default=1, metavar="N", help=what)
+    command.add_argument("--offload", choices=OFFLOADS, default="none", help="what the host's memory holds")
+    command.add_argument("--recompute", choices=RECOMPUTES, default="none", help="what backward computes again")
+    command.add_argument(
+        "--precision", choices=DTYPE_BYTES, help="type to compute in (default: 16 bits, 16 bytes in all)"
+    )
+    command.add_argument("--gradients", choices=DTYPE_BYTES, help="type that gradients are kept in (default float32)")
+    command.add_argument("--no-master", action="store_true", help="keep no float32 copy of the parameters")
+    command.add_argument("--tensor", type=whole_number("ranks"), default=1, metavar="N", help="ranks a layer (memory)")
+    command.add_argument(
+        "--context", type=whole_number("ranks"), default=1, metavar="N", help="ranks a sequence (memory)"
+    )
+    command.add_argument("--sequence-parallel", action="store_true", help="split between layers too (memory)")
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    """Return the model that the flags describe.
+
+    Raises:
+        ValueError: there is no such model, sizes are given beside a name, or they make no sense together.
+    """
+    from simulator import gpt_workload, model_by_name
+
+    if arguments.model:
+        given = [f"--{name}" for name in SIZES if name != "sequence" and getattr(arguments, name) is not None]
+        if given:
+            raise ValueError(f"--model {arguments.model} has its own sizes; leave out {', '.join(given)}")
+        return model_by_name(arguments.model, microbatch_size=arguments.microbatch, sequence_length=arguments.sequence)
+    sizes = {name: getattr(arguments, name) or default for name, (default, _) in SIZES.items()}
+    return gpt_workload(
+        hidden_size=sizes["hidden"],
+        num_layers=sizes["layers"],
+        num_heads=sizes["heads"],
+        sequence_length=sizes["sequence"],
+        vocab_size=sizes["vocabulary"],
+        microbatch_size=arguments.microbatch,
+    )
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """Return the plan that the flags describe.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    precision = None
+    if arguments.precision or arguments.gradients or arguments.no_master:
+        compute, gradients = arguments.precision or "bfloat16", arguments.gradients or "float32"
+        precision = Precision(compute, master=not arguments.no_master, gradients=gradients)
+    sharding = Sharding(
+        stage=arguments.sharding,
+        unit_layers=arguments.unit_layers,
+        replicas=arguments.replicas,
+        offload=arguments.offload,
+    )
+    return Plan(
+        data=arguments.data,
+        pipeline=arguments.pipeline,
+        num_microbatches=arguments.microbatches,
+        schedule=arguments.schedule,
+        gradient_sync=arguments.sync,
+        bucket_bytes=arguments.bucket_mb * 1_000_000,
+        sharding=sharding,
+        precision=precision,
+        recompute=arguments.recompute,
+        tensor=arguments.tensor,
+        context=arguments.context,
+        sequence_parallel=arguments.sequence_parallel,
+    )

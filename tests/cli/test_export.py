@@ -1,0 +1,61 @@
+"""A plan's flags become a file of another tool, and what it cannot say is told beside it."""
+
+import json
+
+import pytest
+
+from distlab.cli import main
+
+
+def test_deepspeed_is_json_with_notes_beside_it(capsys):
+    plan = ["--data", "64", "--sharding", "3", "--microbatches", "4", "--microbatch", "2", "--offload", "optimizer"]
+    assert main(["export", "deepspeed", *plan, "--replicas", "8", "--max-norm", "1.0", "--precision", "bfloat16"]) == 0
+    said = capsys.readouterr()
+    config = json.loads(said.out)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (4, 2)
+    assert (config["gradient_clipping"], config["bf16"]) == (1.0, {"enabled": True})
+    assert "# replicas=8: no counterpart" in said.err
+
+
+def test_the_models_sizes_set_what_deepspeed_gathers_ahead(capsys):
+    found = []
+    for hidden in ("1024", "2048"):
+        assert main(["export", "deepspeed", "--sharding", "3", "--hidden", hidden]) == 0
+        found.append(json.loads(capsys.readouterr().out)["zero_optimization"]["stage3_prefetch_bucket_size"])
+    assert 0 < found[0] < found[1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fsdp2_is_code(stage, capsys):
+    assert main(["export", "fsdp2", "--sharding", str(stage), "--blocks", "model.layers", "--pipeline", "2"]) == 0
+    said = capsys.readouterr()
+    compile(said.out, "export.py", "exec")
+    assert "# pipeline=2: not here" in said.out
+    assert ("fully_shard(model" in said.out) == (stage >= 2)
+    assert ("model.layers" in said.out) == (stage >= 2)
+    assert said.err == ""
+
+
+MISTAKES = {
+    "no tool": [],
+    "unknown tool": ["horovod"],
+    "no norm": ["fsdp2", "--max-norm", "-1"],
+    "norm is text": ["fsdp2", "--max-norm", "one"],
+    "no name": ["fsdp2", "--sharding", "3", "--blocks", "my layers"],
+    "pipeline with stage 2": ["deepspeed", "--sharding", "2", "--pipeline", "2"],
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(arguments, capsys):
+    try:
+        status = main(["export", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.startswith("distlab export: ")
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,90 @@
+"""Whatever is sharded, the training loop of the predictions trains the same model, and its calls can be fitted."""
+
+from dataclasses import astuple
+
+import pytest
+import torch
+from sharding_cases import cluster_of, plan_of, spans_of, workload_of
+
+from distlab.data import python_documentation
+from distlab.measure.calibrate import MESSAGE_BYTES
+from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
+from distlab.measure.programs import sharded_program
+from distlab.measure.training import Training, train
+from distlab.models import GPT, GPTConfig
+from distlab.plan.sharding import Sharding
+from simulator import simulate
+from simulator.cost import all_gather_s, message_s
+
+CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
+SHARDINGS = (Sharding(), Sharding(1), Sharding(2), Sharding(3), Sharding(3, reshard_after_forward=False, prefetch=0))
+
+
+def train_each(data):
+    """Train under each sharding, and with three micro-batches under two of them; return losses and weights."""
+    found = []
+    for num_microbatches, shardings in ((1, SHARDINGS), (3, (Sharding(2), Sharding(3)))):
+        for sharding in shardings:
+            training = Training(
+                CONFIG,
+                6,
+                num_updates=3,
+                num_windows=0,
+                bucket_bytes=4000,
+                num_microbatches=num_microbatches,
+                sharding=sharding,
+            )
+            report = train(training, data)
+            found.append((report.losses, report.weights))
+    return found, measure_calls(torch.device("cpu"))
+
+
+def test_all_programs_train_the_same_model(ranks):
+    for found, times in ranks(2).run(train_each, python_documentation()[:20_000]):
+        losses, weights = found[0]
+        assert losses[-1] < losses[0]
+        for other_losses, other in found[1:]:
+            assert other_losses == pytest.approx(losses, abs=1e-5)
+            assert other.keys() == weights.keys()
+            for name in weights:
+                assert torch.allclose(other[name], weights[name], atol=1e-5), name
+        for part in astuple(times):
+            assert len(part) == len(MESSAGE_BYTES)
+            assert min(part) > 0
+        links = links_of(times, 2)
+        step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), links=links)
+        assert {"start unit 1", "sum unit 1"} <= {span.name for span in spans_of(step, "compute")}
+
+
+def test_links_are_fitted_to_each_kind_of_call():
+    slow = tuple(1e-3 + size / 2 / 1e8 for size in MESSAGE_BYTES)  # two ranks: half of the bytes travel
+    fast = tuple(1e-4 + size / 2 / 1e9 for size in MESSAGE_BYTES)
+    links = links_of(median_calls([CallTimes(fast, slow)] * 3), 2)
+    for kind, want in (("all_gather", fast), ("reduce_scatter", slow)):
+        for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
+            assert all_gather_s(size, 2, links[kind]) == pytest.approx(seconds, rel=0.02)
+    assert links.keys() == {"all_gather", "reduce_scatter"}
+    assert links_of(CallTimes(fast, slow), 1) == {}
+
+
+def test_what_calls_cost_the_computing_rank_is_fitted_as_one_piece_of_work():
+    start, added = (tuple(1e-5 + size / rate for size in MESSAGE_BYTES) for rate in (1e10, 2e9))
+    links = links_of(median_calls([CallTimes(start, start, start, start, added)] * 3), 3)
+    for part, want in (("all_gather start", start), ("reduce_scatter start", start), ("reduce_scatter sum", added)):
+        for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
+            assert message_s(size, links[part]) == pytest.approx(seconds, rel=0.02)
+    nothing = CallTimes(start, start, start, start, (0.0,) * len(MESSAGE_BYTES))  # nccl adds up on the way
+    assert message_s(8e6, links_of(nothing, 2)["reduce_scatter sum"]) < 1e-6
+
+
+def test_gradients_that_are_taken_as_they_come_cost_no_addition():
+    workload = workload_of([1.0], [1000])
+    rest = without_accumulation(workload).layers[0].weight_gradient
+    assert rest.matmul_flops == workload.layers[0].weight_gradient.matmul_flops
+    assert (rest.memory_bytes, rest.num_kernels) == (0.0, 0)
+
+
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(3, unit_layers=2), Sharding(1, offload="optimizer")])
+def test_what_is_not_run_is_refused(sharding):
+    with pytest.raises(ValueError, match="measured are stages 1 to 3 over all ranks"):
+        sharded_program(GPT(CONFIG), sharding, torch.optim.SGD, bucket_bytes=1000)
