@@ -17,6 +17,7 @@ QUICK = {
     "03": "--steps 1 --hidden 16 --layers 1 --context 8 --bucket-bytes 4000",
     "04": "--batch 64 --epochs 1",
     "05": "--updates 5 --hidden 8 --samples 2",
+    "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
 }
 LIMIT_S = 110
 
@@ -47,7 +48,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("number", "num_ranks"), [("01", 3), ("02", 2), ("03", 1), ("05", 2)])
+@pytest.mark.parametrize(("number", "num_ranks"), [("01", 3), ("02", 2), ("03", 1), ("05", 2), ("06", 2)])
 def test_distlab_lab_states_right_facts(number, num_ranks):
     found = facts(lab(number, num_ranks, "--json"))
     if number == "01":
@@ -61,6 +62,8 @@ def test_distlab_lab_states_right_facts(number, num_ranks):
         assert found["whole: bytes sent a rank in an update"] == 12_768
         assert found["top-k: bytes sent a rank in an update"] == 31 * (4 + 4)
         assert found["signs: bytes sent a rank in an update"] == 3192 // 8 + 4
+    if number == "06":
+        assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 
 
 @pytest.mark.parametrize(("number", "num_ranks"), [("01", 2), ("02", 3), ("03", 3), ("04", 3)])

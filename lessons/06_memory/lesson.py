@@ -1,0 +1,835 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Memory
+#
+# 90 minutes. Comes after lesson 3 (data parallel). You need no GPU: processes on this machine are the ranks.
+#
+# Afterwards you can
+#
+# - account for every byte of a model in training: 7B, 70B, 175B, and one that you measure here;
+# - keep fewer activations: recompute blocks in backward, accumulate micro-batches;
+# - train with 16-bit numbers: float32 masters, and a loss scale whose decisions all ranks share;
+# - say before a run whether a plan fits a device, and which change makes it fit.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The question
+#
+# A model of 7 billion parameters answers questions on your GPU of 80 GB. In 16-bit numbers its weights take 14 GB, so
+# 66 GB are free. You rent a node of eight such GPUs, for some 25 dollars an hour, to fine-tune it on your own texts.
+# It runs out of memory before the first update. You halve the batch, and it runs out of memory. You halve it again,
+# down to one sample. It runs out of memory.
+#
+# How many GB does a rank hold before it has seen a single token, if it trains the whole model with Adam in the usual
+# mixed precision? Before you go on: type a number into the box that the next cell shows, and press Commit.
+
+# %%
+guess_0 = predict("GB that a rank holds before it has seen a token, 7B, Adam, mixed precision?", unit="GB")
+guess_0
+
+# %%
+from distlab.plan import Plan, Precision, Sharding
+from simulator.memory import KINDS, memory_of
+from simulator.models_by_name import model_by_name
+
+MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
+MODEL = model_by_name("llama-2-7b")
+guess_0.default(28)  # counts if you committed nothing above
+memory = memory_of(MODEL, Plan(precision=MIXED))
+states = sum(memory.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
+print(guess_0.compare(states / 1e9).replace("measured", "counted"))
+
+# %% tags=["nbval-check-output"]
+for kind in KINDS:
+    if memory.of(kind):
+        print(f"{kind:15} {memory.of(kind) / 1e9:6.1f} GB")
+
+# %% [markdown]
+# The 14 GB of weights are an eighth of what training holds all the time, and the batch has no part in it. That is why
+# halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for one
+# sequence of 4,096 tokens, they are half as much again.
+#
+# This lesson goes through the list. First what is there before any data, then activations, then what 16-bit numbers
+# save and what not. Each time you count before you measure, on real ranks, with a model small enough for a laptop.
+# Lesson 7 then splits the first four lines over the ranks.
+
+# %% [markdown]
+# ## What is there before any data
+#
+# Four kinds, and each has its own number of bytes a parameter. In the usual mixed precision with Adam:
+#
+# | kind | bytes | why |
+# |---|---|---|
+# | parameters | 2 | forward and backward compute with 16-bit numbers |
+# | gradients | 2 or 4 | 16-bit as backward makes them, or float32 as Megatron-LM adds them up |
+# | optimizer | 8 | Adam's two moments, in float32 |
+# | master weights | 4 | a float32 copy, since small updates to 16-bit numbers vanish (you will see it) |
+#
+# Together **16 bytes a parameter**, or 18. In plain float32 there is no copy: 4 + 4 + 8 = 16. Read that again:
+# *mixed precision saves nothing here*.
+#
+# ### Exercise: model states
+#
+# Write `state_bytes(num_parameters, plan, numbers)`. A `Plan` is data: `plan.precision` has the types, and
+# `plan.sharding` says what the ranks split among them. That is the matter of lesson 7, but counting it is simple: stage
+# 1 splits optimizer state and masters, stage 2 gradients too, stage 3 parameters too.
+
+# %% exercise="06.states"
+
+# %% tags=["nbval-check-output"]
+for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
+    count = model_by_name(name).num_parameters
+    held = sum(state_bytes(count, Plan(precision=MIXED), 2).values())
+    weights = f"weights {4 * count / 1e9:4.0f} GB in float32, {2 * count / 1e9:4.0f} GB in 16 bits"
+    print(f"{name:12} {count / 1e9:6.1f}B: {weights}; training {held / 1e9:5.0f} GB")
+
+# %% [markdown]
+# Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**. To train it
+# takes 2.8 TB. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are right. 1,104 GB is
+# "500 or more" indeed. Around 550 GB is what you get with 8 bytes a parameter: Adam's moments in bfloat16 as well, and
+# no float32 copy. That runs, and learns somewhat worse, as you will see.
+#
+# And they say that ZeRO-1 saves 8x and ZeRO-2 16x. The paper's own case has 7.5 billion parameters on 64 ranks:
+
+# %% tags=["nbval-check-output"]
+for stage in range(4):
+    held = sum(state_bytes(7_500_000_000, Plan(64, precision=MIXED, sharding=Sharding(stage)), 2).values())
+    print(f"stage {stage}: {held / 1e9:6.1f} GB a rank, {120e9 / held:4.1f}x less")
+
+# %% [markdown]
+# 4x and 8x are where stages 1 and 2 end, however many ranks there are: 16 bytes become 4 + 12/n, then 2 + 14/n.
+
+# %% [markdown]
+# ## Measure it
+#
+# Now a model of your own: a small GPT that reads Python's documentation, on two ranks, data parallel as in lesson 3.
+# It trains in float32 with AdamW. `track_memory` enters every storage that an operator touches, notes when it is freed,
+# and says what it was for. The first update is not looked at: the optimizer makes its moments there.
+
+# %%
+import contextlib
+
+from distlab.data import ByteCorpus, python_documentation
+from distlab.data_parallel import DataParallel
+from distlab.measure.memory import track_memory
+from distlab.models import GPT, GPTConfig
+from distlab.precision import autocast
+from distlab.recompute import recompute_blocks
+
+CORPUS = ByteCorpus(python_documentation(), context=64)
+CONFIG = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
+ranks = Ranks(2)
+
+
+# %%
+def update(training, step, samples=16, parts=1, dtype="float32"):
+    """Train on `parts` micro-batches of `samples` samples a rank; return the mean loss of this rank."""
+    model, replicas, optimizer = training
+    optimizer.zero_grad()
+    total = 0.0
+    for part in range(parts):
+        place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        inputs, targets = CORPUS.batch(step * parts + part, samples * dist.get_world_size(), **place)
+        with replicas.no_sync() if part < parts - 1 else contextlib.nullcontext():
+            with autocast(dtype):
+                loss = model.loss(model(inputs), targets) / parts
+            loss.backward()
+        total += loss.item()
+    (replicas.synchronize(), optimizer.step())
+    return total
+
+
+# %%
+def prepare(recomputed=False):
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    if recomputed:
+        recompute_blocks(model)
+    return model, DataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def measured(recomputed=False, **how):
+    """Return the bytes of each kind at the peak of one update, and over its time."""
+    training = prepare(recomputed)
+    update(training, 0, **how)
+    with track_memory(training[0], training[2]) as memory:
+        memory.restart()  # the history begins with all that is there already
+        update(training, 1, **how)
+    times, rows = memory.over_time()
+    return memory.at_peak, (times - times[0], rows)
+
+
+# %% [markdown]
+# `workload_from_module` runs the model once and counts its layers, and `memory_of` counts what a plan holds. The model
+# has 0.83 million parameters. What will the peak of an update be, with 16 samples of 64 bytes a rank? Its states are
+# 16 bytes a parameter, 13 MB.
+
+# %%
+guess_1 = predict("Peak of an update of the small GPT, 16 samples a rank?", unit="MB")
+guess_1
+
+# %%
+from distlab.measure.workload import workload_from_module
+
+
+def counted(samples=16, **plan):
+    """Return what the simulator says of the same update."""
+    model = GPT(CONFIG)
+    inputs, targets = CORPUS.batch(0, samples, rank=0, world_size=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = workload_from_module(model, lambda: model.loss(model(inputs), targets), optimizer=optimizer, samples=samples)
+    return memory_of(work, Plan(2, **plan))
+
+
+guess_1.default(20)  # counts if you committed nothing above
+at_peak, over_time = ranks.run(measured)[0]
+print(guess_1.compare(sum(at_peak.values()) / 1e6))
+
+
+# %%
+def beside(at_peak, predicted):
+    """Print measured and counted bytes of each kind at the peak."""
+    said = dict(zip(KINDS, predicted.at_peak_bytes[0].tolist(), strict=True))
+    for kind in KINDS:
+        if at_peak[kind] or said[kind]:
+            print(f"{kind:15} measured {at_peak[kind] / 1e6:6.2f} MB, counted {said[kind] / 1e6:6.2f} MB")
+    total, want = sum(at_peak.values()), sum(said.values())
+    print(f"{'together':15} measured {total / 1e6:6.2f} MB, counted {want / 1e6:6.2f} MB: {want / total - 1:+.1%}")
+
+
+plain = counted()
+beside(at_peak, plain)
+
+# %% [markdown]
+# Activations are two thirds of it, though the model is tiny. The count comes close, line by line: what is kept can be
+# known without a run. "temporary" is what lives for a moment: gradients of activations on their way. It is the hardest
+# to count, since it depends on when each operator lets go of its inputs.
+#
+# Over the time of an update it looks like this: above as measured, below as counted
+# (a count knows no times: there each layer takes the same).
+
+# %%
+from simulator.viz.memory_compare import describe_measured_memory, draw_measured_memory
+
+
+def draw_over_time(predicted, over_time):
+    """Draw both on one clock: a count has none, so each layer's pass gets the same part of the measured time."""
+    times, rows = predicted.over_time()
+    both = (times * over_time[0][-1] // times[-1], rows), over_time
+    show(draw_measured_memory(*both), describe_measured_memory(*both))
+
+
+draw_over_time(plain, over_time)
+
+# %% [markdown]
+# Read it from left to right. In forward each layer adds what its backward will need. At the end stand the logits: small
+# here, with 256 different bytes, but a vocabulary of 128,000 makes them the largest tensor of all. Then backward lets
+# the layers go, last first. At the right end only states are left. **The peak is where forward ends**, and most of it
+# could be had for less.
+
+# %% [markdown]
+# ## Activations
+#
+# What does a layer keep? Backward of a matrix product needs its input. Backward of a norm, of GELU, of dropout need
+# theirs. Korthikanti et al. went through a GPT layer tensor by tensor, in 16-bit numbers. With micro-batch $B$,
+# sequence $s$, hidden size $h$ and $a$ heads it keeps
+#
+# $$ s B h \left(34 + 5\,\frac{a s}{h}\right) \text{ bytes.}$$
+#
+# The second term are the attention scores: for each head a matrix of $s \times s$, with its softmax and its dropout. It
+# grows with the *square* of the sequence. Flash attention never stores it.
+#
+# Of the 34, tensor parallelism (lesson 8) over $t$ ranks splits 24 and the scores; sequence parallelism splits the
+# other 10 too. And there is **recompute**: "selective" drops the scores and makes them again in backward, "full" keeps
+# nothing but the layer's input, 2 bytes an element.
+#
+# ### Exercise: activations of a layer
+#
+# Write `activation_bytes(hidden, heads, sequence=..., microbatch=..., ...)`. One trap is in it that public calculators
+# fell into: what does a layer keep under *full* recompute?
+
+# %% exercise="06.activations"
+
+# %% [markdown]
+# GPT-3 has 96 layers, $h$ = 12,288, 96 heads, and sequences of 2,048. One micro-batch of *one* sequence, on one rank:
+# how many GB do its activations take, without recompute?
+
+# %%
+guess_2 = predict("Activations of the 175B model for one sequence, nothing recomputed?", unit="GB")
+guess_2
+
+# %%
+guess_2.default(50)  # counts if you committed nothing above
+one_layer = activation_bytes(12288, 96, sequence=2048, microbatch=1)
+print(f"you said {guess_2.value:.0f} GB, the formula says {96 * one_layer / 1e9:.0f} GB")
+
+# %% tags=["nbval-check-output"]
+for words, how in {
+    "one rank": {},
+    "tensor parallel over 8": {"tensor": 8},
+    "... and sequence parallel": {"tensor": 8, "sequence_parallel": True},
+    "... and selective recompute": {"tensor": 8, "sequence_parallel": True, "recompute": "selective"},
+    "tensor parallel over 8, full": {"tensor": 8, "recompute": "full"},
+}.items():
+    size = activation_bytes(12288, 96, sequence=2048, microbatch=1, **how)
+    print(f"{words:29} {size / (2048 * 12288):6.2f} units a layer, {96 * size / 1e9:6.1f} GB")
+
+# %% [markdown]
+# Sequence parallelism with selective recompute keeps about twice what full recompute keeps, 27 times less than one rank
+# without either, and next to nothing is computed twice. That is how the authors train models of this size.
+
+# %% [markdown]
+# ## Recompute
+#
+# The idea fits on one screen. Forward runs the block and keeps its input, nothing else. When backward comes, the block
+# runs again, now with everything recorded, and backward goes through that. One block's activations are alive at a
+# time. The price is a second forward: forward is a third of a step's work, so 4/3 of the time.
+#
+# ### Exercise: recompute
+#
+# Write `recompute(block, x)` with an `autograd.Function` inside. Two things go wrong in nearly every first version.
+# Dropout: the second run must drop what the first dropped. And the first block of a model reads data, which needs no
+# gradient; its parameters do.
+
+# %% exercise="06.recompute"
+
+# %% [markdown]
+# The library's `recompute_blocks(model)` does this with every block of a model, for any number of inputs. With it, what
+# will be left of the 35 MB of activations of our small GPT? It has 4 blocks, and each reads 16 x 64 vectors of 128
+# float32 numbers.
+
+# %%
+guess_3 = predict("Activations at the peak, with every block recomputed?", unit="MB")
+guess_3
+
+# %%
+guess_3.default(9)  # counts if you committed nothing above
+recomputed, recomputed_over_time = ranks.run(lambda: measured(recomputed=True))[0]
+print(guess_3.compare(recomputed["activations"] / 1e6))
+full = counted(recompute="full")
+beside(recomputed, full)
+
+# %% [markdown]
+# Four inputs of 0.5 MB: 2.1 MB. But "temporary" has grown: it now holds the one block that runs again, with the
+# gradients that flow through it. So the count has more to guess here. The whole update needs about half of what it
+# did; with 32 blocks instead of 4 the saving would be far greater.
+
+# %%
+draw_over_time(full, recomputed_over_time)
+
+# %% [markdown]
+# ## Accumulate
+#
+# The other way to fewer activations is a smaller micro-batch, several of them an update. Gradients add up by
+# themselves in `.grad`. Lesson 3 did it to communicate less; here it saves memory. Or does it?
+#
+# ### Spot the bug
+#
+# The following code accumulates, and its gradients are right to the last bit. It was put in to save memory and
+# saves none. Run the check as it is, read what it says, find the line, repair it.
+
+# %% exercise="06.repair"
+
+# %% [markdown]
+# Guides say: "gradient accumulation costs no memory, only time." Four micro-batches of 4 samples, in place of one of
+# 16: what will the peak be, beside that of a single micro-batch of 4 with an update of its own?
+
+# %%
+single = ranks.run(lambda: measured(samples=4))[0][0]
+accumulated = ranks.run(lambda: measured(samples=4, parts=4))[0][0]
+for words, row in {"one of 16": at_peak, "one of 4": single, "four of 4, one update": accumulated}.items():
+    print(f"{words:22} {sum(row.values()) / 1e6:5.1f} MB, of it activations {row['activations'] / 1e6:5.1f}, ", end="")
+    print(f"gradients {row['gradients'] / 1e6:4.1f}")
+
+# %% [markdown]
+# Half of the memory of the whole batch. But it is not "no memory" beside a single small one: gradients are there
+# **twice**. While micro-batches are not averaged (`no_sync`), what has been added up waits in `.grad`, and the buckets
+# for the exchange are a second place. In one process, where nothing is exchanged, the claim holds: the gradients of one
+# micro-batch are added to those of the last, in the same memory. With several ranks it depends on the implementation:
+# torch's DDP holds them twice as well, unless you pass `gradient_as_bucket_view=True`. Look at yours with a tool like
+# this one. And "only time" is right: small micro-batches use a GPU less well.
+
+# %% [markdown]
+# ## Fewer bits
+#
+# 16-bit numbers halve what is stored and what is sent, and tensor cores multiply them many times as fast. There are two
+# kinds:
+
+# %% tags=["nbval-check-output"]
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    info = torch.finfo(dtype)
+    smallest = torch.tensor(info.smallest_normal, dtype=torch.float64) * info.eps  # the last one before 0
+    print(f"{str(dtype):14} from {smallest:.0e} to {info.max:.0e}; next after 1: 1 + {info.eps:.4g}")
+
+# %% [markdown]
+# `bfloat16` has float32's range and two to three decimal digits. `float16` has three to four digits and a small range:
+# above 65,504 comes infinity, below 6e-8 comes zero.
+#
+# "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix products
+# run in 16 bits. What does it make of our 52 MB?
+
+# %%
+guess_4 = predict("Peak of the same update under bfloat16 autocast?", unit="MB")
+guess_4
+
+# %%
+guess_4.default(26)  # counts if you committed nothing above
+half, _ = ranks.run(lambda: measured(dtype="bfloat16"))[0]
+print(guess_4.compare(sum(half.values()) / 1e6))
+for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
+    print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
+
+# %% [markdown]
+# **Refuted.** States are as before, to the byte: 16 bytes a parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4. Of the
+# activations nearly two fifths are gone, not half. Norms and the residual stream stay float32, and 16-bit copies of the
+# weights are kept for backward. What halves is what is sent, if gradients are 16-bit, and above all the time on
+# tensor cores.
+
+# %% [markdown]
+# ### Why the float32 copy?
+#
+# Why not keep everything in bfloat16, 8 bytes a parameter, and be done? Between 1 and 2, bfloat16 knows 128 numbers.
+# Adam changes a weight by about the learning rate, 0.0001, whatever the gradient is. How many of those updates would
+# change a bfloat16 weight at all?
+
+# %%
+guess_5 = predict("Share of weights that one AdamW step of 0.0001 changes, in bfloat16?", unit="%")
+guess_5
+
+
+# %%
+def ready_to_step(warm_up=10):
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(warm_up + 1):
+        inputs, targets = CORPUS.batch(step, 16, rank=0, world_size=1)
+        optimizer.zero_grad()
+        model.loss(model(inputs), targets).backward()
+        if step < warm_up:
+            optimizer.step()
+    return model, optimizer
+
+
+# %%
+def share_changed(lr=1e-4):
+    model, optimizer = ready_to_step()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    rounded = before.bfloat16()
+    return float((rounded != (rounded.float() + change).bfloat16()).float().mean())
+
+
+# %%
+guess_5.default(90)  # counts if you committed nothing above
+print(guess_5.compare(100 * ranks.run(share_changed)[0]))
+
+# %% [markdown]
+# All others are rounded away, in every step anew. It hits the large weights: near 0.02 the numbers of bfloat16 are
+# 0.00012 apart, and near 1, where a norm's weights are, 0.004 and more.
+#
+# The cure is a float32 copy, the *masters*. The optimizer updates the copy, where small steps add up, and the model
+# computes with the copy rounded to 16 bits.
+#
+# ### Exercise: master weights
+#
+# Write `update_with_master(weights, masters, gradients, lr)`: one step of SGD.
+
+# %% exercise="06.master"
+
+
+# %% [markdown]
+# Does it matter? Three trainings of the same small model, on the same batches: all in float32, all in bfloat16, and
+# bfloat16 with masters (the library's `MasterWeights`, around any optimizer).
+
+# %%
+from distlab.precision import MasterWeights
+
+SMALL = GPTConfig(context=64, num_layers=2, num_heads=2, hidden_size=64)
+
+
+def train(kind, num_steps=60, lr=3e-4):
+    model, losses = GPT(SMALL, torch.Generator().manual_seed(0)), []
+    if kind != "float32":
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    if kind == "bfloat16 with masters":
+        optimizer = MasterWeights(model.parameters(), lambda masters: torch.optim.AdamW(masters, lr=lr))
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, 8, rank=0, world_size=1)
+        optimizer.zero_grad()
+        loss = GPT.loss(model(inputs).float(), targets)
+        (loss.backward(), optimizer.step(), losses.append(loss.item()))
+    return sum(losses[-10:]) / 10
+
+
+# %%
+for kind in ("float32", "bfloat16", "bfloat16 with masters"):
+    print(f"{kind:22} loss {ranks.run(train, kind)[0]:.3f} in the last ten updates")
+
+# %% [markdown]
+# With masters the loss is that of float32 to a few thousandths. Without them it lags, and the lower the learning rate,
+# the more: late in a training, when rates are small, it stands still. (There is another cure, stochastic rounding, that
+# needs no copy.)
+
+# %% [markdown]
+# ### float16, and its scale
+#
+# float16 loses small gradients: below 6e-8 they are zero. How small are gradients? The loss is a *mean* over all tokens
+# of a batch, so each token's share falls with the batch. Here are the gradients that flow into one block of our model,
+# with 512 tokens, and as they would be in a batch of 4 million:
+
+
+# %%
+def flowing_gradients():
+    model, caught = GPT(CONFIG, torch.Generator().manual_seed(0)), []
+    model.blocks[2].register_full_backward_hook(lambda module, inputs, outputs: caught.append(outputs[0]))
+    inputs, targets = CORPUS.batch(0, 8, rank=0, world_size=1)
+    model.loss(model(inputs), targets).backward()
+    return caught[0]
+
+
+flowing = ranks.run(flowing_gradients)[0]
+for tokens in (512, 65_536, 4_194_304):
+    shares = [float((flowing * (512 / tokens) * scale).half().eq(0).float().mean()) for scale in (1, 2**16)]
+    print(
+        f"{tokens:9,} tokens: {shares[0]:6.1%} become zero in float16; {shares[1]:.1%} if the loss is scaled by 65,536"
+    )
+
+# %% [markdown]
+# So multiply the loss by a large number before backward. By the chain rule all gradients grow by it. Divide them by it
+# before the update, in float32. The best scale is the largest that does not overflow, and it changes during training.
+# So it is *found*: an overflow shows as infinity or NaN in the gradients. Then skip the update and halve the scale.
+# After many good steps in a row, double it.
+#
+# **And who decides?** With plain data parallelism all ranks hold the same averaged gradients: an infinity on one is
+# soon an infinity on all, and they agree by themselves. With sharded gradients, tensor or pipeline parallelism each
+# rank holds *other pieces of the model*. One sees the overflow, the others do not. If each decides alone, one skips and
+# the others update. From then on they hold a model that nobody trained. No error is raised.
+#
+# ### Exercise: a scale that all ranks agree on
+#
+# Write `finish_scaled_step(gradients, scale, streak, interval)`. Budget: one number a step.
+
+# %% exercise="06.scaler"
+
+
+# %% [markdown]
+# Two ranks, each with one half of the gradient of our model, in float16. The scale begins far too high, at $2^{22}$,
+# and doubles after three good steps in a row.
+
+
+# %%
+def course_of_scale(num_steps=14):
+    model, rank, rows = GPT(CONFIG, torch.Generator().manual_seed(0)), dist.get_rank(), []
+    scale, streak = 2.0**22, 0
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, 8, rank=0, world_size=1)
+        model.zero_grad()
+        model.loss(model(inputs), targets).backward()
+        whole = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        mine = (whole.chunk(dist.get_world_size())[rank] * scale).half().float()
+        alone, used = bool(mine.isfinite().all()), scale
+        together, scale, streak = finish_scaled_step([mine], scale, streak, 3)
+        rows.append((used, alone, together))
+    return rows
+
+
+# %%
+for step, (first, second) in enumerate(zip(*ranks.run(course_of_scale), strict=True)):
+    words = ["fine" if row[1] else "overflow" for row in (first, second)]
+    print(f"step {step:2}: scale {first[0]:9,.0f}", end="")
+    print(f"; rank 0 {words[0]:8}, rank 1 {words[1]:8}: {'both update' if first[2] else 'both skip'}")
+
+# %% [markdown]
+# Look for the steps where the ranks' own findings differ. There each would have gone its own way. The steps skipped at
+# the start are the price of finding the scale. Later it is one step in about 2,000, since that is how many good steps
+# torch's scaler waits before it doubles. bfloat16 needs none of this: its range is float32's. That is the reason why
+# most trainings today use it where the hardware can.
+
+# %% [markdown]
+# ## Does it fit?
+#
+# Back to the node of eight GPUs with 80 GB. `check_fit` counts a plan, and where it does not fit, says by how much,
+# what fills it, and the smallest change that fits. "Smallest" is the one that costs the least time.
+
+# %% tags=["nbval-check-output"]
+from simulator import device
+from simulator.memory_fit import check_fit
+
+H100 = device("h100-sxm")
+try:
+    check_fit(MODEL, Plan(8, precision=MIXED), H100)
+except ValueError as error:
+    print("\n  ".join(str(error).split("; ")))
+
+# %% [markdown]
+# Which single change brings 7B on eight GPUs under 80 GB: full recompute, or sharding the optimizer state (stage 1)?
+# Decide before you run the next cell.
+
+# %%
+from simulator.viz.memory_compare import describe_memory_of_plans, draw_memory_of_plans
+
+plans = {
+    "as it is": Plan(8, precision=MIXED),
+    "full recompute": Plan(8, precision=MIXED, recompute="full"),
+    "stage 1": Plan(8, precision=MIXED, sharding=Sharding(1)),
+    "stage 1, selective": Plan(8, precision=MIXED, sharding=Sharding(1), recompute="selective"),
+    "stage 3, full": Plan(8, precision=MIXED, sharding=Sharding(3), recompute="full"),
+}
+compared = {name: memory_of(MODEL, plan) for name, plan in plans.items()}
+show(
+    draw_memory_of_plans(compared, capacity_bytes=H100.memory_bytes),
+    describe_memory_of_plans(compared, capacity_bytes=H100.memory_bytes),
+)
+
+# %% [markdown]
+# Recompute alone can never do it: 108 GB of states are there before the first token. Stage 1 alone does not do it
+# either, with plain attention: 37 GB of states, and the activations fill the rest and more. Together with flash
+# attention, or selective recompute, it fits with room for a larger batch. Whoever knows the table knows which knob to
+# turn.
+#
+# Now choose yourself: model, device, ranks, precision, and what is split or made again. The text under the picture says
+# whether it fits, and what to change if not. From how many ranks on can the 70B model be trained at stage 3, with full
+# recompute?
+
+# %%
+from simulator.viz.memory_panel import memory_panel
+
+fits = memory_panel(devices=("h100-sxm", "h200-sxm"))
+fits
+
+# %%
+fits.controls["model"].value = "llama-2-70b"
+fits.controls["stage"].value = 3
+fits.controls["recompute"].value = "full"
+for ranks_asked in (16, 32):
+    fits.controls["data"].value = ranks_asked
+    print(f"{ranks_asked} ranks: {fits.text}")
+
+# %% [markdown]
+# The states alone are 1,104 GB: fourteen devices of 80 GB, filled to the brim. What a rank needs for the layer that it
+# works on comes on top, on every rank, and does not shrink with their number. Leave room for what no count has in it,
+# too: the allocator's gaps, the communication library, another program on the GPU.
+
+# %% [markdown]
+# ## Production: torch's own
+#
+# `torch.autocast` you have used. `torch.amp.GradScaler` is the loss scale, `torch.utils.checkpoint` is recompute. Same
+# model, same batches, turn by turn in one run: torch's with DDP, and the library's with `DataParallel`.
+
+# %%
+import time
+from functools import partial
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from distlab.precision import LossScaler
+
+
+# %%
+def theirs(recomputed, half):
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    for block in model.blocks if recomputed else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    replicas, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=half, init_scale=2.0**10)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+            loss = model.loss(replicas(inputs), targets)
+        (scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update())
+        return loss.item()
+
+    return step
+
+
+# %%
+def ours(recomputed, half):
+    model, replicas, optimizer = prepare(recomputed)
+    scaler = LossScaler(2.0**10) if half else None
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        with autocast("float16" if half else "float32"):
+            loss = model.loss(model(inputs), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        replicas.synchronize()
+        if scaler is None:
+            optimizer.step()
+        else:
+            (scaler.step(optimizer, model.parameters()), scaler.update())
+        return loss.item()
+
+    return step
+
+
+# %%
+def side_by_side(first, second, num_steps=9):
+    programs, rows = (first(), second()), []
+    for step in range(num_steps):
+        batch = CORPUS.batch(step, 8, rank=dist.get_rank(), world_size=2)
+        for program in programs:
+            start = time.perf_counter()
+            rows.append((program(*batch), time.perf_counter() - start))
+    return rows[::2], rows[1::2]
+
+
+# %%
+from statistics import median, quantiles
+
+
+def compare(words, first, second):
+    """Print how far the losses of two programs are apart, and the ratio of their times, step by step."""
+    rows = list(zip(*ranks.run(lambda: side_by_side(first, second))[0], strict=True))
+    gap = max(abs(a[0] - b[0]) for a, b in rows)
+    ratios = [a[1] / b[1] for a, b in rows[2:]]
+    low, _, high = quantiles(ratios)
+    print(f"{words}: losses differ by {gap:.0e} at most; {median(ratios):.2f} times the time", end="")
+    print(f" (half of the steps: {low:.2f} to {high:.2f})")
+
+
+# %%
+compare("float32, ours beside torch's", lambda: ours(False, False), lambda: theirs(False, False))
+compare("recompute, ours beside torch's", lambda: ours(True, False), lambda: theirs(True, False))
+compare("float16, ours beside torch's", lambda: ours(False, True), lambda: theirs(False, True))
+compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, False))
+
+# %% [markdown]
+# The losses agree: it is the same arithmetic. The last line is the price of recompute. Counting products of matrices it
+# is 4/3. A step here also has the exchange and the optimizer in it, which nobody does twice, and whatever else this
+# machine did meanwhile. So take your line as one sample.
+
+# %% [markdown]
+# The same settings under other names:
+#
+# | | 16-bit numbers | recompute | accumulation |
+# |---|---|---|---|
+# | torch | `torch.autocast`; FSDP2 `MixedPrecisionPolicy` | `torch.utils.checkpoint` | `no_sync()` |
+# | torchtitan | `training.mixed_precision_param` | `activation_checkpoint.mode` | `training.global_batch_size` |
+# | Megatron-LM | `--bf16`, `--fp16` | `--recompute-granularity` | `--micro-batch-size`, `--global-batch-size` |
+# | DeepSpeed | `bf16`, `fp16` | `activation_checkpointing` | `gradient_accumulation_steps` |
+# | Horovod | torch's own | torch's own | `backward_passes_per_step` |
+#
+# The first loss scale, and the good steps until it grows: `init_scale` and `growth_interval` in torch's `GradScaler`,
+# `--initial-loss-scale` and `--loss-scale-window` in Megatron-LM, `initial_scale_power` and `loss_scale_window` in
+# DeepSpeed's `fp16`. torchtitan has none: it trains in bfloat16. DeepSpeed's `activation_checkpointing` sets recompute
+# up and does not switch it on: the model itself calls `deepspeed.checkpointing.checkpoint`.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# - **"175B needs 700 GB in float32, 350 GB in 16 bits."** The weights do. Training needs 2.8 TB.
+# - **"70B needs 140 GB of weights and 500 GB or more."** 138 GB and 1,104 GB, with Adam in mixed precision. 552 GB is
+#   right with everything in bfloat16.
+# - **"ZeRO-1 saves 8x, ZeRO-2 16x."** Refuted: at most 4x and 8x of the states, 3.8x and 7.2x in the paper's case.
+# - **"Mixed precision halves memory."** Refuted, by count and by measurement: states stay at 16 bytes a parameter,
+#   activations shrink by nearly two fifths here.
+# - **"Gradient accumulation costs no memory, only time."** In one process. On several ranks it cost a second set of
+#   gradients above.
+# - **"A 7B model fine-tunes on one 24 GB GPU with LoRA or QLoRA, so do not distribute."** Count it. LoRA freezes the
+#   model: no gradients, no moments, no copy of it. What trains are thin matrices, here of rank 16 beside four matrices
+#   of each layer. QLoRA stores the frozen weights in 4 bits. To each 64 of them belongs a constant of 8 bits, and to
+#   each 256 of those one of 32: 4 + 8/64 + 32/(64 x 256) = 4.13 bits in all.
+
+# %% tags=["nbval-check-output"]
+adapters = 32 * 4 * 2 * 4096 * 16
+for recompute_kind in ("none", "selective", "full"):
+    plan = memory_of(MODEL, Plan(precision=MIXED, recompute=recompute_kind))
+    moving = sum(plan.of(kind) for kind in ("activations", "logits", "temporary"))
+    lora = 2 * MODEL.num_parameters + 16 * adapters + moving
+    qlora = 4.13 / 8 * MODEL.num_parameters + 16 * adapters + moving
+    print(
+        f"recompute {recompute_kind:9}: LoRA {lora / 1e9:4.0f} GB, QLoRA {qlora / 1e9:4.0f} GB, one sequence of 4,096"
+    )
+
+# %% [markdown]
+# True **with full recompute**, for both. With flash attention alone (the line "selective" keeps no scores either) not
+# even QLoRA fits at this length; at half of it, it does. It is a rough count: frozen layers need not keep every input,
+# and on top come activations of the adapters, 4-bit weights unpacked for a product, and what an allocator loses.
+#
+# The claim holds because the 14 bytes a parameter of gradients, Adam and masters are gone. For training *all*
+# parameters nothing follows from it.
+
+# %% [markdown]
+# ## Lab
+#
+# The same on your own hardware, as a plain script. In a terminal, on two CPU ranks, with the reference and with what
+# you wrote in this notebook:
+#
+# ```
+# distlab lab 06 --ranks 2 --impl reference
+# distlab lab 06 --ranks 2 --impl work/06_memory/lesson.ipynb --trace traces
+# ```
+#
+# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+#
+# ```
+# torchrun --nproc-per-node 2 lessons/06_memory/lab.py --impl reference
+# ```
+#
+# `lab_reference.md` beside it has the output to compare with. Try `--layers 12`, `--samples 32`.
+
+# %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below, which has the answers.
+#
+# 1. A 13B model, gradients added up in float32, masters, Adam. How many GB of states on one rank? With stage 1 over 16?
+# 2. The same 13B model trained by SGD with momentum in place of Adam, on one rank?
+# 3. A layer with h = 8192, 64 heads, s = 8192, B = 1. Which share of its activations are attention scores?
+# 4. 32 layers of h = 4096, s = 4096, B = 1 with full recompute: how many GB of inputs are kept?
+# 5. A vocabulary of 128,256 and one sequence of 8,192 tokens: how many GB are the logits, in float32?
+# 6. A learning rate of 0.00003, weights of about 0.02. Does plain bfloat16 see the updates?
+
+# %% tags=["nbval-check-output"]
+WIDE = Precision("bfloat16")
+whole = sum(state_bytes(13_000_000_000, Plan(precision=WIDE), 2).values())
+split = sum(state_bytes(13_000_000_000, Plan(16, precision=WIDE, sharding=Sharding(1)), 2).values())
+print(f"1. {whole / 1e9:.0f} GB, 18 bytes each; {split / 1e9:.1f} GB")
+print(f"2. {sum(state_bytes(13_000_000_000, Plan(precision=WIDE), 1).values()) / 1e9:.0f} GB")
+print(f"3. 5 x 64 x 8192 / 8192 = 320 units of {34 + 320}: {320 / 354:.0%}")
+inputs_kept = 32 * activation_bytes(4096, 32, sequence=4096, microbatch=1, recompute="full")
+print(f"4. {inputs_kept / 1e9:.2f} GB")
+print(f"5. {4 * 128_256 * 8192 / 1e9:.1f} GB, and as much again for their gradient")
+last_bit = float(torch.tensor(0.02).bfloat16().nextafter(torch.tensor(1.0).bfloat16())) - float(
+    torch.tensor(0.02).bfloat16()
+)
+print(f"6. no: near 0.02 the numbers are {last_bit:.5f} apart; a step below half of that, {last_bit / 2:.6f}, vanishes")
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Sources
+#
+# - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, section 3 and
+#   Table 1: 16 bytes a parameter, and who holds them.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, section 4: the 34.
+# - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: recompute.
+# - Micikevicius et al. 2018, *Mixed Precision Training*: masters, loss scaling.
+# - Dao et al. 2022, *FlashAttention*: the scores need not be stored.
+# - Hu et al. 2021, *LoRA*; Dettmers et al. 2023, *QLoRA*, section 3 for the 4.13 bits.
+# - Touvron et al. 2023, *Llama 2*; Brown et al. 2020, *Language Models are Few-Shot Learners*: sizes of the models.
+# - torch 2.13: `torch.amp`, `torch.utils.checkpoint`. Names of settings: looked up 2026-11 in public copies of
+#   Megatron-LM's `arguments.py`, torchtitan's `job_config.py` (later `configs.py`), Horovod's `DistributedOptimizer`
+#   and DeepSpeed's JSON files and documentation; they change between versions.
+# - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory.py`, and
+#   `simulator/memory.py`, in this order.
+#
+# Next: lesson 7, which splits parameters, gradients and optimizer state over the ranks.
