@@ -5,7 +5,7 @@ bitwise equal to the uninterrupted one, whichever way its gradients are averaged
 newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
 where in the code they fall differs each time.
 
-    python benchmarks/checkpoint.py            # 3 x 100 kills of training, 200 while saving: minutes
+    python benchmarks/checkpoint.py            # 5 x 100 kills of training, 200 while saving: minutes
     python benchmarks/checkpoint.py --quick
 """
 
@@ -21,14 +21,16 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
 from distlab.checkpoint import load, newest, save
+from distlab.checkpoint.parts import own_state, shared_state
 from distlab.comm import RankError, Ranks
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
@@ -38,6 +40,9 @@ from distlab.measure.ratio import Row, absolute, format_rows
 from distlab.models import GPT, GPTConfig
 from distlab.plan.compression import Compression
 from distlab.rng import generator, seed_rank
+from distlab.sharding import FullyShard
+from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding.state_dict import ShardedState
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 NUM_STEPS = 60
@@ -46,7 +51,38 @@ WAYS = {
     "manual": "averaged by one all-reduce after backward",
     "bucketed": "averaged by DataParallel",
     "top-k": "compressed by top-k with error memory",
+    "fsdp": "reduced to shards by FullyShard, which each rank saves for itself",
+    "zero-2": "reduced to shards by ShardedOptimizer, stage 2",
 }
+
+
+class Way(NamedTuple):
+    """What a way of training is made of."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    synchronize: Callable[[], None]
+    close: Callable[[], None]
+    parts: dict[str, Any]
+
+
+def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def prepare(way: str, module: GPT) -> Way:
+    """Shard or replicate a module, and give it an optimizer."""
+    if way == "fsdp":
+        model = FullyShard(module)
+        optimizer = adamw(model.parameters())
+        return Way(model, optimizer, model.synchronize, model.close, {"both": ShardedState(model, optimizer)})
+    if way == "zero-2":
+        sharded = ShardedOptimizer(module, adamw, stage=2, bucket_bytes=40_000)
+        return Way(module, sharded, sharded.synchronize, sharded.close, {"model": module, "optimizer": sharded})
+    synchronize, hook = replicate(way, module)
+    optimizer = adamw(module.parameters())
+    parts = {"model": module, "optimizer": optimizer} | ({"hook": hook} if hook else {})
+    return Way(module, optimizer, synchronize, lambda: None, parts)
 
 
 def kill_after(seconds: float) -> None:
@@ -71,10 +107,7 @@ def train(directory: Path, victim: int | None, delay_s: float, way: str) -> tupl
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed_rank(0, rank)
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
-    model = GPT(CONFIG, generator(0, rank, "weights"))
-    synchronize, hook = replicate(way, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    parts = {"model": model, "optimizer": optimizer} | ({"hook": hook} if hook else {})
+    model, optimizer, synchronize, close, parts = prepare(way, GPT(CONFIG, generator(0, rank, "weights")))
     if rank == victim:
         kill_after(delay_s)
     resumed = load(directory, parts=parts)
@@ -83,7 +116,8 @@ def train(directory: Path, victim: int | None, delay_s: float, way: str) -> tupl
         train_step(model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=synchronize)
         if step % 3 == 0:
             save(directory, step + 1, parts=parts, data_position=step + 1)
-    state = [model.state_dict(), optimizer.state_dict()["state"], hook.state_dict() if hook else None, torch.rand(2)]
+    state = [shared_state(parts), own_state(parts)["hooks"], own_state(parts)["shards"], torch.rand(2)]
+    close()
     bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors_in(state))
     return hashlib.sha256(bits).hexdigest(), time.monotonic() - begin
 

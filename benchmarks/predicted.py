@@ -1,9 +1,10 @@
-"""How far the simulator's prediction of a data-parallel step is from the measured one: accumulation and compression.
+"""How far the simulator's prediction of a step is from the measured one: accumulation, compression, sharding.
 
 The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
 machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
 repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
-than the model's. The plain step of the same model is in benchmarks/tour.py.
+than the model's; each round of a sharded run times gathers and scatters. The plain step of the same model is in
+benchmarks/tour.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from distlab.measure.ratio import Row, format_rows, median_interval
 from distlab.measure.training import RankReport, Training, train, windows_of
 from distlab.measure.windows import judge
 from distlab.plan.compression import Compression
+from distlab.plan.sharding import Sharding
 
 BAR = 0.10
 NUM_RANKS = 2
@@ -27,6 +29,10 @@ CASES = (
     ("gradients quantized to 8 bits", {"compression": Compression("quantize", bits=8)}),
     ("gradients by PowerSGD of rank 4", {"compression": Compression("powersgd", rank=4)}),
     ("the 1 % largest gradients", {"compression": Compression("top_k", ratio=0.01)}),
+    ("optimizer state sharded (ZeRO-1)", {"sharding": Sharding(1)}),
+    ("gradients sharded too (ZeRO-2)", {"sharding": Sharding(2)}),
+    ("all sharded by blocks (FSDP)", {"sharding": Sharding(3)}),
+    ("FSDP, parameters kept after forward", {"sharding": Sharding(3, reshard_after_forward=False)}),
 )
 
 
@@ -44,7 +50,7 @@ class _Train:
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the error of the prediction in each case."""
     plain, data = prepare(Namespace(data=None, ranks=NUM_RANKS, device="cpu"))
-    plain = replace(plain, num_updates=1, num_windows=2 if quick else 20, budget_s=10.0 if quick else 120.0)
+    plain = replace(plain, num_updates=1, num_windows=2 if quick else 14, budget_s=10.0 if quick else 80.0)
     for words, change in CASES:
         training = replace(plain, **change)
         report = run(_Train(training, data), NUM_RANKS, timeout_s=900.0, record=False)[0]

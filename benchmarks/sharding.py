@@ -1,0 +1,211 @@
+"""One training step with ZeRO-1 and ZeRO-2 against torch DDP's with its ZeroRedundancyOptimizer.
+
+The bars: a step (forward, backward, synchronize, AdamW) of ShardedOptimizer on 2 and 4 ranks takes at most as long as
+torch DDP's with ZeroRedundancyOptimizer, and its gradients, optimizer state and communication buffers take at most as
+much memory at their peak. torch has no ZeRO-2 of its own: both stages are compared with its ZeRO-1. FSDP's rows are in
+`sharding_units.py`.
+
+All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
+is that of the slowest rank. Recording is off. Peaks are counted by storages, each once: after every gradient of a
+backward pass, and after the update.
+
+    python benchmarks/sharding.py            # rows
+    python benchmarks/sharding.py --quick    # few blocks: shows that it runs
+    python benchmarks/sharding.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from distlab.comm import Ranks
+from distlab.data import ByteCorpus, python_documentation
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
+from distlab.models import GPT, GPTConfig
+from distlab.sharding.optimizer_state import ShardedOptimizer
+
+BUCKET_MIB = 1  # a few of them in the small GPT
+RATE = 1e-3
+PEER = "torch DDP and ZeroRedundancyOptimizer"
+OURS = {"ZeRO-1": {"stage": 1}, "ZeRO-2": {"stage": 2}, "ZeRO-1, whole tensors": {"stage": 1, "split": "tensors"}}
+PROGRAMS = (PEER, *OURS, f"{PEER} again", "torch DDP, AdamW on every rank")
+
+
+def multilayer_perceptron(device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Callable]:
+    """Return a model with large matrices, a batch and a loss: 8 million parameters, much to send and to update."""
+    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
+    x = torch.randn(64, 512, device=device)
+    return nn.Sequential(*layers).to(device), x, torch.zeros_like(x), nn.functional.mse_loss
+
+
+def small_gpt(device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Callable]:
+    """Return the small GPT, a batch of real text and its loss: 53 parameters, most of them small."""
+    config = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    corpus = ByteCorpus(python_documentation(), config.context)
+    inputs, targets = corpus.batch(0, 4 * world_size, rank=rank, world_size=world_size)
+    return GPT(config).to(device), inputs.to(device), targets.to(device), GPT.loss
+
+
+MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
+
+
+class Program:
+    """A model, its optimizer, and one step of them.
+
+    Attributes:
+        held: gradients, optimizer state and buffers that live now, apart from the module's own gradients.
+    """
+
+    def __init__(self, name: str, model_name: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.module, self.inputs, self.targets, self.loss_fn = MODELS[model_name](device)
+        self.peak_bytes = 0
+        self.watching = False
+        if name in OURS:
+            self.sharded = ShardedOptimizer(self.module, adamw, bucket_bytes=BUCKET_MIB << 20, **OURS[name])
+            self.called, self.optimizer = self.module, self.sharded.optimizer
+        else:
+            self.sharded = None
+            self.called = nn.parallel.DistributedDataParallel(
+                self.module, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+            )
+            parameters = self.module.parameters()
+            sharded = name.startswith(PEER)
+            self.optimizer = (
+                ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=RATE) if sharded else adamw(parameters)
+            )
+        for parameter in self.module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.look)
+
+    def step(self) -> Tensor:
+        """Run one update."""
+        loss = self.loss_fn(self.called(self.inputs), self.targets)
+        loss.backward()
+        stepping = self.optimizer if self.sharded is None else self.sharded
+        if self.sharded is not None:
+            self.sharded.synchronize()
+        stepping.step()
+        self.look()
+        stepping.zero_grad()
+        return loss.detach()
+
+    def look(self, _: Tensor | None = None) -> None:
+        """Count what is held now."""
+        if self.watching:
+            held = [p.grad for p in self.module.parameters()]
+            inner = self.optimizer.optim if hasattr(self.optimizer, "optim") else self.optimizer
+            held += [value for state in inner.state.values() for value in state.values()]
+            held += [] if self.sharded is None else self.sharded.gradient_tensors
+            self.peak_bytes = max(self.peak_bytes, storage_bytes(held))
+
+    def measure_peak(self) -> int:
+        """Run a step and return the most bytes that gradients, optimizer state and buffers took."""
+        self.watching = True
+        self.step()
+        self.watching = False
+        return self.peak_bytes
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build AdamW over parameters, or over pieces of them."""
+    return torch.optim.AdamW(parameters, lr=RATE)
+
+
+def storage_bytes(tensors: Iterable[object]) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[int], list]:
+    """Run on each rank: time the programs in interleaved blocks; return seconds a step, peak bytes and last losses."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    programs = [Program(name, model_name, device) for name in PROGRAMS]
+
+    def block(program: Program, num_steps: int = steps) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            program.step()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / num_steps
+
+    for program in programs:
+        block(program, 3)  # torch DDP builds its buckets anew after its first step
+    times = interleave([partial(block, program) for program in programs], blocks)
+    peaks = [program.measure_peak() for program in programs]
+    losses = [float(program.step()) for program in programs]
+    for program in programs:
+        if program.sharded is not None:
+            program.sharded.close()
+    return times, peaks, losses
+
+
+def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
+    """Yield the rows of ZeRO-1 and ZeRO-2 on 2 and on 4 ranks.
+
+    Raises:
+        ValueError: cuda was asked for and this machine has none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for world_size in (2, 4):
+        yield from optimizer_rows(world_size, quick, device)
+
+
+def optimizer_rows(world_size: int, quick: bool, device: str) -> Iterator[Row]:
+    """Yield the rows of ZeRO-1 and ZeRO-2 at one number of ranks."""
+    backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= world_size else "gloo"
+    blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 4)
+    with Ranks(world_size, timeout_s=600, backend=backend, record=False) as ranks:
+        for model_name in MODELS:
+            results = ranks.run(measure, model_name, device, blocks, steps)
+            slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
+            times = dict(zip(PROGRAMS, slowest, strict=True))
+            peaks = dict(zip(PROGRAMS, np.asarray([peak for _, peak, _ in results]).max(axis=0).tolist(), strict=True))
+            losses = dict(zip(PROGRAMS, results[0][2], strict=True))
+            assert all(abs(loss - losses[PEER]) < 1e-3 for loss in losses.values()), losses
+            what = f"of the {model_name} on {world_size} ranks ({device}, {backend})"
+            for name in OURS:
+                row = compare(f"a {name} step {what} against {PEER}", times[name], times[PEER])
+                yield row if name != "ZeRO-1, whole tensors" else without_bar(row)
+            yield noise(f"a step {what}, {PEER}", times[f"{PEER} again"], times[PEER])
+            name = "torch DDP, AdamW on every rank"
+            yield without_bar(compare(f"a step {what}, {name}, against {PEER}", times[name], times[PEER]))
+            for name in OURS:
+                claim = f"gradients, optimizer state and buffers at their peak, {name}, {what} against {PEER}"
+                row = absolute(
+                    claim, [peaks[name] / peaks[PEER]], bar=1.0, unit="x", note=f"{peaks[name] / 1e6:.1f} MB"
+                )
+                yield row if name != "ZeRO-1, whole tensors" else without_bar(row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    for row in rows(arguments.quick, arguments.device):
+        print(format_rows([row]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""One training step of FullyShard against torch FSDP2's (fully_shard), and the most memory that each holds.
+
+The bars: a step (zero_grad, forward, backward, synchronize, SGD) on 2 and on 4 ranks takes at most 0.8 times as long as
+FSDP2's with the same units (CPU, gloo; 1.0 times on a GPU), and holds at most as many bytes at its peak. All programs
+live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is that of the
+slowest rank. Recording is off. Memory: what torch's allocator gave out since the model was built, at
+its highest in the third step; gloo's own tensors are in it.
+
+    python benchmarks/sharding_units.py            # rows
+    python benchmarks/sharding_units.py --quick    # few blocks: shows that it runs
+    python benchmarks/sharding_units.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distlab.comm import Ranks
+from distlab.data import ByteCorpus, python_documentation
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise, without_bar
+from distlab.models import GPT, GPTConfig
+from distlab.sharding import FullyShard
+
+PROGRAMS = (
+    "torch FSDP2",
+    "FullyShard",
+    "torch FSDP2 again",
+    "torch FSDP2, whole until backward",
+    "FullyShard, whole until backward",
+    "FullyShard, no prefetch",
+)
+LEARNING_RATE = 1e-3
+
+
+def multilayer_perceptron(device: torch.device) -> tuple[nn.Module, list[str], torch.Tensor, torch.Tensor, Callable]:
+    """Return a model of 8 million parameters in 4 units, a batch and a loss: much to send."""
+    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
+    x = torch.randn(64, 512, device=device)
+    return nn.Sequential(*layers).to(device), ["0", "1", "2", "3"], x, torch.zeros_like(x), nn.functional.mse_loss
+
+
+def small_gpt(device: torch.device) -> tuple[nn.Module, list[str], torch.Tensor, torch.Tensor, Callable]:
+    """Return the small GPT, its blocks as units, a batch of real text and its loss."""
+    config = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    corpus = ByteCorpus(python_documentation(), config.context)
+    inputs, targets = corpus.batch(0, 4 * world_size, rank=rank, world_size=world_size)
+    units = [f"blocks.{index}" for index in range(config.num_layers)]
+    return GPT(config).to(device), units, inputs.to(device), targets.to(device), GPT.loss
+
+
+MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
+
+
+def step_of(program: str, model_name: str, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Build a program's model and return one training step of it."""
+    torch.manual_seed(0)
+    module, units, inputs, targets, loss_fn = MODELS[model_name](device)
+    torch.manual_seed(dist.get_rank())
+    whole = program.endswith("whole until backward")
+    model: nn.Module
+    synchronize: Callable[[], None] | None = None
+    if program.startswith("torch FSDP2"):
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for name in units:
+            fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=not whole)
+        model = fully_shard(module, mesh=mesh, reshard_after_forward=not whole)
+    else:
+        model = sharded = FullyShard(
+            module, units=units, reshard_after_forward=not whole, prefetch=0 if program.endswith("no prefetch") else 1
+        )
+        synchronize = sharded.synchronize
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        if synchronize is not None:
+            synchronize()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def time_programs(
+    model_name: str, device_type: str, blocks: int, steps: int
+) -> tuple[list[list[float]], list[float], list[float]]:
+    """Run on each rank: time the programs in interleaved blocks; return seconds a step, last losses and peak bytes."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    peaks, functions = [], []
+    for program in PROGRAMS:
+        peak, step = peak_of(program, model_name, device)
+        peaks.append(peak)
+        functions.append(step)
+
+    def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / num_steps
+
+    for step in functions:
+        block(step, 3)
+    times = interleave([partial(block, step) for step in functions], blocks)
+    return times, [float(step()) for step in functions], peaks
+
+
+def peak_of(program: str, model_name: str, device: torch.device) -> tuple[float, Callable[[], torch.Tensor]]:
+    """Build a program and return the most bytes that its third step holds, with the step."""
+    gc.collect()  # what an earlier program left would count as ours
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        step = step_of(program, model_name, device)
+        step(), step()
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return float(torch.cuda.max_memory_allocated(device) - before), step
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = step_of(program, model_name, device)
+        step(), step()
+        gc.collect()
+        with record_function("the third step"):
+            step()
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    begin = next(event.start_ns() for event in events if event.name() == "the third step")
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = np.cumsum([num_bytes for _, num_bytes in changes])
+    return float(max(now for (time_ns, _), now in zip(changes, held, strict=True) if time_ns >= begin)), step
+
+
+def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
+    """Yield, for each model and number of ranks: the two bars, the noise, and variants.
+
+    Raises:
+        ValueError: cuda was asked for and this machine has none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    backend = "nccl" if device == "cuda" else "gloo"
+    blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 4)
+    worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
+    for num_ranks in worlds:
+        with Ranks(num_ranks, timeout_s=600, backend=backend, record=False) as ranks:
+            for model_name in MODELS:
+                results = ranks.run(time_programs, model_name, device, blocks, steps)
+                yield from _rows_of(results, f"of the {model_name} on {num_ranks} ranks ({device}, {backend})", device)
+
+
+def _rows_of(
+    results: list[tuple[list[list[float]], list[float], list[float]]], what: str, device: str
+) -> Iterator[Row]:
+    slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
+    times = dict(zip(PROGRAMS, slowest, strict=True))
+    losses = dict(zip(PROGRAMS, results[0][1], strict=True))
+    highest = dict(zip(PROGRAMS, np.asarray([peaks for _, _, peaks in results]).max(axis=0).tolist(), strict=True))
+    assert max(losses.values()) - min(losses.values()) < 1e-3, losses
+    bar = 0.8 if device == "cpu" else 1.0
+    peer, whole = "torch FSDP2", "whole until backward"
+    yield compare(f"a FullyShard step {what} against torch FSDP2's", times["FullyShard"], times[peer], bar=bar)
+    yield compare(
+        f"peak memory of a FullyShard step {what} against torch FSDP2's",
+        [highest["FullyShard"]] * 2,
+        [highest[peer]] * 2,
+        unit="B",
+        note="torch's allocator, gloo's tensors included" if device == "cpu" else "torch's allocator",
+    )
+    yield noise(f"a torch FSDP2 step {what}", times["torch FSDP2 again"], times[peer])
+    yield without_bar(
+        compare(
+            f"a FullyShard step, parameters whole until backward, {what} against torch FSDP2's likewise",
+            times[f"FullyShard, {whole}"],
+            times[f"torch FSDP2, {whole}"],
+        )
+    )
+    yield without_bar(
+        compare(
+            f"a FullyShard step without prefetch {what} against torch FSDP2's",
+            times["FullyShard, no prefetch"],
+            times[peer],
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    for row in rows(arguments.quick, arguments.device):
+        print(format_rows([row]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
