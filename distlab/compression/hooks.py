@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.comm.single_tensor import all_gather_single
 from distlab.compression.codec import Codec, QuantizeCodec, SignCodec, TopKCodec, average_, is_finite
 from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
 from distlab.compression.sparse import random_indices
 from distlab.gradient_hook import GradientBucket, Pending
 from distlab.plan.compression import check_bits, check_ratio, num_kept
 from distlab.rng import generator
-
-# torch 2.13 renamed it, and warns of the old name.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _GatherHook(FeedbackHook):
@@ -50,7 +48,7 @@ class _GatherHook(FeedbackHook):
         gathered = self._gathered.get(bucket.index)
         if gathered is None or gathered.numel() != size or gathered.device != payload.device:
             gathered = self._gathered[bucket.index] = payload.new_empty(size)
-        work = ALL_GATHER(gathered, payload, group=group, async_op=True)
+        work = all_gather_single(gathered, payload, group=group, async_op=True)
         self._works[bucket.index] = work
         return _Gathering(self, bucket, group, vector, gathered, work)
 

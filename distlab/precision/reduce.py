@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.comm.single_tensor import all_gather_single
 from distlab.gradient_hook import GradientBucket, Pending
 from distlab.precision.half import HALF
-
-# One operation, two names: torch 2.13 renamed it and warns at the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @torch.no_grad()
@@ -65,7 +63,7 @@ def _start_float32(tensor: Tensor, group: ProcessGroup | None, op: str) -> Calla
         for other in theirs[1:]:  # in the order of ranks, so the same input gives the same bits again
             mine.add_(other)
         mine = mine.div_(divisor).to(flat.dtype)  # divided while long, or a mean that fits would overflow on its way
-        _all_gather(outgoing, mine, group=group)
+        all_gather_single(outgoing, mine, group=group)
         flat.copy_(outgoing[: flat.numel()])
         return tensor
 

@@ -15,10 +15,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.collectives import ring_reduce_scatter
 from distlab.comm.p2p import needs_batches
-
-# One operation, two names: torch 2.13 renamed them and warns at the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 
 
 def gather_into(
@@ -40,7 +37,7 @@ def gather_into(
         ValueError: the sizes or types do not fit; nothing was sent then.
     """
     _check(full, shard, group, "gather_into")
-    work: dist.Work | None = _all_gather(full.detach(), shard.detach(), group=group, async_op=async_op)
+    work: dist.Work | None = all_gather_single(full.detach(), shard.detach(), group=group, async_op=async_op)
     return work
 
 
@@ -58,7 +55,7 @@ def scatter_sum(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) 
     _check(full, shard, group, "scatter_sum")
     full, shard = full.detach(), shard.detach()
     if needs_batches(full, group):
-        _reduce_scatter(shard, full, group=group)
+        reduce_scatter_single(shard, full, group=group)
         return
     own = ring_reduce_scatter(full, group)
     if own.data_ptr() != shard.data_ptr():

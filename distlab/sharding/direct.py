@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import Pending, Receive, Send, needs_batches, start
+from distlab.comm.single_tensor import reduce_scatter_single
 from distlab.sharding.calls import gather_into
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class DirectGather:
@@ -72,7 +71,7 @@ class DirectScatter:
             return
         if needs_batches(full, group):
             self.arriving = [torch.empty_like(self._own)]
-            self._work = _reduce_scatter(self.arriving[0], full, group=group, async_op=True)
+            self._work = reduce_scatter_single(self.arriving[0], full, group=group, async_op=True)
             return
         others = _others(rank, num_ranks)
         self.arriving = [torch.empty_like(self._own) for _ in others]
