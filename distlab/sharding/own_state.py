@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+
+class _Stateful(Protocol):
+    """Whoever gives and takes a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take it back, or raise ValueError and change nothing."""
 
 
 class SavesOwnState:
@@ -12,15 +22,7 @@ class SavesOwnState:
     Such a state goes back to the rank it came from. For another number of ranks there is the full state.
     """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take it back, or raise ValueError and change nothing."""
-        raise NotImplementedError
-
-    def shard_state(self) -> dict[str, Any]:
+    def shard_state(self: _Stateful) -> dict[str, Any]:
         """Return this rank's state."""
         return self.state_dict()
 
@@ -36,6 +38,6 @@ class SavesOwnState:
                 "save full_state_dict() beside it, and load that with load_full_state_dict()"
             )
 
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_shards(self: _Stateful, states: Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's state back."""
         self.load_state_dict(states[0])
