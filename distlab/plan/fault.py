@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from itertools import zip_longest
 
+import numpy as np
+
 from distlab.plan.schedules.grammar import Action, Schedule
 
 
@@ -14,6 +16,7 @@ class ScheduleError(ValueError):
     Attributes:
         rank: rank of the fault, or None where no rank runs the stage.
         step: place in that rank's order, from 0, or None where something is missing.
+        near: the step that the grid points at: `step`, or one that the missing action belongs beside, if there is one.
         action: the action at fault, or the one that is missing.
         expected: what a right schedule has there.
         got: what this one has.
@@ -27,13 +30,17 @@ class ScheduleError(ValueError):
         self.expected, self.got, self.advice = expected, got, advice
         self.step: int | None = None
         self.rank: int | None = None
+        self.near: int | None = None
         if isinstance(row, Action):
             self.action = row
-            owners = schedule.rank[schedule.stage == row.stage]
-            self.rank = int(owners[0]) if len(owners) else None
+            owned = np.flatnonzero(schedule.stage == row.stage)
+            beside = owned[schedule.microbatch[owned] == row.microbatch]
+            self.rank = int(schedule.rank[(beside if beside.size else owned)[0]]) if owned.size else None
+            self.near = int(schedule.step[beside[-1]]) if beside.size else None
         else:
             self.action = schedule.action(row)
             self.rank, self.step = int(schedule.rank[row]), int(schedule.step[row])
+            self.near = self.step
         where = "no rank" if self.rank is None else f"rank {self.rank}"
         where += "" if self.step is None else f", step {self.step}"
         super().__init__(f"{where}, {self.action}: expected {expected}; got {got}; {advice}")
@@ -45,7 +52,7 @@ class ScheduleError(ValueError):
 
     @property
     def grid(self) -> str:
-        """The steps around the fault as text, with an arrow."""
+        """The steps around the fault as text, with an arrow: at it, or where what is missing belongs."""
         return text_grid(self.schedule, self, context=3)
 
 
@@ -57,7 +64,8 @@ def text_grid(
     A step is a place in a rank's order, not a time: ranks do not run their steps in lockstep. The fault is a
     ScheduleError or a pair (rank, step); with `context`, only that many rows before and after it are printed.
     """
-    rank, step = (fault.rank, fault.step) if isinstance(fault, ScheduleError) else (fault or (None, None))
+    rank, step = (fault.rank, fault.near) if isinstance(fault, ScheduleError) else (fault or (None, None))
+    missing = f"{fault.action} is missing" if isinstance(fault, ScheduleError) and fault.step is None else ""
     columns = [[str(action) for action in schedule.actions(r)] for r in range(schedule.num_ranks)]
     rows = [list(cells) for cells in zip_longest(*columns, fillvalue="")]
     if step is not None and rank is not None and not (0 <= rank < len(columns) and 0 <= step < len(columns[rank])):
@@ -72,6 +80,6 @@ def text_grid(
     lines = [" " * margin + "  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))]
     for label, index in zip(labels, shown, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(rows[index], widths, strict=True))
-        arrow = f"  <-- rank {rank}: {rows[index][rank]}" if index == step and rank is not None else ""
+        arrow = f"  <-- rank {rank}: {missing or rows[index][rank]}" if index == step and rank is not None else ""
         lines.append(f"{label.ljust(margin)}  {cells}{arrow}")
     return "\n".join(line.rstrip() for line in lines)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
 from distlab.plan.require import require, require_count, require_positive
+from distlab.plan.schedules.families import SCHEDULES as FAMILIES
 from distlab.plan.sharding import Precision, Sharding
 from distlab.plan.work import Layer, Work, Workload
 
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
-SCHEDULES = ("gpipe", "one_f_one_b")
+SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.placement != "copies")  # one copy of the model
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -143,9 +144,10 @@ class Plan:
 
     Attributes:
         data: replicas of the model.
-        pipeline: stages that the model is cut into.
+        pipeline: ranks that the model's stages are spread over.
         num_microbatches: micro-batches a replica runs in one step.
-        schedule: order in which a stage runs its micro-batches; one of SCHEDULES.
+        schedule: order in which a rank runs its micro-batches; one of SCHEDULES.
+        stages_per_rank: stages of the pipeline on each of its ranks: 2 where they lie as a V, any number in a loop.
         gradient_sync: how replicas average gradients; one of GRADIENT_SYNCS.
         bucket_bytes: capacity of a gradient bucket.
         first_bucket_bytes: capacity of the first bucket, small so that communication starts early.
@@ -173,6 +175,7 @@ class Plan:
     tensor: int = 1
     context: int = 1
     sequence_parallel: bool = False
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         require_count(
@@ -182,6 +185,7 @@ class Plan:
             tensor=self.tensor,
             context=self.context,
             num_microbatches=self.num_microbatches,
+            stages_per_rank=self.stages_per_rank,
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,
         )
@@ -189,6 +193,7 @@ class Plan:
             self.schedule in SCHEDULES,
             f"Plan: schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}",
         )
+        FAMILIES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
         require(
             self.gradient_sync in GRADIENT_SYNCS,
             f"Plan: gradient_sync is {self.gradient_sync!r}; choose one of {', '.join(GRADIENT_SYNCS)}",

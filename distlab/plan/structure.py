@@ -22,22 +22,6 @@ def _action(schedule: Schedule, key: int, kind: int) -> Action:
     return Action(stage, KINDS[kind], microbatch)
 
 
-def check_one_rank_a_stage(schedule: Schedule) -> None:
-    """Check that all actions of a stage are on one rank."""
-    first = np.unique(schedule.stage, return_index=True)
-    home = schedule.rank[first[1]][np.searchsorted(first[0], schedule.stage)]
-    strays = np.flatnonzero(home != schedule.rank)
-    if strays.size:
-        row, rank = int(strays[0]), int(home[strays[0]])
-        raise ScheduleError(
-            schedule,
-            row,
-            expected=f"all actions of stage {schedule.stage[row]} on one rank",
-            got=f"some on rank {rank} and some on rank {schedule.rank[row]}",
-            advice=f"move this action to rank {rank}",
-        )
-
-
 def _check_no_repeat(schedule: Schedule, kinds: tuple[int, ...], advice: str) -> None:
     rows = np.flatnonzero(np.isin(schedule.kind, kinds))
     key = _key(schedule)[rows]

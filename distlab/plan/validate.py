@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.fault import ScheduleError, text_grid
-from distlab.plan.schedules.grammar import RECV_B, RECV_F, SEND_B, SEND_F, B, F, Schedule, W
+from distlab.plan.placement import check_copies, check_ranks_of_stages
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
 from distlab.plan.schedules.messages import Messages, find_messages
 from distlab.plan.structure import (
     Rows,
     check_backward_once,
     check_forward_once,
     check_messages_once,
-    check_one_rank_a_stage,
     check_order,
 )
 
@@ -34,6 +34,8 @@ class Report:
     Attributes:
         peak_in_flight: for each rank, the most micro-batches (counted once a stage) whose activations it holds at once:
             forward passes run, less those that a B has freed, or a W where the backward pass is split. An I frees none.
+        peak_waiting: for each rank, the most W (counted once a stage) whose I has run: inputs and output gradients of
+            layers that are kept for the weight gradients alone.
         longest_chain: actions on the longest chain of dependencies: slots of the step if every action took one.
     """
 
@@ -42,21 +44,26 @@ class Report:
     num_microbatches: int
     num_actions: int
     peak_in_flight: tuple[int, ...]
+    peak_waiting: tuple[int, ...]
     longest_chain: int
 
     def __str__(self) -> str:
+        waiting = f"; W waiting {', '.join(map(str, self.peak_waiting))}" if any(self.peak_waiting) else ""
         return (
             f"valid: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
             f"{self.num_actions} actions; longest chain {self.longest_chain} actions; "
-            f"peak in flight {', '.join(map(str, self.peak_in_flight))} (freed by B or W)"
+            f"peak in flight {', '.join(map(str, self.peak_in_flight))} (freed by B or W){waiting}"
         )
 
 
-def validate(schedule: Schedule, *, forward_only: bool = False) -> Report:
+def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1) -> Report:
     """Check that a schedule runs and computes the right thing; sends and receives are checked where it has them.
 
-    With `forward_only` the schedule must have no backward pass (inference); without, it must have all of them, each as
-    one B or as an I and a W.
+    Args:
+        schedule: what each rank runs.
+        forward_only: the schedule must have no backward pass (inference); without, it must have all of them, each as
+            one B or as an I and a W.
+        copies: of the model: a stage may be on so many ranks, and a micro-batch stays in one copy. DualPipe has 2.
 
     Raises:
         ScheduleError: the first fault found: a stage on two ranks, something missing or run twice, an order that breaks
@@ -64,25 +71,35 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> Report:
     """
     if not len(schedule):
         raise ValueError("the schedule has no action; give every stage its forward and backward passes")
-    check_one_rank_a_stage(schedule)
+    check_ranks_of_stages(schedule, copies)
     check_forward_once(schedule)
     check_backward_once(schedule, forward_only)
+    if copies > 1:
+        check_copies(schedule, copies)
     messages = find_messages(schedule)
     if schedule.has_communication:
         check_messages_once(schedule, messages)
     check_order(schedule, messages)
     need = _needs(schedule, messages)
-    held = np.cumsum(np.where(schedule.kind == F, 1, np.where(np.isin(schedule.kind, (B, W)), -1, 0)))
-    held -= np.repeat(np.concatenate([[0], held])[schedule.offsets[:-1]], np.diff(schedule.offsets))
-    bounds = zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True)
     return Report(
         schedule.num_ranks,
         schedule.num_stages,
         schedule.num_microbatches,
         len(schedule),
-        tuple(int(held[start:stop].max(initial=0)) for start, stop in bounds),
+        _peaks(schedule, (F,), (B, W)),
+        _peaks(schedule, (I,), (W,)),
         _longest_chain(schedule, need),
     )
+
+
+def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -> tuple[int, ...]:
+    """Return, for each rank, the most that it holds at once if some kinds of action take one and others free one."""
+    change = np.zeros(len(KINDS), np.int64)
+    change[list(takes)], change[list(frees)] = 1, -1
+    held = np.cumsum(change[schedule.kind])
+    bounds = zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True)
+    before = np.concatenate([[0], held])  # what all ranks above hold is taken off again
+    return tuple(int(held[start:stop].max(initial=before[start]) - before[start]) for start, stop in bounds)
 
 
 def _needs(schedule: Schedule, messages: Messages) -> Rows:
@@ -113,10 +130,12 @@ def _in_order_of_pairs(schedule: Schedule, *, sending: bool) -> Rows:
     """List the sends, or the receives, pair of ranks by pair of ranks, each pair's in the order of its rank."""
     forward, backward = (SEND_F, SEND_B) if sending else (RECV_F, RECV_B)
     rows = np.flatnonzero(np.isin(schedule.kind, (forward, backward)))
-    home = np.zeros(schedule.num_stages, np.int64)
-    home[schedule.stage] = schedule.rank
+    width = schedule.num_microbatches
+    key = schedule.stage.astype(np.int64) * width + schedule.microbatch
+    home = np.zeros(schedule.num_stages * width, np.int64)
+    home[key] = schedule.rank
     up = (schedule.kind[rows] == forward) == sending  # the other end is the next stage, else the previous one
-    other = home[schedule.stage[rows] + np.where(up, 1, -1)]
+    other = home[key[rows] + np.where(up, width, -width)]
     mine = schedule.rank[rows]
     sender, receiver = (mine, other) if sending else (other, mine)
     return rows[np.lexsort((rows, receiver, sender))]

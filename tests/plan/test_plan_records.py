@@ -14,6 +14,8 @@ def test_sums():
     workload = Workload("two layers", (LAYER, LAYER), bytes_per_parameter=2)
     assert (LAYER.num_parameters, workload.num_parameters, workload.gradient_bytes) == (16, 32, 64)
     assert Plan(data=2, pipeline=3).world_size == 6
+    assert Plan(pipeline=3, schedule="interleaved", stages_per_rank=4).world_size == 3
+    assert Plan(pipeline=3, schedule="v_half", stages_per_rank=2).world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,11 @@ def test_sums():
         (lambda: Cluster("c", CPU, 6, 4, LINK, LINK), "6 devices do not fill nodes of 4; use a multiple of 4"),
         (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
         (lambda: Plan(pipeline=True), "pipeline is True"),
-        (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of gpipe, one_f_one_b"),
+        (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),
+        (lambda: Plan(schedule="dualpipe"), "schedule is 'dualpipe'; choose one of"),  # two copies of the model
+        (lambda: Plan(schedule="zb_v"), "zb_v needs 2 stages a rank, got stages_per_rank=1; pass stages_per_rank=2"),
+        (lambda: Plan(stages_per_rank=2), "one_f_one_b needs 1 stage a rank, got stages_per_rank=2; .* interleaved"),
+        (lambda: Plan(schedule="interleaved", stages_per_rank=0), "stages_per_rank is 0; pass a whole number"),
         (lambda: Plan(gradient_sync="never"), "gradient_sync is 'never'; choose one of per_parameter"),
     ],
 )

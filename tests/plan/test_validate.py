@@ -184,6 +184,49 @@ REFUSED = {
         "rank 1, 1RECV_F0: expected a send and a receive for every message between ranks; "
         "got none of it in the schedule; add it, or let add_communication derive all sends and receives",
     ),
+    "I twice": (
+        "0F0 0I0 0I0 0W0",
+        "rank 0, step 2, 0I0: expected B or I of stage 0, micro-batch 0 once; got 0I0 at step 1 and this at step 2; "
+        "B is I and W in one: keep one B, or one I and one W",
+    ),
+    "W twice": (
+        "0F0 0I0 0W0 0W0",
+        "rank 0, step 3, 0W0: expected W of stage 0, micro-batch 0 once; got 0W0 at step 2 and this at step 3; "
+        "remove one of the two",
+    ),
+    "W without I": (
+        "0F0 0W0",
+        "rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; "
+        "got none of it in the schedule; add it, or say forward_only=True where nothing is trained",
+    ),
+    "W on another rank": (
+        "0F0 0I0\n1F0 1I0 1W0 0W0",
+        "rank 1, step 3, 0W0: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; "
+        "move this action to rank 0",
+    ),
+    "I before what it needs on its own rank, at the point of a V": (
+        "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 1I0 2I0 1W0 2W0",
+        "rank 1, step 2, 1I0: expected 2I0 before it; got 2I0 at step 3; move 2I0 to before step 2",
+    ),
+    "a V whose first rank turns round too early": (
+        "0F0 3F0 3B0 0F1 3F1 3B1 0B0 0B1\n1F0 1F1 2F1 2F0 2B0 2B1 1B0 1B1",
+        "rank 0, step 1, 3F0: expected 2F0 to happen; got a deadlock: "
+        "rank 0 waits at step 1 (3F0) for 2F0, which is step 3 of rank 1; "
+        "rank 1 waits at step 1 (1F1) for 0F1, which is step 3 of rank 0; "
+        "break the circle, for instance let rank 1 run 2F0 before 1F1",
+    ),
+    "a loop whose last rank waits for the second turn": (
+        "0F0 2F0 2B0 0B0\n3F0 3B0 1F0 1B0",
+        "rank 0, step 1, 2F0: expected 1F0 to happen; got a deadlock: "
+        "rank 0 waits at step 1 (2F0) for 1F0, which is step 2 of rank 1; "
+        "rank 1 waits at step 0 (3F0) for 2F0, which is step 1 of rank 0; "
+        "break the circle, for instance let rank 1 run 1F0 before 3F0",
+    ),
+    "a micro-batch in one half of a V alone": (
+        "0F0 3F0 3I0 3W0 0I0 0W0 0F1 0I1 0W1\n1F0 2F0 2I0 2W0 1I0 1W0 1F1 2F1 2I1 2W1 1I1 1W1",
+        "rank 0, 3F1: expected every forward pass of 4 stages x 2 micro-batches; got none of it in the schedule; "
+        "add it, or number stages and micro-batches from 0 without gaps",
+    ),
     "a send from the last stage": (
         "0F0 0B0 0SEND_F0",
         "rank 0, step 2, 0SEND_F0: expected SEND_F between stages that are neighbours and live on different ranks; "
@@ -197,6 +240,33 @@ def test_refused_with_what_to_do(name):
     text, message = REFUSED[name]
     with pytest.raises(ScheduleError) as caught:
         validate(parse_schedule(text))
+    assert str(caught.value) == message
+
+
+COPIES = {
+    "a stage on three ranks": (
+        "0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1\n0F2 1F2 1B2 0B2",
+        "rank 2, step 0, 0F2: expected all actions of stage 0 on 2 ranks, one for each copy; got some on rank 2 too; "
+        "move this action to rank 0 or 1",
+    ),
+    "backward in the other copy": (
+        "0F0 1F1 1B1 0B1\n1F0 1B0 0F1 0B0",
+        "rank 0, step 3, 0B1: expected it on rank 1, where its forward pass ran; got it on rank 0; "
+        "move it to rank 1: a micro-batch goes through one copy of the model",
+    ),
+    "a micro-batch that changes copies": (
+        "0F0 0F1 1F2 1B2 0B0 0B1 1F4 1B4\n1F0 1B0 1F1 1B1 0F2 0B2 0F3 1F3 1B3 0B3 0F4 0B4",
+        "rank 1, step 7, 1F3: expected it on rank 0, where the rest of its copy is; got it on rank 1; "
+        "move it to rank 0: a micro-batch goes through one copy of the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_the_model_are_kept_apart(name):
+    text, message = COPIES[name]
+    with pytest.raises(ScheduleError) as caught:
+        validate(parse_schedule(text), copies=2)
     assert str(caught.value) == message
 
 
@@ -218,6 +288,21 @@ def test_the_error_carries_its_parts():
         assert error.advice == "move 1F0 to before step 0"
         assert "<-- rank 1: 1B0" in error.grid
         assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("0F0 0F1 0B0 0B1\n1F0 1I0 1F1 1I1 1W1", "step 1  0F1     1I0     <-- rank 1: 1W0 is missing"),
+        ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "step 1  0F1     1F1     <-- rank 0: 0B1 is missing"),
+        ("0F0 0B0\n1B0", "step 0  0F0     1B0     <-- rank 1: 1F0 is missing"),
+    ],
+)
+def test_the_grid_points_where_what_is_missing_belongs(text, line):
+    with pytest.raises(ScheduleError) as caught:
+        validate(parse_schedule(text))
+    assert caught.value.step is None
+    assert line in caught.value.grid.splitlines()
 
 
 def test_peak_in_flight_counts_what_b_and_w_free():

@@ -54,7 +54,8 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action; write {GRAMMAR}")
+        meant = f"; did you mean {text.upper()}?" if _ACTION.fullmatch(text.upper()) else ""
+        raise ValueError(f"{text!r} is no action; write {GRAMMAR}{meant}")
     stage, kind, microbatch = match.groups()
     if max(len(stage), len(microbatch)) > 10 or max(int(stage), int(microbatch)) >= _LIMIT:
         raise ValueError(f"{text!r}: stages and micro-batches are numbered below 2**31; use a smaller number")
@@ -144,6 +145,25 @@ class Schedule:
     def num_microbatches(self) -> int:
         """One more than the highest micro-batch."""
         return int(self.microbatch.max()) + 1 if len(self) else 0
+
+    @property
+    def home(self) -> NDArray[np.int64]:
+        """Rank of each stage; -1 for a stage that no rank runs.
+
+        Raises:
+            ValueError: a stage is on two ranks, as in DualPipe, which keeps two copies of the model.
+        """
+        home = np.full(self.num_stages, -1, np.int64)
+        rank = self.rank
+        home[self.stage] = rank
+        strays = np.flatnonzero(home[self.stage] != rank)
+        if strays.size:
+            stage = int(self.stage[strays[0]])
+            raise ValueError(
+                f"stage {stage} is on ranks {rank[strays[0]]} and {home[stage]}, and has no one home; read `rank` and "
+                "`stage` of each row"
+            )
+        return home
 
     @property
     def rank(self) -> NDArray[np.int64]:

@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distlab.plan import Action, Schedule, add_communication, gpipe, one_f_one_b, parse_schedule, validate
+from distlab.plan import (
+    Action,
+    Schedule,
+    add_communication,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    parse_schedule,
+    validate,
+)
 from distlab.plan.schedules.grammar import SEND_F
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -80,20 +89,40 @@ def test_the_order_that_torch_prints(name, ours, sizes):
         assert theirs.actions(rank) == ours(*sizes).actions(rank)
 
 
-MULTI = {
-    "ScheduleInterleaved1F1B": (0, 4),
-    "ScheduleLoopedBFS": (0, 4),
-    "ScheduleInterleavedZeroBubble": (0, 4),
-    "ScheduleZBVZeroBubble": (0, 7),
-    "ScheduleDualPipeV": (0, 7),
+MULTI = {  # torch's name: ours, its stages on rank 0, and (ranks, micro-batches, stages a rank)
+    "ScheduleInterleaved1F1B": (
+        "interleaved",
+        "loop",
+        [(4, 8, 2), (3, 9, 3), (4, 10, 2), (4, 3, 2), (1, 4, 2), (2, 6, 1)],
+    ),
+    "ScheduleLoopedBFS": ("looped_bfs", "loop", [(4, 8, 2), (3, 5, 3), (1, 3, 2), (4, 2, 1)]),
+    "ScheduleInterleavedZeroBubble": ("interleaved_zero_bubble", "loop", [(4, 8, 2), (3, 9, 3), (4, 10, 2), (4, 3, 2)]),
+    "ScheduleZBVZeroBubble": ("zb_v", "v", [(4, 8, 2), (3, 4, 2), (4, 3, 2), (2, 7, 2), (5, 16, 2), (1, 3, 2)]),
+    "ScheduleDualPipeV": ("dualpipe_v", "v", [(4, 8, 2), (2, 7, 2), (5, 16, 2), (3, 6, 2), (1, 3, 2)]),
 }
 
 
+def planned(name, num_ranks, num_microbatches, stages_per_rank):
+    """Let torch plan one of its schedules, for stages that it does not run."""
+    num_stages = num_ranks * stages_per_rank
+    mine = (0, num_stages - 1) if MULTI[name][1] == "v" else range(0, num_stages, num_ranks)
+    stages = [stage(index, num_stages, num_ranks) for index in mine]
+    return getattr(schedules, name)(stages, num_microbatches, loss_fn=lambda output, target: None)
+
+
 @pytest.mark.parametrize("name", MULTI)
-def test_schedules_of_two_stages_a_rank_load_and_pass(name, tmp_path):
-    stages = [stage(index, 8, 4) for index in MULTI[name]]
-    theirs = getattr(schedules, name)(stages, 8, loss_fn=lambda output, target: None)
-    loaded = {}
+def test_torch_plans_our_order(name, tmp_path):
+    ours, _, sizes = MULTI[name]
+    for num_ranks, num_microbatches, stages_per_rank in sizes:
+        theirs = planned(name, num_ranks, num_microbatches, stages_per_rank)
+        theirs._dump_csv(tmp_path / "order", "compute_only")
+        mine = make_schedule(ours, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+        assert parse_schedule((tmp_path / "order").read_text()) == mine
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_what_torch_prints_loads_and_passes(name, tmp_path):
+    theirs, loaded = planned(name, 4, 8, 2), {}
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(tmp_path / form, form)
         loaded[form] = parse_schedule((tmp_path / form).read_text())

@@ -106,7 +106,7 @@ def test_communication_refuses_what_is_not_valid():
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "num_stages"), ((4, 0), "num_microbatches"), ((-1, 2), "-1")])
+@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "num_ranks"), ((4, 0), "num_microbatches"), ((-1, 2), "-1")])
 def test_counts_must_be_positive(make, sizes, name):
     with pytest.raises(ValueError, match=name):
         make(*sizes)

@@ -46,6 +46,14 @@ def test_what_is_no_action(text):
         parse_action(text)
 
 
+def test_lower_case_is_told_from_nonsense():
+    with pytest.raises(ValueError, match=r"line 2, column 5: '1b0' is no action; .*; did you mean 1B0\?"):
+        parse_schedule("0F0,0B0\n1F0,1b0,")
+    with pytest.raises(ValueError, match="is no action") as caught:
+        parse_action("1x0")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_numbers_have_a_limit():
     with pytest.raises(ValueError, match=r"below 2\*\*31"):
         parse_action("0F2147483648")
@@ -53,6 +61,7 @@ def test_numbers_have_a_limit():
 
 def test_commas_blanks_and_blank_lines():
     assert parse_schedule("0F0, 0B0\n\n 1F0\t1B0 \n") == parse_schedule("0F0,0B0\n1F0,1B0")
+    assert parse_schedule("\n0F0,0B0,\n\n,1F0,,1B0,,\n\n") == parse_schedule("0F0,0B0\n1F0,1B0")
 
 
 def test_a_rank_with_nothing_to_do():

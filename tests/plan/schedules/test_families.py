@@ -1,0 +1,168 @@
+"""Every schedule: valid at any size, whole, drawn as its paper draws it, and refused in words where it has no form."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    interleaved,
+    interleaved_zero_bubble,
+    looped_bfs,
+    make_schedule,
+    one_f_one_b,
+    parse_schedule,
+    text_grid,
+    validate,
+    zb_h1,
+)
+from distlab.plan import records as plan_records
+
+GRIDS = sorted((Path(__file__).parent / "grids").glob("*.txt"))
+
+
+def copies_of(name):
+    return 2 if SCHEDULES[name].placement == "copies" else 1
+
+
+def sizes_of(name):
+    """Every number of ranks with few, some and many micro-batches; stages a rank where they may be chosen."""
+    for num_ranks in (2, 4, 6) if name == "dualpipe" else range(1, 7):
+        for num_microbatches in (1, 5, 12) if num_ranks < 4 else (2, 5):
+            for stages in (1, 2, 3) if SCHEDULES[name].placement == "loop" and num_ranks < 5 else (None,):
+                yield num_ranks, num_microbatches, stages
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_size_is_valid_and_whole(name):
+    family, copies = SCHEDULES[name], copies_of(name)
+    for num_ranks, num_microbatches, stages in sizes_of(name):
+        schedule = make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages)
+        num_stages = num_ranks * family.stages_per_rank(stages)
+        report = validate(schedule, copies=copies)
+        assert (report.num_ranks, report.num_stages, report.num_microbatches) == (
+            num_ranks,
+            num_stages,
+            num_microbatches,
+        )
+        seen = Counter(action for rank in range(num_ranks) for action in schedule.actions(rank))
+        pairs = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(num_microbatches)]
+        parts = ("FB", "FIW")
+        assert all(any(all(seen[s, kind, m] == 1 for kind in part) for part in parts) for s, m in pairs)
+        assert len(schedule) == seen.total()
+        if num_microbatches == 5:
+            assert family.splits_backward == bool(seen[0, "I", 0] or any(kind == "I" for _, kind, _ in seen))
+            full = add_communication(schedule, copies=copies)
+            assert validate(full, copies=copies).peak_in_flight == report.peak_in_flight
+            assert parse_schedule(str(full)) == full
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_where_the_stages_live(name):
+    num_ranks = 4
+    homes = {
+        "one": [0, 1, 2, 3],
+        "loop": [0, 1, 2, 3, 0, 1, 2, 3],
+        "v": [0, 1, 2, 3, 3, 2, 1, 0],
+    }
+    schedule = make_schedule(name, num_ranks, 5)
+    if SCHEDULES[name].placement == "copies":
+        with pytest.raises(ValueError, match="stage 0 is on ranks 0 and 3, and has no one home"):
+            _ = schedule.home
+    else:
+        assert schedule.home.tolist() == homes[SCHEDULES[name].placement]
+        assert np.array_equal(schedule.home[schedule.stage], schedule.rank)
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_grid(path):
+    name, num_ranks, num_microbatches = path.stem.rsplit("_", 2)
+    assert text_grid(make_schedule(name, int(num_ranks), int(num_microbatches))) + "\n" == path.read_text()
+
+
+def test_every_family_made_by_hand_has_a_grid():
+    planned_from_times = {"zb_1p", "zb_2p", "automatic"}
+    assert {path.stem.rsplit("_", 2)[0] for path in GRIDS} == set(SCHEDULES) - planned_from_times
+
+
+def test_one_stage_a_rank_is_the_schedule_without_loops():
+    for sizes in ((3, 7), (4, 4), (4, 2)):
+        assert interleaved_zero_bubble(*sizes, stages_per_rank=1) == zb_h1(*sizes)
+    assert interleaved(1, 7, stages_per_rank=1) == one_f_one_b(1, 7)  # more ranks warm up twice as long
+    assert looped_bfs(1, 2, stages_per_rank=1) == parse_schedule("0F0 0F1 0B1 0B0")
+
+
+def test_dualpipe_v_is_dualpipe_cut_in_half():
+    whole, half = make_schedule("dualpipe", 8, 20), make_schedule("dualpipe_v", 4, 10)
+    for rank in range(4):
+        # The half has stages r and 7 - r of one copy; the whole has them of two, the second for micro-batches 10-19.
+        mine = [action._replace(microbatch=action.microbatch % 10) for action in whole.actions(rank)]
+        assert mine == half.actions(rank)
+
+
+def test_families_say_what_they_are():
+    for name, family in SCHEDULES.items():
+        assert family.name == name
+        assert family.title
+        assert family.source or name == "naive"
+    assert [name for name in SCHEDULES if name != "dualpipe"] == list(plan_records.SCHEDULES)
+
+
+REFUSED = {
+    "unknown": (lambda: make_schedule("zigzag", 2, 2), "schedule is 'zigzag'; choose one of naive, gpipe"),
+    "no ranks": (lambda: make_schedule("zb_v", 0, 2), "num_ranks is 0; pass a whole number of at least 1"),
+    "no micro-batches": (lambda: make_schedule("v_min", 2, 0), "num_microbatches is 0; pass a whole number"),
+    "half a micro-batch": (lambda: make_schedule("zb_h2", 2, 1.5), "num_microbatches is 1.5; pass a whole number"),
+    "no stages": (lambda: interleaved(2, 2, stages_per_rank=0), "stages_per_rank is 0; pass a whole number"),
+    "a V of three": (
+        lambda: make_schedule("v_half", 2, 2, stages_per_rank=3),
+        "v_half needs 2 stages a rank, got stages_per_rank=3; pass stages_per_rank=2, or choose one of interleaved",
+    ),
+    "two stages for one": (
+        lambda: make_schedule("gpipe", 2, 2, stages_per_rank=2),
+        "gpipe needs 1 stage a rank, got stages_per_rank=2; .* choose one of interleaved, looped_bfs, interleaved_zero",
+    ),
+    "an odd middle": (lambda: make_schedule("dualpipe", 3, 8), "3 ranks are odd, use 4 ranks"),
+    "two copies for one": (lambda: validate(make_schedule("dualpipe", 2, 4)), "expected all actions of stage"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_what_to_do(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_times_reach_the_automatic_schedules():
+    slow_forward = ActionTimes(3.0, 1.0, 1.0, 0.5)
+    assert make_schedule("zb_2p", 4, 12, times=slow_forward) != make_schedule("zb_2p", 4, 12)
+    tight = make_schedule("automatic", 4, 12, times=slow_forward, memory_limit=3)
+    assert max(validate(tight).peak_in_flight) <= 3
+    assert make_schedule("zb_h1", 4, 12, times=slow_forward) == zb_h1(4, 12)  # made by hand
+
+
+def test_leaving_out_the_last_micro_batches_of_a_valid_schedule_leaves_it_valid():
+    for name in ("zb_v", "dualpipe_v"):
+        large, small = make_schedule(name, 3, 6), make_schedule(name, 3, 2)
+        kept = [[a for a in large.actions(rank) if a.microbatch < 2] for rank in range(3)]
+        assert Schedule.from_actions(kept) == small
+
+
+def test_a_swapped_pair_is_told_in_every_family():
+    for name in SCHEDULES:
+        ranks = [make_schedule(name, 2, 4).actions(rank) for rank in range(2)]
+        first = next(place for place, action in enumerate(ranks[1]) if action.kind in "BI")
+        stage, _, microbatch = ranks[1][first]
+        forward = next(p for p, a in enumerate(ranks[1]) if a == (stage, "F", microbatch))
+        ranks[1][first], ranks[1][forward] = ranks[1][forward], ranks[1][first]
+        with pytest.raises(ScheduleError) as caught:
+            validate(Schedule.from_actions(ranks), copies=copies_of(name))
+        assert f"rank {caught.value.rank}, step {caught.value.step}, {caught.value.action}: " in str(caught.value)
+        assert f"<-- rank {caught.value.rank}: {caught.value.action}" in caught.value.grid

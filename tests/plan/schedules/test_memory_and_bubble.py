@@ -1,0 +1,85 @@
+"""What papers publish of each schedule: micro-batches held at the peak, and the time that ranks are idle."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from distlab.plan import make_schedule, validate
+from simulator.pipeline import CompiledOrder, order_of
+
+
+def peaks(name, num_ranks, num_microbatches, **options):
+    copies = 2 if name == "dualpipe" else 1
+    return validate(make_schedule(name, num_ranks, num_microbatches, **options), copies=copies).peak_in_flight
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_peaks_in_flight(p, factor):
+    m = p * factor
+    assert peaks("naive", p, m) == (1,) * p
+    assert peaks("gpipe", p, m) == (m,) * p
+    assert peaks("looped_bfs", p, m) == (2 * m,) * p
+    assert peaks("one_f_one_b", p, m) == tuple(min(m, p - rank) for rank in range(p))
+    assert peaks("zb_h1", p, m) == (min(m, p),) * p
+    assert peaks("zb_h2", p, m) == (min(m, 2 * p - 1),) * p
+    for v in (1, 2, 4):
+        held = Fraction(peaks("interleaved", p, m, stages_per_rank=v)[0], v)  # in micro-batches of a rank's whole model
+        assert held == (p * (1 + Fraction(p - 1, p * v)) if factor > 1 else p)
+    if factor > 1:  # in half-stages
+        assert peaks("zb_v", p, m) == (2 * p,) * p
+        assert p <= max(peaks("v_half", p, m)) <= p + 3
+        assert 2 * p / 3 <= max(peaks("v_min", p, m)) <= 2 * p / 3 + 8 / 3
+        assert max(peaks("dualpipe_v", p, m)) == 2 * p + 1
+    if factor > 1 and p % 2 == 0:
+        assert peaks("dualpipe", p, m) == (p + 1,) * p
+
+
+def test_what_waits_for_its_weight_gradient():
+    report = validate(make_schedule("zb_h1", 4, 12))
+    assert report.peak_waiting == (1, 2, 3, 4)  # rank r puts r of them off
+    assert validate(make_schedule("zb_h2", 4, 12)).peak_waiting == (1, 3, 5, 7)
+    assert validate(make_schedule("one_f_one_b", 4, 12)).peak_waiting == (0, 0, 0, 0)
+    assert "; W waiting 1, 2, 3, 4" in str(report)
+
+
+def idle(schedule, forward, input_gradient, weight_gradient):
+    """Return how long ranks are idle: in the whole step, and in the span of the rank that runs longest."""
+    compiled = CompiledOrder(order_of(schedule))
+    both = input_gradient + weight_gradient
+    duration = np.array([forward, both, input_gradient, weight_gradient])[compiled.order.kind]
+    end = compiled.run(duration)
+    spans = [
+        int(end[compiled.rank == rank].max() - (end - duration)[compiled.rank == rank].min())
+        for rank in range(schedule.num_ranks)
+    ]
+    work = int(duration.sum()) // schedule.num_ranks
+    return int(end.max()) - work, max(spans) - work
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 7])
+def test_bubbles_have_their_closed_forms(p):
+    f, i, w = 100, 90, 70
+    for m in (2 * p, 5 * p):
+        make = {name: make_schedule(name, p, m) for name in ("naive", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")}
+        bubble = {name: idle(schedule, f, i, w) for name, schedule in make.items()}
+        assert bubble["naive"][0] == m * (p - 1) * (f + i + w)
+        assert bubble["gpipe"][0] == bubble["one_f_one_b"][0] == (p - 1) * (f + i + w)
+        assert bubble["zb_h1"][0] == (p - 1) * (f + i - w)
+        assert bubble["zb_h2"][1] == (p - 1) * (f + i - 2 * w)
+        for v in (2, 3):  # f, i and w are times of one of a rank's v stages
+            for name in ("interleaved", "looped_bfs"):
+                looped = make_schedule(name, p, m, stages_per_rank=v)
+                assert idle(looped, f, i, w)[0] == (p - 1) * (f + i + w)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_equal_times_leave_no_bubble_in_zb_h2_and_zb_v(p):
+    m = 4 * p
+    assert idle(make_schedule("zb_h2", p, m), 1, 1, 1)[1] == 0
+    assert idle(make_schedule("zb_v", p, m), 1, 1, 1)[1] == 0
+    one_f_one_b = 6 * (p - 1)  # in slots of a half-stage
+    assert idle(make_schedule("dualpipe_v", p, m), 1, 1, 1)[0] == p - 1
+    assert abs(idle(make_schedule("v_half", p, m), 1, 1, 1)[0] - one_f_one_b / 2) <= 5
+    assert abs(idle(make_schedule("v_min", p, m), 1, 1, 1)[0] - one_f_one_b * 2 / 3) <= 3
