@@ -18,11 +18,12 @@ from simulator.cost import (
 from simulator.fit import fit_link, fit_steps, leave_one_size_out
 from simulator.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
 from simulator.hardware import cluster, device, link, names
+from simulator.jitter import Uneven
 from simulator.llama import LlamaSizes, llama_workload
 from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.memory_fit import DoesNotFitError, check_fit, smallest_change
 from simulator.models_by_name import model_by_name
-from simulator.pipeline import CompiledOrder, order_of, peak_in_flight
+from simulator.pipeline import CompiledOrder, Jitter, PipelineRun, order_of, peak_in_flight, simulate_schedule
 from simulator.step import Step, closed_form_bubble, simulate
 from simulator.sweep import (
     BucketSweep,
@@ -40,10 +41,13 @@ __all__ = [
     "CompiledOrder",
     "CompressionSweep",
     "DoesNotFitError",
+    "Jitter",
     "LlamaSizes",
     "MeasuredCodec",
     "Memory",
+    "PipelineRun",
     "Step",
+    "Uneven",
     "UnitSweep",
     "activation_bytes_per_layer",
     "adam_state_bytes",
@@ -76,6 +80,7 @@ __all__ = [
     "peak_in_flight",
     "reduce_scatter_s",
     "simulate",
+    "simulate_schedule",
     "smallest_change",
     "sweep_buckets",
     "sweep_compression",

@@ -118,7 +118,7 @@ def check_fit(workload: Workload, plan: Plan, device: Device) -> None:
             f"{format_bytes(device.memory_bytes)}: {format_bytes(missing)} too much ({kinds})"
         )
     else:
-        stage = max(range(plan.pipeline), key=lambda index: memory.stages[index].host)
+        stage = memory.host_bytes_of_ranks.index(memory.host_bytes)
         missing = memory.host_bytes - (host or 0.0)
         fault = (
             f"{_ranks(plan, stage)}: offload {plan.sharding.offload!r} needs {format_bytes(memory.host_bytes)} of the "

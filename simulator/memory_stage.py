@@ -1,4 +1,4 @@
-"""What a rank of one pipeline stage holds: bytes by kind, all the time and while each layer passes forward or backward.
+"""What a rank holds of one pipeline stage: bytes by kind, all the time and while each layer passes forward or backward.
 
 A micro-batch's activations are held layer by layer: from the start of a layer's forward to the end of its backward. So
 what is held over a step has the shape of a saw.
@@ -20,7 +20,11 @@ from simulator.memory_widths import Widths, widths_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+
+F = 0  # a forward pass, as in the kinds F, B, I, W
+# Where a stage is with its gradients: it has none, makes the first, is between, makes the last or the only one; ONLY
+# stands for FIRST and LAST in one.
+NONE, FIRST, MIDDLE, LAST, AFTER, ONLY = range(6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,39 +57,35 @@ class StageBytes:
     ends: int
     host: int
 
-    def step(self, is_forward: Bools) -> Ints:
-        """Return what is held all through a step: `rows` one after the other, the update, and what is left.
-
-        Shapes: is_forward [A] -> [A (L + 1) + 2, K]
-        """
-        left = self.always.copy()
-        left[GRADIENTS] += self.gradients[-1]
-        return np.concatenate([self.rows(is_forward).reshape(-1, len(KINDS)), [left + self.update, left]])
-
-    def rows(self, is_forward: Bools) -> Ints:
+    def working(self, kind: Ints, others: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
 
-        Shapes: is_forward [A] (False: a backward) -> [A, L + 1, K]
+        Beside `always`, and from this stage alone. An I lets go of nothing: its W needs what it needs.
+
+        Shapes: kind [A], others [A] (micro-batches held beside the one at work), phase [A] -> [A, L + 1, K]
         """
         held = self.kept.cumsum(axis=0)
         whole = held[-1]
-        num_kinds = held.shape[1]
         forward = np.concatenate([held + self.forward, (whole + self.between)[None]])
-        backward = np.concatenate([(held + self.backward)[::-1], np.zeros((1, num_kinds), np.int64)])
+        backward = np.concatenate([(held + self.backward)[::-1], np.zeros((1, held.shape[1]), np.int64)])
         backward[-1, BUFFERS] = self.ends
-        change = np.where(is_forward, 1, -1)
-        others = np.cumsum(change) - is_forward  # micro-batches held beside the one at work
-        rows = np.where(is_forward[:, None, None], forward, backward) + others[:, None, None] * whole + self.always
-        if is_forward.all():
-            return np.asarray(rows, np.int64)
-        first, last = int(is_forward.argmin()), len(is_forward) - 1 - int(is_forward[::-1].argmin())
-        order = np.append(np.arange(held.shape[0])[::-1], held.shape[0])  # backward begins with the last layer
-        rows[first, :, GRADIENTS] += (self.gradients + self.beside)[order]
-        rows[first + 1 :, :, GRADIENTS] += self.gradients[-1]
-        rows[first + 1 : last, :, GRADIENTS] += self.beside[-1]
-        rows[last, :, GRADIENTS] += (self.beside[-1] - self.beside)[order]
-        travels = np.where(is_forward[:, None], self.tail.max(), np.append(self.tail[::-1], 0))
-        rows[first + 1 : last + 1, :, BUFFERS] += travels[first + 1 : last + 1]
+        inputs = np.concatenate([(whole + self.backward)[::-1], whole[None]])
+        rows = np.stack([forward, backward, inputs, backward])[kind] + others[:, None, None] * whole
+        order = np.append(np.arange(len(held))[::-1], len(held))  # backward begins with the last layer
+        grown, beside = np.zeros((2, 6, len(order)), np.int64)
+        grown[[FIRST, ONLY]] = self.gradients[order]
+        grown[[MIDDLE, LAST, AFTER]] = self.gradients[-1]
+        beside[FIRST], beside[MIDDLE] = self.beside[order], self.beside[-1]
+        beside[LAST], beside[ONLY] = (self.beside[-1] - self.beside)[order], self.beside[-1]
+        rows[:, :, GRADIENTS] += (grown + beside)[phase]
+        travels = np.where((kind == F)[:, None], self.tail.max(), np.append(self.tail[::-1], 0))
+        rows[:, :, BUFFERS] += travels * ((phase == MIDDLE) | (phase == LAST))[:, None]
+        return np.asarray(rows, np.int64)
+
+    def resting(self, held: Ints, phase: Ints) -> Ints:
+        """Return what the stage holds while its rank works on another one: held [A], phase [A] -> [A, K]."""
+        rows = held[:, None] * self.kept.sum(axis=0)
+        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.beside[-1]
         return np.asarray(rows, np.int64)
 
 

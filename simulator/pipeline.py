@@ -1,223 +1,221 @@
-"""Pipeline: when every action of a schedule starts and ends, exactly, one vector step for all ranks at a time.
+"""Pipeline: simulate any schedule from the times of its actions, exactly, in whole nanoseconds.
 
-    end[action] = max(end of the rank's previous action, end of the action it needs + latency) + duration
+    run = simulate_schedule(one_f_one_b(4, 16), ActionTimes(1.0, 1.0, 1.0, communication=0.1))
+    run.duration_s, run.bubble_fraction, run.peak_in_flight, run.trace
 
-Every action gets a level above those two; a level is four array operations over the ranks. GPipe and 1F1B have levels
-in closed form; any other order gets them from a frontier that walks all ranks' orders together, and names deadlocks.
-
-The letters are the pipeline's: F forward, I input gradient, W weight gradient, B = I + W. The zero-bubble papers call
-our I "B".
+An action starts when its rank is free and what it needs has arrived. What another rank hands over arrives
+`communication` after it was made; hand-overs do not wait for one another. (`simulate`, for a whole step on a described
+cluster, lets messages queue where a link is the bottleneck.)
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.grammar import Schedule
-from simulator.levels import NEVER, Grid
+from distlab.plan.schedules.times import ActionTimes
+from distlab.trace import Trace
+from simulator.compiled import CompiledOrder
+from simulator.jitter import Jitter, slow_factors, stretched
+from simulator.orders import LETTERS, B, F, I, Order, W, order_of, peak_in_flight
+from simulator.units import to_s
+
+__all__ = [
+    "LETTERS",
+    "ActionTimes",
+    "B",
+    "CompiledOrder",
+    "F",
+    "I",
+    "Jitter",
+    "Order",
+    "PipelineRun",
+    "W",
+    "forget_orders",
+    "order_of",
+    "peak_in_flight",
+    "simulate_schedule",
+]
 
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-F, B, I, W = range(4)  # noqa: E741 - the field's letter
-LETTERS = "FBIW"
-SHOWN = 8
-LARGE = 20_000  # actions
+SAMPLED = 1000  # rows
+LONGEST_NS = 2**50  # a time of thirteen days, so that sums stay exact
 
 
-class Order(NamedTuple):
-    """What each rank runs, in columns; rank r owns the actions from offsets[r] to offsets[r + 1].
+@dataclass(frozen=True, eq=False)
+class PipelineRun:
+    """What a simulated schedule did: when each action ran, and what follows from that.
 
     Attributes:
-        kind: F, B, I or W.
-        stage: the part of the model, 0 first.
-        microbatch: the micro-batch.
+        order: the actions, rank after rank.
+        start_ns: start of each action.
+        end_ns: end of each action.
+        remote: whether an action waits for another rank.
+        need: the action that each one needs, or -1.
+        handover_ns: how long what each stage hands over to another rank is under way.
     """
 
-    kind: Ints
-    stage: Ints
-    microbatch: Ints
-    offsets: Ints
+    order: Order
+    start_ns: Ints
+    end_ns: Ints
+    remote: NDArray[np.bool_]
+    need: NDArray[np.int32]
+    handover_ns: Ints
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
-        return len(self.offsets) - 1
+    def duration_s(self) -> float:
+        """Seconds from the first action's start to the last one's end."""
+        return to_s(int(self.end_ns.max(initial=0)))
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of computing on all ranks together: what one rank alone would take."""
+        return to_s(int((self.end_ns - self.start_ns).sum()))
+
+    @property
+    def ideal_s(self) -> float:
+        """Seconds that the step would take if no rank ever waited and all had the same work."""
+        return self.work_s / self.order.num_ranks
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over total time of the ranks."""
+        return 1 - self.ideal_s / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the step is than on one rank."""
+        return self.work_s / self.duration_s if self.duration_s else 1.0
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of computing of each rank."""
+        so_far = np.append(0, np.cumsum(self.end_ns - self.start_ns))
+        return tuple(to_s(int(each)) for each in np.diff(so_far[self.order.offsets]))
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches (a stage each) that each rank holds: forward has run, and B or W has not."""
+        return tuple(peak_in_flight(self.order).tolist())
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The run as spans: computing in lane "compute", what is under way between ranks in lane "send"."""
+        return Trace.concatenate([self._computing(), self._sends()])
+
+    def _computing(self) -> Trace:
+        order = self.order
+        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
+        return Trace.from_columns(
+            rank=order.rank,
+            lane="compute",
+            name=[f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)],
+            kind=[LETTERS[kind] for kind in columns[1]],
+            start_ns=self.start_ns,
+            end_ns=self.end_ns,
+            stage=order.stage,
+            microbatch=order.microbatch,
+        )
+
+    def _sends(self) -> Trace:
+        order = self.order
+        rows = self.need[self.remote]
+        rows = rows[self.handover_ns[order.stage[rows]] > 0]
+        columns = (order.stage[rows].tolist(), order.kind[rows].tolist(), order.microbatch[rows].tolist())
+        return Trace.from_columns(
+            rank=order.rank[rows],
+            lane="send",
+            name=[f"{stage}SEND_{'B' if kind else 'F'}{mb}" for stage, kind, mb in zip(*columns, strict=True)],
+            kind="send",
+            start_ns=self.end_ns[rows],
+            end_ns=self.end_ns[rows] + self.handover_ns[order.stage[rows]],
+            stage=order.stage[rows],
+            microbatch=order.microbatch[rows],
+        )
 
 
-def order_of(schedule: Schedule) -> Order:
-    """Return the computations of any schedule; its sends and receives are left out, since the engine derives them."""
-    kind, stage, microbatch = (
-        column.astype(np.int64) for column in (schedule.kind, schedule.stage, schedule.microbatch)
-    )
-    if not schedule.has_communication:
-        return Order(kind, stage, microbatch, schedule.offsets)
-    keep = kind <= W
-    offsets = np.append(0, np.cumsum(keep))[schedule.offsets]
-    return Order(kind[keep], stage[keep], microbatch[keep], offsets)
+def simulate_schedule(
+    schedule: Schedule,
+    times: ActionTimes,
+    *,
+    unit_s: float = 1e-3,
+    slow_ranks: Mapping[int, float] | None = None,
+    jitter: Jitter | None = None,
+) -> PipelineRun:
+    """Run a schedule on paper.
 
+    Args:
+        schedule: any order; its own sends and receives are left out, since hand-overs are derived.
+        times: of the actions, in units of `unit_s`; B takes input_gradient + weight_gradient; communication is that of
+            the stage which hands over.
+        unit_s: seconds of one unit; 1e-3: times are in milliseconds.
+        slow_ranks: factors of the times of some ranks: {2: 1.3} makes rank 2 take 1.3 times as long (a straggler).
+        jitter: a random factor for each action.
 
-class CompiledOrder:
-    """An order with its needs and levels worked out once; `run` then takes any durations and latencies.
+    Cost: one vector step of the ranks for each level of the order (about two a micro-batch and stage of a rank), and
+        less where the steady state repeats.
+    Error: exact in whole nanoseconds; each time is rounded to one.
 
-    Attributes:
-        order: the order.
-        rank: rank of each action.
-        need: the action that each one waits for beside its rank's previous one, or -1.
-        remote: whether that action is on another rank.
-        level: a number above those of both.
+    Raises:
+        ValueError: the schedule deadlocks or lacks something; a time is negative, or there are not as many as stages.
     """
-
-    def __init__(self, order: Order) -> None:
-        """Work out needs and levels.
-
-        Raises:
-            ValueError: an action is there twice, needs one that is nowhere, or comes before what it needs on its own
-                rank; or ranks wait for one another in a circle (a deadlock).
-        """
-        self.order = order
-        if len(order.kind) > LARGE:
-            _keep_freed_memory()
-        counts = np.diff(order.offsets)
-        self.rank = np.repeat(np.arange(order.num_ranks), counts)
-        self.need = _needs(order, self.rank)
-        self.has_need = self.need >= 0
-        level = _closed_form_levels(order, self.rank, self.need, self.has_need)
-        # Closed forms have one stage a rank, so that every need is on another one.
-        elsewhere = level is not None or self.rank.take(self.need, mode="clip") != self.rank
-        self.remote = self.has_need & elsewhere
-        self.level = _frontier(order, self.need) if level is None else level
-        self._grid = Grid(self.level, self.rank, self.need, order.num_ranks)
-
-    def run(self, duration_ns: Ints, latency_ns: Ints | int = 0) -> Ints:
-        """Return the end of each action.
-
-        Args:
-            duration_ns: of each action.
-            latency_ns: between the end of the action that each one needs and its earliest start; one number for all
-                needs on other ranks, or one an action (what it says where nothing is needed is not read).
-        """
-        if isinstance(latency_ns, int):
-            latency_ns = self.remote * np.int64(latency_ns)
-        if not len(self.need):
-            return np.zeros(0, np.int64)
-        return self._grid.run(duration_ns, np.where(self.has_need, latency_ns, NEVER))
+    order = order_of(schedule)
+    compiled = _compiled(_Key(schedule)) if len(schedule) else CompiledOrder(order)
+    table, handover = _tables(times, unit_s, schedule.num_stages)
+    duration = table.reshape(-1).take(compiled.code)
+    if slow_ranks or jitter is not None:
+        factors = slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
+        duration = stretched(duration, factors if jitter is None else factors * jitter.factors(len(duration)))
+        end = compiled.run(duration, handover.take(order.stage.take(compiled.need, mode="clip")))
+    else:
+        end = compiled.run_by_stage(table, handover, duration)
+    return PipelineRun(order, end - duration, end, compiled.remote, compiled.need, handover)
 
 
-def _keep_freed_memory() -> None:
-    """Let the C library keep the memory of temporary arrays instead of returning it to the system each time.
+class _Key:
+    """A schedule to look up by: its hash reads a few rows, where the schedule's own reads all."""
 
-    Half the time of a large order went to pages that were given back and asked for again. glibc raises its thresholds
-    to the largest block that was ever mapped and freed, here 30 MiB that nobody touches; elsewhere this does nothing.
-    """
-    np.empty(30 * 2**20, np.uint8)
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        rows = slice(None, None, 1 + len(schedule) // SAMPLED)
+        self.sample = (len(schedule), schedule.kind[rows].tobytes(), schedule.microbatch[rows].tobytes())
 
+    def __hash__(self) -> int:
+        return hash(self.sample)
 
-def peak_in_flight(order: Order) -> Ints:
-    """Return, a rank, the most micro-batches (a stage each) whose forward has run and whose backward has not."""
-    step = np.where(order.kind == F, 1, np.where((order.kind == B) | (order.kind == I), -1, 0))
-    peaks = np.zeros(order.num_ranks, np.int64)
-    for rank in range(order.num_ranks):
-        row = step[order.offsets[rank] : order.offsets[rank + 1]]
-        peaks[rank] = max(0, int(np.cumsum(row).max(initial=0)))
-    return peaks
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.schedule == other.schedule
 
 
-def _name(order: Order, action: int) -> str:
-    return f"{order.stage[action]}{LETTERS[order.kind[action]]}{order.microbatch[action]}"
+@lru_cache(maxsize=16)
+def _compiled(key: _Key) -> CompiledOrder:
+    return CompiledOrder(order_of(key.schedule))
 
 
-def _needs(order: Order, rank: Ints) -> Ints:
-    """Return the action that each one needs: F from the stage before, I from the stage behind, W its own I.
-
-    The last stage's backward needs its own forward, which its rank's order puts before it (checked here).
-    """
-    num_actions = len(order.kind)
-    if num_actions == 0:
-        return np.zeros(0, np.int64)
-    stages, microbatches = int(order.stage.max()) + 1, int(order.microbatch.max()) + 1
-    size = stages * microbatches
-    if 4 * size >= 2**31:
-        raise ValueError(f"{stages} stages x {microbatches} micro-batches are too many to simulate; use fewer")
-    kind, stage = order.kind.astype(np.int8), order.stage.astype(np.int32)
-    key = stage * np.int32(microbatches) + order.microbatch.astype(np.int32)  # 32 bits: half the memory traffic
-    # A slot for each F, for each B or I (both pass a gradient back), and for each W.
-    is_f, is_w = kind == F, kind == W
-    slot = key + np.where(is_f, np.int32(0), np.int32(size))
-    if is_w.any():
-        slot[is_w] += size
-    rows = np.arange(num_actions, dtype=np.int32)
-    place = np.full(3 * size + microbatches, -1, np.int32)
-    place[slot] = rows
-    if np.count_nonzero(place >= 0) < num_actions:
-        twice = np.flatnonzero(place.take(slot) != rows)
-        raise ValueError(f"rank {rank[twice[0]]}: {_name(order, int(twice[0]))} is in the schedule twice; run it once")
-    starts = (is_f & (stage == 0)) | (~(is_f | is_w) & (stage == stages - 1))
-    wanted = slot + np.where(is_f, np.int32(-microbatches), np.int32(microbatches))
-    if is_w.any():
-        wanted[is_w] = slot[is_w] - size
-    need = place.take(wanted, mode="clip")
-    need[starts] = -1
-    lost = np.flatnonzero((need < 0) & ~starts)
-    if lost.size:
-        raise ValueError(f"rank {rank[lost[0]]}: what {_name(order, int(lost[0]))} needs is in no rank's order")
-    own = place.take(key)  # an F finds itself
-    begins = np.repeat(order.offsets[:-1].astype(np.int32), np.diff(order.offsets))
-    wrong = np.flatnonzero((own < begins) | (own > rows))
-    if wrong.size:
-        text = f"rank {rank[wrong[0]]}: {_name(order, int(wrong[0]))} comes before its own forward on that rank"
-        raise ValueError(f"deadlock: {text}; run the forward first")
-    return need.astype(np.int64)
+def forget_orders() -> None:
+    """Drop the orders that are kept to simulate a schedule again; programs that measure want to start from nothing."""
+    _compiled.cache_clear()
 
 
-def _closed_form_levels(order: Order, rank: Ints, need: Ints, has_need: Bools) -> Ints | None:
-    """Return the levels of GPipe or 1F1B, or None for an order for which they do not hold."""
-    ranks = order.num_ranks
-    counts = np.diff(order.offsets)
-    if not len(rank) or not (counts == counts[0]).all() or counts[0] < 2 or not np.array_equal(order.stage, rank):
-        return None
-    n = int(counts[0])
-    kind = order.kind.reshape(ranks, n)
-    lead = np.argmax(kind != F, axis=1)[:, None]
-    row, k = np.arange(ranks)[:, None], np.arange(n)[None]
-    for warm in (lead,) if lead[0] == n // 2 else (lead - 1,):
-        level = k + np.where(k < warm, row, np.where(k < n - warm, ranks - 1, 2 * (ranks - 1) - row))
-        flat = level.reshape(-1)
-        # Along a rank it rises whatever `warm` is; what is left to check is every need on another rank.
-        if ((flat.take(need, mode="clip") < flat) | ~has_need).all():
-            return flat
-    return None
+def _tables(times: ActionTimes, unit_s: float, num_stages: int) -> tuple[Ints, Ints]:
+    """Return nanoseconds of each stage's F, B, I and W [S, 4], and of what it hands over [S]."""
+    columns = {name: _per_stage(name, value, unit_s, num_stages) for name, value in times._asdict().items()}
+    forward, handover = columns["forward"], columns["communication"]
+    inputs, weights = columns["input_gradient"], columns["weight_gradient"]
+    return np.stack([forward, inputs + weights, inputs, weights], axis=1), handover
 
 
-def _frontier(order: Order, need: Ints) -> Ints:
-    """Give levels to any order: at each level every rank whose next action has what it needs runs it."""
-    level = np.zeros(len(need), np.int64)
-    done = np.zeros(len(need) + 1, bool)
-    done[-1] = True  # what an action without a need reads, and what a finished rank points at
-    wants = np.append(need, -1)
-    pointer, stop = order.offsets[:-1].copy(), order.offsets[1:]
-    at = 0
-    left = pointer < stop
-    while left.any():
-        go = done[wants[pointer]] & left
-        actions = pointer[go]
-        if not actions.size:
-            raise ValueError(_deadlock(order, need, pointer[left], np.flatnonzero(left)))
-        level[actions] = at
-        done[actions] = True
-        pointer = pointer + go
-        left = pointer < stop
-        at += 1
-    return level
-
-
-def _deadlock(order: Order, need: Ints, actions: Ints, ranks: Ints) -> str:
-    texts = [
-        f"rank {rank} at {_name(order, int(action))} waits for {_name(order, int(need[action]))}"
-        for rank, action in list(zip(ranks, actions, strict=True))[:SHOWN]
-    ]
-    more = f"; and {len(ranks) - SHOWN} ranks more" if len(ranks) > SHOWN else ""
-    return f"deadlock: {'; '.join(texts)}{more}"
+def _per_stage(name: str, value: float | Sequence[float], unit_s: float, num_stages: int) -> Ints:
+    numbers = np.asarray(value, np.float64).reshape(-1)
+    if numbers.size not in (1, num_stages):
+        raise ValueError(
+            f"times has {numbers.size} numbers of {name}; pass one, or one for each of {num_stages} stages"
+        )
+    if not ((numbers >= 0) & (numbers * unit_s * 1e9 < LONGEST_NS)).all():
+        raise ValueError(f"times has {name} of {value!r}; pass times >= 0, in units of {unit_s:g} s")
+    return np.broadcast_to(np.rint(numbers * (unit_s * 1e9)).astype(np.int64), num_stages).copy()

@@ -20,8 +20,9 @@ import numpy as np
 from distlab.plan.records import Contention
 from distlab.plan.sharding import Sharding
 from simulator import engine
+from simulator.compiled import CompiledOrder
 from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
-from simulator.pipeline import CompiledOrder, F, Order
+from simulator.orders import F, Order
 from simulator.stages import Stage
 from simulator.syncs import Transfer
 from simulator.times import Call, Pair, SyncTimes, Timing
@@ -35,19 +36,20 @@ DEVICE, TO_DEVICE, TO_HOST = 0, 1, 2
 def finish_sharded(timing: Timing, stages: Sequence[Stage]) -> Timing:
     """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters."""
     updates, calls = [], []
-    for rank, stage in enumerate(stages):
-        begin, rows = timing.optimizer[rank][0], []
-        free = 0
-        if stage.faults is not None:
-            rows.append(_call("scatter", "all_reduce faults", stage.faults, (begin, begin + stage.faults.duration_ns)))
-            begin += stage.faults.duration_ns
-        for sync, times in zip(stage.syncs, timing.syncs[rank], strict=True):
+    for rank, own in enumerate(timing.finishing):
+        begin, free, rows = timing.optimizer[rank][0], 0, []
+        for faults in (stages[stage].faults for stage in own):
+            if faults is not None:
+                rows.append(_call("scatter", "all_reduce faults", faults, (begin, begin + faults.duration_ns)))
+                begin += faults.duration_ns
+        syncs = [sync for stage in own for sync in stages[stage].syncs]
+        for sync, times in zip(syncs, timing.syncs_of(rank), strict=True):
             if sync.save is not None:
                 free = max(free, times.unpack[1]) + sync.save.duration_ns
                 rows.append(_call("host", _save_name(sync.name), sync.save, (free - sync.save.duration_ns, free)))
-        update = (max(begin, free), max(begin, free) + stage.optimizer_ns)
+        update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
         wire = up = started = update[1]
-        for sync in stage.syncs:
+        for sync in syncs:
             started += sync.start_ns  # all are started before the first is waited for
             what = sync.name.removeprefix(f"{sync.kind} ")
             if sync.load is not None:
@@ -58,8 +60,7 @@ def finish_sharded(timing: Timing, stages: Sequence[Stage]) -> Timing:
                 wire = at + sync.gather.duration_ns
                 rows.append(_call("gather", f"all_gather {what}", sync.gather, (at, wire)))
         updates.append(update)
-        before = timing.calls[rank] if timing.calls else ()
-        calls.append((*before, *rows))
+        calls.append((*(timing.calls[rank] if timing.calls else ()), *rows))
     return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
 
 

@@ -73,7 +73,7 @@ class Shards:
         return (own,) if self.replicas == 1 else (own, self._across_sets(whole // self.num_shards))
 
     def on_rank_ns(self, part: str, num_elements: int, bytes_each: int) -> int:
-        """Return what a part of a call ("all_gather start", "reduce_scatter sum") costs the computing rank.
+        """Return what a part of a call ("all_gather start", "all_gather beside") costs the computing rank.
 
         Nothing unless it was measured: nccl's calls are kernels that add up on their way, and the host runs ahead.
         """

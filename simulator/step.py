@@ -3,29 +3,33 @@
     step = simulate(workload, cluster, plan)
     step.duration_s, step.bubble_fraction, step.exposed_communication_s, step.memory, step.trace
 
-One replica's pipeline is timed; its replicas do the same at the same time, since devices are equal.
+One replica's pipeline is timed; its replicas do the same at the same time, since devices are equal. With `slow_ranks`
+a rank of the pipeline is slow in every replica: the others would wait for the slow one at each exchange of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from distlab.plan.records import Cluster, Link, Plan, Workload
-from distlab.plan.schedules.basic import gpipe, one_f_one_b
+from distlab.plan.schedules import Schedule
 from distlab.trace import Trace
 from simulator.codec import MeasuredCodec
+from simulator.compiled import CompiledOrder
+from simulator.jitter import EVEN, Floats, Jitter, Uneven
 from simulator.memory import Memory, step_memory
-from simulator.pipeline import CompiledOrder, order_of
+from simulator.orders import W
 from simulator.sharded import finish_sharded, repeat_passes, time_by_units
+from simulator.slowed import slowed
 from simulator.stages import Stage, make_stages, sent_bytes
+from simulator.step_graph import time_by_graph
+from simulator.step_order import compile_family, homes_of, order_of_step
 from simulator.times import Timing
-from simulator.timing import queues, time_by_graph, time_directly
+from simulator.timing import queues, time_directly
 from simulator.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
-
-MAKE_SCHEDULE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,12 @@ class Step:
     @property
     def duration_s(self) -> float:
         """Seconds from the step's start to the end of the last rank's update, and of gathers after it."""
-        return to_s(max(self._rank_end_ns(rank) for rank in range(len(self.stages))))
+        return to_s(max(self._rank_end_ns(rank) for rank in range(self.num_pipeline_ranks)))
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """Ranks of one replica; each has one stage, or several."""
+        return self.timing.order.num_ranks
 
     @property
     def pipeline_s(self) -> float:
@@ -59,7 +68,7 @@ class Step:
     @property
     def bubble_fraction(self) -> float:
         """Idle over total time of the compute lanes, from the step's start to the end of the last backward."""
-        total = int(self.timing.end_ns.max()) * len(self.stages)
+        total = int(self.timing.end_ns.max()) * self.num_pipeline_ranks
         busy = int((self.timing.end_ns - self.timing.start_ns).sum())
         if self.plan.sharding.stage == 3:  # a pass waits inside
             busy = self._computing_ns()
@@ -71,13 +80,13 @@ class Step:
 
         A copy between a device and its host counts as communication.
         """
-        rank = max(range(len(self.stages)), key=self._rank_end_ns)
+        rank = max(range(self.num_pipeline_ranks), key=self._rank_end_ns)
         begin, finish = self.timing.optimizer[rank]
         after = self._rank_end_ns(rank) - finish
         if self.plan.sharding.stage == 3 or _sums_each_pass(self.plan):
             return to_s(begin - self._computing_ns() + after)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
-        parts = [part for sync in self.timing.syncs[rank] for part in sync.computing]
+        parts = [part for sync in self.timing.syncs_of(rank) for part in sync.computing]
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
 
     def _rank_end_ns(self, rank: int) -> int:
@@ -95,7 +104,9 @@ class Step:
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:
         """Bytes that each rank sends in the step (rings for gradients, messages between stages), rank 0 first."""
-        each = [sent_bytes(stage, self.plan) for stage in self.stages]
+        each = [0.0] * self.num_pipeline_ranks
+        for stage in self.stages:
+            each[stage.rank] += sent_bytes(stage, self.plan)
         for rank, calls in enumerate(self.timing.calls):
             each[rank] += sum(call.sent_bytes for call in calls)
         return tuple(value for value in each for _ in range(self.plan.data))
@@ -136,8 +147,17 @@ def simulate(
     *,
     codec: MeasuredCodec | None = None,
     links: Mapping[str, Link] | None = None,
+    schedule: Schedule | None = None,
+    uneven: Uneven = EVEN,
 ) -> Step:
     """Simulate one training step.
+
+    The pipeline runs `plan.schedule`, or `schedule`, an order of one's own for `plan.pipeline` ranks. Stages next to
+    each other in the model that share a rank hand over in memory. Each stage's gradients are averaged once its last
+    backward, or weight gradient, has run. Automatic schedules are made for the times of the stages.
+
+    `uneven` makes equal work take unequal time: Uneven(slow_ranks={2: 1.3}) makes what rank 2 of the pipeline computes
+    take 1.3 times as long, Uneven(jitter=Jitter(0.05)) stretches each pass by a random factor of its own.
 
     With `plan.compression` a bucket is encoded on the compute lane once it is full, what is left of it travels, and it
     is decoded on the compute lane, from every rank's payload where ranks gather them. PowerSGD's second factor is made
@@ -155,30 +175,42 @@ def simulate(
 
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
-            codec was measured for another compression or number of replicas; the plan splits layers or sequences, or
-            shards a pipeline's parameters, or its gradients in several micro-batches, which is not timed.
+            codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
+            and micro-batches, or is faulty; the plan splits layers or sequences, or shards a pipeline's parameters, or
+            its gradients in several micro-batches, which is not timed.
     """
-    _check_is_timed(plan)
     if codec is not None:
         codec.check(plan)
-    stages = make_stages(workload, cluster, plan, codec, links)
-    compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
-    contention = cluster.contention
-    contends = contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
-    communicates = plan.pipeline > 1 or (plan.data > 1 and plan.gradient_sync in ("bucketed", "overlapped"))
-    each_pass = _sums_each_pass(plan)
-    one = _compile(plan.schedule, 1, 1) if each_pass else compiled
+    home = homes_of(workload, plan, schedule)
+    stages = make_stages(workload, cluster, plan, home, codec=codec, links=links)
+    stages = slowed(stages, uneven.slow_ranks, plan.pipeline)
+    compiled = order_of_step(plan, schedule, stages)
+    _check_is_timed(plan, len(home), splits=bool((compiled.order.kind == W).any()), jitter=uneven.jitter)
+    factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
     if plan.sharding.stage == 3:
-        timing = time_by_units(compiled, stages[0], plan.sharding, contention=contention)
-    elif (contends and communicates) or queues(stages):
-        timing = time_by_graph(one, stages, sync=plan.gradient_sync, contention=contention)
+        timing = time_by_units(compiled, stages[0], plan.sharding, contention=cluster.contention)
+    elif _sums_each_pass(plan):
+        one = compile_family(plan.schedule, 1, 1)
+        timing = repeat_passes(_time(one, stages, cluster, plan), stages[0], compiled.order)
     else:
-        timing = time_directly(one, stages, sync=plan.gradient_sync)
-    if each_pass:
-        timing = repeat_passes(timing, stages[0], compiled.order)
+        timing = _time(compiled, stages, cluster, plan, factors)
     if plan.sharding.stage in (1, 2):
         timing = finish_sharded(timing, stages)
     return Step(workload, cluster, plan, stages, timing)
+
+
+def _time(
+    compiled: CompiledOrder, stages: Sequence[Stage], cluster: Cluster, plan: Plan, factors: Floats | None = None
+) -> Timing:
+    """Time the passes and exchanges by the short road where it is exact."""
+    contention = cluster.contention
+    contends = contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
+    communicates = plan.pipeline > 1 or (plan.data > 1 and plan.gradient_sync in ("bucketed", "overlapped"))
+    if not (contends and communicates):
+        timing = time_directly(compiled, stages, sync=plan.gradient_sync, factors=factors)
+        if not queues(timing):
+            return timing
+    return time_by_graph(compiled, stages, sync=plan.gradient_sync, contention=contention, factors=factors)
 
 
 def closed_form_bubble(num_stages: int, num_microbatches: int) -> float:
@@ -194,25 +226,28 @@ def _sums_each_pass(plan: Plan) -> bool:
     return plan.sharding.stage == 2 and plan.num_microbatches > 1
 
 
-def _check_is_timed(plan: Plan) -> None:
+def _check_is_timed(plan: Plan, num_stages: int, *, splits: bool, jitter: Jitter | None) -> None:
     if plan.tensor > 1 or plan.context > 1:
         raise ValueError(
             f"the plan has tensor={plan.tensor} and context={plan.context}; simulate times data, pipeline and "
             "sharding: set both to 1; memory_of counts the rest"
         )
-    if plan.sharding.stage == 3 and plan.pipeline > 1:
+    by_pass = plan.sharding.stage == 3 or _sums_each_pass(plan)
+    if by_pass and jitter is not None:
+        raise ValueError(f"sharding stage {plan.sharding.stage} is timed without jitter; leave it out, or use stage 1")
+    if by_pass and num_stages == 1 and splits:
         raise ValueError(
-            f"the plan shards parameters (stage 3) over {plan.pipeline} pipeline stages, where each micro-batch would "
+            f"sharding stage {plan.sharding.stage} is timed with whole backwards; schedule {plan.schedule!r} splits "
+            "them: choose gpipe or one_f_one_b"
+        )
+    if plan.sharding.stage == 3 and num_stages > 1:
+        raise ValueError(
+            f"the plan shards parameters (stage 3) over {num_stages} pipeline stages, where each micro-batch would "
             "gather every unit again; simulate times stage 3 with pipeline=1, or use stage 1"
         )
-    if _sums_each_pass(plan) and plan.pipeline > 1:
+    if _sums_each_pass(plan) and num_stages > 1:
         raise ValueError(
-            f"the plan shards gradients (stage 2) over {plan.pipeline} pipeline stages, where each of "
+            f"the plan shards gradients (stage 2) over {num_stages} pipeline stages, where each of "
             f"{plan.num_microbatches} micro-batches would sum them over the ranks; simulate times stage 2 with "
             "pipeline=1, or use stage 1"
         )
-
-
-@lru_cache(maxsize=16)
-def _compile(schedule: str, num_stages: int, num_microbatches: int) -> CompiledOrder:
-    return CompiledOrder(order_of(MAKE_SCHEDULE[schedule](num_stages, num_microbatches)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.pipeline import Order
+from simulator.orders import B, Order, W
 
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
@@ -74,13 +76,14 @@ class Timing:
         end_ns: end of each action.
         send_end_ns: end of the message that leaves after each action; the action's own end where none does.
         send_start_ns: its start.
-        syncs: of each rank, in the order of its stage's syncs.
+        syncs: of each stage, in the order of the stage's syncs.
         optimizer: start and end of the update on each rank.
         layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
             they follow from the durations.
         calls: of each rank, what sharding adds; none of them is one of the syncs.
         packs: work on the compute lane of each rank that is neither a layer, nor a sync's, nor the update: copies of
             gradients to where they are scattered from.
+        factors: how much longer than costed each action takes (jitter); None: nothing does.
     """
 
     order: Order
@@ -93,3 +96,42 @@ class Timing:
     layers: Ints | None = None
     calls: tuple[tuple[Call, ...], ...] = ()
     packs: tuple[tuple[Call, ...], ...] = ()
+    factors: NDArray[np.float64] | None = None
+
+    @cached_property
+    def finishing(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank, in the order in which their gradients are complete."""
+        return finishing(self.order)
+
+    @cached_property
+    def last_actions(self) -> Ints:
+        """Action that completes each stage's gradients."""
+        return last_actions(self.order)
+
+    def syncs_of(self, rank: int) -> tuple[SyncTimes, ...]:
+        """Return all that a rank exchanges: its stages' syncs, in the order in which the stages are complete."""
+        return tuple(times for stage in self.finishing[rank] for times in self.syncs[stage])
+
+
+def last_actions(order: Order) -> Ints:
+    """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
+    rows = np.flatnonzero((order.kind == B) | (order.kind == W))
+    last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
+    np.maximum.at(last, order.stage[rows], rows)
+    return last
+
+
+def finishing(order: Order) -> tuple[tuple[int, ...], ...]:
+    """Return each rank's stages, in the order in which their gradients are complete."""
+    last = last_actions(order)
+    places = np.searchsorted(order.offsets, last, side="right") - 1
+    stages = np.argsort(last, kind="stable").tolist()
+    return tuple(tuple(stage for stage in stages if places[stage] == rank) for rank in range(order.num_ranks))
+
+
+def layer_times(layers_ns: Sequence[int], factor: float | None = None) -> tuple[int, ...]:
+    """Return the times of layers, each that many times longer; rounded so that they add up to the whole, rounded."""
+    if factor is None:
+        return tuple(layers_ns)
+    ends = np.rint(np.cumsum(np.append(0, layers_ns)) * factor).astype(np.int64)
+    return tuple(np.diff(ends).tolist())

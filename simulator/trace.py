@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 
 from distlab.plan.records import Plan
 from distlab.trace import Span, Trace
-from simulator.pipeline import LETTERS, F
+from simulator.orders import LETTERS, F
 from simulator.stages import Stage
 from simulator.syncs import Sync
-from simulator.times import SyncTimes, Timing
+from simulator.times import SyncTimes, Timing, layer_times
 
 Ints = NDArray[np.int64]
+PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def step_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
     """Return the spans of all ranks."""
     closing = _closing(stages, timing) + _sharding_calls(timing)
-    parts = [_passes(timing, plan), _messages(stages, timing), Trace.from_spans(closing)]
+    parts = [_passes(timing), _messages(stages, timing), Trace.from_spans(closing)]
     return _on_all_ranks(Trace.concatenate(parts), plan.data)
 
 
@@ -38,24 +39,24 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
     order = timing.order
     spans = []
     for action, layer, start, end in rows.tolist():
-        stage, kind = int(order.stage[action]), LETTERS[order.kind[action]]
-        name = f"{'forward' if kind == 'F' else 'backward'} {stages[stage].layers[layer].name}"
+        number, kind = int(order.stage[action]), LETTERS[order.kind[action]]
+        name = f"{PASSES[kind]} {stages[number].layers[layer].name}"
         microbatch = int(order.microbatch[action])
-        spans.append(Span(stage, "compute", name, kind, start, end, 0, stage, microbatch))
-    for rank, (stage_of_rank, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
-        for sync, times in zip(stage_of_rank.syncs, syncs, strict=True):
-            spans += _copies(rank, sync, times) + exchanges(rank, sync, times)
-        spans.append(_update(rank, timing))
+        spans.append(Span(stages[number].rank, "compute", name, kind, start, end, 0, number, microbatch))
+    for number, (stage, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
+        for sync, times in zip(stage.syncs, syncs, strict=True):
+            spans += _copies(stage.rank, sync, times, number) + exchanges(stage.rank, sync, times, number)
+    spans += [_update(rank, timing) for rank in range(order.num_ranks)]
     spans += _sharding_calls(timing)
     spans += [Span(rank, *pack[:6], rank, pack.microbatch) for rank, packs in enumerate(timing.packs) for pack in packs]
     kept = [span for span in spans if span.end_ns > span.start_ns]
     return _on_all_ranks(Trace.concatenate([Trace.from_spans(kept), _messages(stages, timing)]), plan.data)
 
 
-def _passes(timing: Timing, plan: Plan) -> Trace:
+def _passes(timing: Timing) -> Trace:
     order = timing.order
-    if plan.pipeline == 1:
-        names: object = ["forward" if kind == F else "backward" for kind in order.kind.tolist()]
+    if order.num_ranks == 1 and not order.stage.any():
+        names: object = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()]
     else:
         columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
         names = [f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)]
@@ -75,6 +76,7 @@ def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
     """Return a send on the sender's rank and the receive of the same message on the receiver's."""
     order = timing.order
     sizes = np.array([[stage.send_forward_bytes, stage.send_backward_bytes] for stage in stages], np.int64)
+    home = np.array([stage.rank for stage in stages], np.int64)
     backward = (order.kind != F).astype(np.int64)
     sent = np.flatnonzero(timing.send_end_ns > timing.send_start_ns)
     parts = []
@@ -87,7 +89,7 @@ def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
             pairs = zip(owner.tolist(), microbatch.tolist(), strict=True)
             parts.append(
                 Trace.from_columns(
-                    rank=owner,
+                    rank=home[owner],
                     lane=f"{kind} {'backward' if is_backward else 'forward'}",
                     name=[f"{number}{kind.upper()}_{letter}{index}" for number, index in pairs],
                     kind=kind,
@@ -103,13 +105,14 @@ def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
 def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
     """Return each rank's all-reduces, its wait for them and its update."""
     spans = []
-    for rank, stage in enumerate(stages):
-        for sync, times in zip(stage.syncs, timing.syncs[rank], strict=True):
-            spans += exchanges(rank, sync, times)
+    for rank, own in enumerate(timing.finishing):
+        for number in own:
+            for sync, times in zip(stages[number].syncs, timing.syncs[number], strict=True):
+                spans += exchanges(rank, sync, times, number)
         end = int(timing.end_ns[timing.order.offsets[rank + 1] - 1])
         begin, _ = timing.optimizer[rank]
-        if stage.syncs or stage.units:
-            spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, rank))
+        if any(stages[number].syncs or stages[number].units for number in own):
+            spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, own[-1]))
         spans.append(_update(rank, timing))
     return spans
 
@@ -118,7 +121,7 @@ def _update(rank: int, timing: Timing) -> Span:
     """Return the update: the host's where gradients are copied there."""
     calls = timing.calls[rank] if timing.calls else ()
     lane = "host" if any(call.lane == "host" for call in calls) else "compute"
-    return Span(rank, lane, "optimizer", "optimizer", *timing.optimizer[rank], 0, rank)
+    return Span(rank, lane, "optimizer", "optimizer", *timing.optimizer[rank], 0, timing.finishing[rank][-1])
 
 
 def _sharding_calls(timing: Timing) -> list[Span]:
@@ -126,7 +129,7 @@ def _sharding_calls(timing: Timing) -> list[Span]:
     return [Span(rank, *call[:6], rank, call.microbatch) for rank, calls in enumerate(timing.calls) for call in calls]
 
 
-def exchanges(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
+def exchanges(rank: int, sync: Sync, times: SyncTimes, stage: int = 0) -> list[Span]:
     """Return what a bucket sends: one call, or a second one after it.
 
     Calls that follow one another at once share the bucket's time as they would without contention.
@@ -138,16 +141,16 @@ def exchanges(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
             start, so_far = so_far, so_far + part.duration_ns
             first, last = (begin + (end - begin) * at // whole for at in (start, so_far))
             name = sync.name.replace(sync.kind, part.kind, 1)
-            spans.append(Span(rank, "scatter", name, part.kind, first, last, part.num_bytes, rank))
+            spans.append(Span(rank, "scatter", name, part.kind, first, last, part.num_bytes, stage))
         return spans
-    spans = [Span(rank, "communication", sync.name, sync.kind, *times.all_reduce, sync.num_bytes, rank)]
+    spans = [Span(rank, "communication", sync.name, sync.kind, *times.all_reduce, sync.num_bytes, stage)]
     if sync.later is not None and times.later is not None:
         name = f"{sync.name}, second factor"
-        spans.append(Span(rank, "communication", name, sync.later.kind, *times.later, sync.later.num_bytes, rank))
+        spans.append(Span(rank, "communication", name, sync.later.kind, *times.later, sync.later.num_bytes, stage))
     return spans
 
 
-def _copies(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
+def _copies(rank: int, sync: Sync, times: SyncTimes, stage: int) -> list[Span]:
     """Return what is done to a bucket before and after it travels: packing, or encoding and decoding."""
     what = sync.name.removeprefix(f"{sync.kind} ")
     if not sync.compressed:
@@ -159,7 +162,7 @@ def _copies(rank: int, sync: Sync, times: SyncTimes) -> list[Span]:
     if times.after is not None:
         pairs.insert(2, ("encode remainder of", "encode", times.after))
     return [
-        Span(rank, "compute", f"{verb} {what}", kind, *pair, sync.gradient_bytes, rank) for verb, kind, pair in pairs
+        Span(rank, "compute", f"{verb} {what}", kind, *pair, sync.gradient_bytes, stage) for verb, kind, pair in pairs
     ]
 
 
@@ -168,22 +171,20 @@ def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
 
     Forward in order, backward from the last layer, copies of a last backward between.
     """
-    order = timing.order
+    order, last = timing.order, timing.last_actions.tolist()
     rows = []
-    for rank, stage in enumerate(stages):
-        first, stop = int(order.offsets[rank]), int(order.offsets[rank + 1])
-        count = len(stage.layers)
-        for action in range(first, stop):
-            forward = order.kind[action] == F
-            durations = stage.forward_ns if forward else stage.backward_ns
-            copies = timing.syncs[rank] if action == stop - 1 else ()
-            now = int(timing.start_ns[action])
-            for layer in range(count) if forward else range(count - 1, -1, -1):
-                rows.append((action, layer, now, now + durations[layer]))
-                now += durations[layer]
-                for sync in copies:
-                    if sync.pack[0] == now and now < timing.end_ns[action]:
-                        now = sync.pack[1]
+    columns = (order.stage.tolist(), order.kind.tolist(), timing.start_ns.tolist(), timing.end_ns.tolist())
+    for action, (number, kind, start, end) in enumerate(zip(*columns, strict=True)):
+        layers = stages[number].passes_ns[kind]
+        durations = layer_times(layers, None if timing.factors is None else float(timing.factors[action]))
+        copies = timing.syncs[number] if action == last[number] else ()
+        now = start
+        for layer in range(len(layers)) if kind == F else range(len(layers) - 1, -1, -1):
+            rows.append((action, layer, now, now + durations[layer]))
+            now += durations[layer]
+            for sync in copies:
+                if sync.pack[0] == now and now < end:
+                    now = sync.pack[1]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 

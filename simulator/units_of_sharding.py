@@ -78,7 +78,7 @@ class UnitTimes:
     Attributes:
         unit: the unit.
         gather: all-gather of its parameters.
-        start_ns: starting the gather, where it keeps the computing rank busy.
+        start_ns: starting the gather, where it keeps the computing rank busy, and what it costs that rank besides.
         show_ns: putting views of the gathered parameters where the layers look for them.
         scatter: reduce-scatter of its gradients, and what follows it among replicas.
         pack_ns: copying its gradients to where they are scattered from, and starting that.
@@ -112,11 +112,13 @@ def time_units(units: Sequence[Unit], shards: Shards, each: NumberBytes, plan: P
         UnitTimes(
             unit,
             gather=shards.gather(unit.num_elements, each.parameter),
-            start_ns=shards.on_rank_ns("all_gather start", unit.num_elements, each.parameter),
+            start_ns=shards.on_rank_ns("all_gather start", unit.num_elements, each.parameter)
+            + shards.on_rank_ns("all_gather beside", unit.num_elements, each.parameter),
             show_ns=to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * len(unit.sizes) + UNIT_KERNELS), device)),
             scatter=shards.scatter(unit.num_elements, each.gradient),
             pack_ns=copies_ns(unit.num_elements)
-            + shards.on_rank_ns("reduce_scatter start", unit.num_elements, each.gradient),
+            + shards.on_rank_ns("reduce_scatter start", unit.num_elements, each.gradient)
+            + shards.on_rank_ns("reduce_scatter beside", unit.num_elements, each.gradient),
             sum_ns=shards.on_rank_ns("reduce_scatter sum", unit.num_elements, each.gradient),
             unpack_ns=copies_ns(shards.padded(unit.num_elements) // shards.num_shards),
             load=shards.host_copy(unit.num_elements, each.parameter) if offload else None,
@@ -142,13 +144,16 @@ def scattered(syncs: Sequence[Sync], shards: Shards, each: NumberBytes, offload:
                 name=sync.name.replace("all_reduce", "reduce_scatter", 1),
                 kind="reduce_scatter",
                 num_bytes=parts[0].num_bytes,
-                pack_ns=sync.pack_ns + shards.on_rank_ns("reduce_scatter start", size, each.gradient),
+                pack_ns=sync.pack_ns
+                + shards.on_rank_ns("reduce_scatter start", size, each.gradient)
+                + shards.on_rank_ns("reduce_scatter beside", size, each.gradient),
                 unpack_ns=sync.unpack_ns + adding_ns + to_ns(compute_s(check, shards.cluster.device)),
                 duration_ns=sum(part.duration_ns for part in parts),
                 sent_bytes=sum(part.sent_bytes for part in parts),
                 parts=parts,
                 gather=shards.gather(size, each.parameter),
-                start_ns=shards.on_rank_ns("all_gather start", size, each.parameter),
+                start_ns=shards.on_rank_ns("all_gather start", size, each.parameter)
+                + shards.on_rank_ns("all_gather beside", size, each.parameter),
                 save=shards.host_copy(size, each.gradient) if offload != "none" else None,
                 load=shards.host_copy(size, each.parameter) if offload != "none" else None,
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
 from distlab.plan.records import GRADIENT_SYNCS, RECOMPUTES, SCHEDULES, Plan
+from distlab.plan.schedules import SCHEDULES as FAMILIES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS, Precision, Sharding
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of the plan."""
     command.add_argument("--data", type=whole_number("replicas"), default=8, metavar="N", help="replicas (default 8)")
-    command.add_argument("--pipeline", type=whole_number("stages"), default=1, metavar="N", help="stages (default 1)")
+    what = "ranks that the model's stages are spread over (default 1)"
+    command.add_argument("--pipeline", type=whole_number("ranks"), default=1, metavar="N", help=what)
     command.add_argument("--microbatches", type=whole_number("micro-batches"), default=1, metavar="N")
-    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", help="order of micro-batches")
+    names = f"order of micro-batches: {', '.join(SCHEDULES)} (default one_f_one_b)"
+    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
+    what = "stages on each rank of the pipeline (default: 2 where the schedule has several, else 1)"
+    command.add_argument("--stages-per-rank", type=whole_number("stages"), metavar="N", help=what)
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
     command.add_argument("--bucket-mb", type=whole_number("MB"), default=25, metavar="N", help="bucket capacity")
     what = "what replicas split: 1 optimizer state, 2 gradients too, 3 parameters too (default 0, nothing)"
@@ -104,6 +109,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         pipeline=arguments.pipeline,
         num_microbatches=arguments.microbatches,
         schedule=arguments.schedule,
+        stages_per_rank=arguments.stages_per_rank or FAMILIES[arguments.schedule].stages_per_rank(),
         gradient_sync=arguments.sync,
         bucket_bytes=arguments.bucket_mb * 1_000_000,
         sharding=sharding,

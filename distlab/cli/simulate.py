@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from simulator import Memory, Step
 
 NOT_TIMED = "not simulated: layers or sequences split over ranks, or a pipeline with stage 2 or 3"
+SHOWN = 8
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     add_plan_arguments(command)
-    command.add_argument("--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
+    command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
     command.add_argument("--json", action="store_true", help="print the step as JSON")
@@ -42,9 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     cluster = find_cluster(arguments.cluster, plan.world_size)
     step = simulate(workload, cluster, plan) if is_timed(plan) else None
     memory = step.memory if step else memory_of(workload, plan)
-    if step is None and (arguments.picture or arguments.trace):
-        raise ValueError(f"--picture and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
-    save_pictures(step, memory, cluster, timeline=arguments.picture, filled=arguments.memory)
+    if step is None and (arguments.timeline or arguments.trace):
+        raise ValueError(f"--timeline and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
+    save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace.chrome import write_chrome
 
@@ -63,7 +64,8 @@ def is_timed(plan: Plan) -> bool:
     """Return whether `simulate` gives the plan's step a time."""
     sums_each_pass = plan.sharding.stage == 2 and plan.num_microbatches > 1
     shards_passes = plan.sharding.stage == 3 or sums_each_pass
-    return plan.tensor == plan.context == 1 and (plan.pipeline == 1 or not shards_passes)
+    one_stage = plan.pipeline * plan.stages_per_rank == 1 and plan.schedule in ("gpipe", "one_f_one_b")
+    return plan.tensor == plan.context == 1 and (one_stage or not shards_passes)
 
 
 def save_pictures(
@@ -144,6 +146,8 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
         ("ranks", f"{shown} on {cluster.name}"),
     ]
     if step:
+        if plan.pipeline > 1:
+            rows.append(("schedule", _schedule(plan, step)))
         rows += [
             ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples a second"),
             ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
@@ -160,3 +164,11 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     if counted["why_not"]:
         rows.append(("does not fit", counted["why_not"]))
     return "\n".join(f"{name:<22} {value}" for name, value in rows)
+
+
+def _schedule(plan: Plan, step: Step) -> str:
+    from distlab.plan.schedules import SCHEDULES
+
+    stages = f"{plan.stages_per_rank} stages a rank, " if plan.stages_per_rank > 1 else ""
+    held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
+    return f"{SCHEDULES[plan.schedule].title}, {stages}{plan.num_microbatches} micro-batches, in flight {held}"

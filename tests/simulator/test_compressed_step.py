@@ -29,8 +29,9 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.step import _compile
-from simulator.timing import time_by_graph, time_directly
+from simulator.step_graph import time_by_graph
+from simulator.step_order import order_of_step
+from simulator.timing import time_directly
 from simulator.units import to_ns
 
 
@@ -178,7 +179,7 @@ def test_both_roads_agree_and_no_lane_does_two_things(compression, sync, data, s
     options = {"gradient_sync": sync, "pipeline": stages, "num_microbatches": microbatches}
     plan = plan_of(compression, data=data, **options)
     step = simulate(WORKLOAD, with_bandwidth(cluster_of(16), plan, bandwidth), plan)
-    compiled = _compile(plan.schedule, plan.pipeline, plan.num_microbatches)
+    compiled = order_of_step(plan, None, step.stages)
     direct = time_directly(compiled, step.stages, sync=sync)
     by_graph = time_by_graph(compiled, step.stages, sync=sync)
     assert direct.syncs == by_graph.syncs

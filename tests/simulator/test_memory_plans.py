@@ -230,8 +230,8 @@ def test_over_a_step_memory_is_a_saw():
 
 
 def test_an_order_fills_then_alternates_then_empties():
-    assert "".join("FB"[not forward] for forward in one_by_one(3, 5)) == "FFFBFBFBBB"
-    assert one_by_one(2, 2).tolist() == [True, True, False, False]
+    assert "".join("FBIW"[kind] for kind in one_by_one(0, 3, 5).kind) == "FFFBFBFBBB"
+    assert one_by_one(1, 2, 2).kind.tolist() == [0, 0, 1, 1]
 
 
 plans = st.builds(
@@ -261,7 +261,7 @@ plans = st.builds(
 def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
     memory = held(plan)
     for stage in range(plan.pipeline):
-        rows = memory.stages[stage].step(memory.passes[stage].is_forward)
+        rows = memory.rows(stage)
         assert rows.min() >= 0
         assert rows.max(axis=0).tolist() == memory.peak_bytes[stage].tolist()
         assert rows.sum(axis=1).max() == memory.total_bytes[stage]

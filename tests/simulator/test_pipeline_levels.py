@@ -3,9 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import add_communication, gpipe, one_f_one_b, parse_schedule
-from simulator import pipeline
-from simulator.pipeline import CompiledOrder, F, Order, order_of, peak_in_flight
+from distlab.plan import add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
+from distlab.plan.schedules import ActionTimes
+from simulator import compiled as compiling
+from simulator.one_by_one import Walk
+from simulator.pipeline import CompiledOrder, F, Order, W, order_of, peak_in_flight, simulate_schedule
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
@@ -46,7 +48,7 @@ def plain_event_loop(order, duration, latency):
                 kind, stage, mb = order.kind[action], int(order.stage[action]), int(order.microbatch[action])
                 if kind == F:
                     key = ("F", stage - 1, mb) if stage else None
-                elif kind == pipeline.W:
+                elif kind == W:
                     key = ("I", stage, mb)
                 else:
                     key = ("I", stage + 1, mb) if stage < last_stage else ("F", stage, mb)
@@ -179,10 +181,39 @@ def test_built_in_schedules_have_levels_in_closed_form():
         for shape in ((1, 1), (4, 8), (8, 8), (8, 40)):
             order = order_of(make(*shape))
             compiled = CompiledOrder(order)
-            found = pipeline._closed_form_levels(order, compiled.rank, compiled.need, compiled.has_need)
+            found = compiling.closed_form_levels(order, np.where(compiled.remote, compiled.need, -1))
             assert found is not None, (name, shape)
 
 
 def test_an_empty_order_has_no_times():
     empty = Order(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(3, np.int64))
     assert CompiledOrder(empty).run(np.zeros(0, np.int64)).tolist() == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(("naive", "zb_h1", "zb_v")), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_action_after_action_equals_level_by_level(name, ranks, microbatches, seed):
+    order = order_of(make_schedule(name, ranks, microbatches))
+    by_level = CompiledOrder(order)
+    walk = Walk(order, np.where(by_level.remote, by_level.need, -1))
+    generator = np.random.default_rng(seed)
+    duration, latency = generator.integers(0, 1000, len(order.kind)), generator.integers(0, 500, len(order.kind))
+    assert np.array_equal(walk.run(duration, latency), by_level.run(duration, latency))
+    assert sorted(walk.sequence) == list(range(len(order.kind)))
+    if name == "naive":
+        assert np.array_equal(walk.level, by_level.level)
+
+
+def test_sparse_orders_go_action_after_action(monkeypatch):
+    schedule, times = make_schedule("naive", 6, 20), ActionTimes(1.0, 1.0, 1.0, 0.1)
+    by_level = CompiledOrder(order_of(schedule)).run(np.arange(240), 7)
+    expected = simulate_schedule(schedule, times).end_ns
+    monkeypatch.setattr(compiling, "MANY", 16)
+    compiled = CompiledOrder(order_of(schedule))
+    assert compiled._walk is not None
+    assert np.array_equal(compiled.run(np.arange(240), 7), by_level)
+    table, handover = np.full((6, 4), 10**6) * [1, 2, 1, 1], np.full(6, 10**5)
+    assert np.array_equal(compiled.run_by_stage(table, handover), expected)
+    stuck = parse_schedule(str(schedule).replace("2F15,2B15,2F16", "2F16,2F15,2B15"))
+    with pytest.raises(ValueError, match=r"deadlock: .*waits for"):
+        CompiledOrder(order_of(stuck))

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan.records import SCHEDULES, Contention, Link, Plan, Protocol
+from distlab.plan.records import Contention, Link, Plan, Protocol
 from distlab.plan.sharding import Precision
 from simulator import gpt_workload, simulate
 from simulator.cost import all_gather_s, all_reduce_s
@@ -134,7 +134,9 @@ def test_stage_two_sums_each_micro_batch_and_stage_one_the_last():
 def test_stage_two_sums_each_micro_batch_in_any_order_of_passes():
     workload = workload_of([1, 2, 1])
     plan = plan_of(2, microbatches=3)
-    all_forward_first, turns = (simulate(workload, cluster_of(4), replace(plan, schedule=s)) for s in SCHEDULES)
+    all_forward_first, turns = (
+        simulate(workload, cluster_of(4), replace(plan, schedule=s)) for s in ("gpipe", "one_f_one_b")
+    )
     assert all_forward_first.sent_bytes_per_rank == turns.sent_bytes_per_rank
     assert all_forward_first.duration_s == turns.duration_s
     assert all_forward_first.exposed_communication_s == turns.exposed_communication_s

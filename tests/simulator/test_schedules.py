@@ -1,0 +1,263 @@
+"""Every schedule through the simulator: exact, within its bounds, with stragglers and jitter; memory and traces."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.plan import Plan, Sharding, parse_schedule, validate
+from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule, one_f_one_b
+from simulator import Jitter, Uneven, memory_of, simulate, simulate_schedule
+from simulator.compiled import CompiledOrder
+from simulator.orders import W, order_of
+from tests.simulator.test_pipeline_levels import plain_event_loop
+from tests.simulator.test_step import cluster_of, workload_of
+
+NAMES = sorted(SCHEDULES)
+ONE_COPY = [name for name in NAMES if SCHEDULES[name].placement != "copies"]
+SEEDS = st.integers(0, 2**32 - 1)
+TIMES = ActionTimes(1.0, 1.0, 1.0)
+NOT_SHARDED = Sharding()
+
+
+def stages_per_rank(name, loop=2):
+    return {"loop": loop, "v": 2}.get(SCHEDULES[name].placement, 1)
+
+
+def random_schedule(generator):
+    name = str(generator.choice(NAMES))
+    ranks, microbatches = int(generator.integers(1, 6)), int(generator.integers(1, 13))
+    if name == "dualpipe":
+        ranks, microbatches = 2 * ranks, 2 * microbatches
+    loop = int(generator.integers(1, 4))
+    return make_schedule(name, ranks, microbatches, stages_per_rank=stages_per_rank(name, loop))
+
+
+def random_times(generator, num_stages):
+    columns = generator.integers(0, 1000, (4, num_stages)) * generator.choice([1, 1, 1, 0], (4, 1))
+    return ActionTimes(*(tuple(column.tolist()) for column in columns))
+
+
+@settings(deadline=None, max_examples=30)
+@given(SEEDS)
+def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(10):  # 300 configurations
+        schedule = random_schedule(generator)
+        times = random_times(generator, schedule.num_stages)
+        jitter = Jitter(0.2, seed % 99) if generator.integers(2) else None
+        run = simulate_schedule(schedule, times, unit_s=1e-9, jitter=jitter, slow_ranks={0: 1.5})
+        offsets = run.order.offsets
+        first = np.zeros(len(run.start_ns), bool)
+        first[offsets[:-1]] = True
+        assert (run.start_ns[1:] >= run.end_ns[:-1])[~first[1:]].all()
+        needs = np.flatnonzero(run.need >= 0)
+        arrives = run.end_ns[run.need[needs]] + np.where(
+            run.remote[needs], run.handover_ns[run.order.stage[run.need[needs]]], 0
+        )
+        assert (run.start_ns[needs] >= arrives).all()
+        assert run.duration_s >= max(run.busy_s) - 1e-12
+        assert run.duration_s >= run.ideal_s - 1e-12
+        assert -1e-9 <= run.bubble_fraction <= 1  # 1: computing takes no time
+        assert 0 <= run.speedup <= schedule.num_ranks + 1e-9
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS)
+def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
+    generator = np.random.default_rng(seed)
+    schedule = random_schedule(generator)
+    times = random_times(generator, schedule.num_stages)
+    run = simulate_schedule(schedule, times, unit_s=1e-9)
+    order = order_of(schedule)
+    assert np.array_equal(run.end_ns, run.start_ns + durations(order, times))
+    handover = np.array(times.communication)
+    latency = np.where(run.remote, handover[order.stage[run.need]], 0)
+    assert np.array_equal(run.end_ns, plain_event_loop(order, durations(order, times), latency))
+
+
+def durations(order, times):
+    forward, inputs, weights = (np.array(column) for column in times[:3])
+    table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
+    return table[order.stage, order.kind]
+
+
+@pytest.mark.parametrize("handover", [0, 30])
+def test_skipping_the_steady_state_of_any_schedule_changes_nothing(handover, monkeypatch):
+    for name in ("interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half"):
+        schedule = make_schedule(name, 4, 96, stages_per_rank=stages_per_rank(name))
+        stages = np.arange(schedule.num_stages)
+        compiled = CompiledOrder(order_of(schedule))
+        for table in (np.full((len(stages), 4), 100), 50 + 10 * (stages[:, None] * 7 % 5) + np.arange(4)):
+            skipped = compiled.run_by_stage(table, np.full(len(stages), handover))
+            plain = compiled.run(table.reshape(-1)[compiled.code], handover)
+            with monkeypatch.context() as patch:
+                patch.setattr("simulator.levels.BLOCK", 10**9)
+                whole = compiled.run(table.reshape(-1)[compiled.code], handover)
+            assert np.array_equal(skipped, whole), name
+            assert np.array_equal(plain, whole), name
+
+
+def test_a_slower_rank_never_ends_the_step_earlier():
+    for name in NAMES:
+        schedule = make_schedule(name, 4, 8, stages_per_rank=stages_per_rank(name))
+        ends = [simulate_schedule(schedule, TIMES, slow_ranks={2: slow}).end_ns for slow in (1.0, 1.3, 2.0)]
+        assert np.array_equal(ends[0], simulate_schedule(schedule, TIMES).end_ns)
+        assert all((later >= earlier).all() for earlier, later in zip(ends, ends[1:], strict=False)), name
+        assert ends[2].max() > ends[0].max()
+
+
+def test_jitter_is_repeated_by_its_seed_and_is_one_on_average():
+    schedule = one_f_one_b(4, 32)
+    first, again, other = (
+        simulate_schedule(schedule, TIMES, jitter=Jitter(0.1, seed)).end_ns.tolist() for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert simulate_schedule(schedule, TIMES, jitter=Jitter(0.0)).duration_s == pytest.approx(
+        simulate_schedule(schedule, TIMES).duration_s
+    )
+    factors = Jitter(0.25).factors(100_000)
+    assert factors.min() > 0
+    assert factors.mean() == pytest.approx(1, abs=0.01)
+    assert factors.std() == pytest.approx(0.25, rel=0.02)
+
+
+def test_the_figures_of_a_run():
+    run = simulate_schedule(one_f_one_b(4, 4), ActionTimes(1, 1, 1, 0.25))
+    assert run.work_s == pytest.approx(4 * 4 * 3e-3)
+    assert run.ideal_s == pytest.approx(12e-3)
+    alone = simulate_schedule(one_f_one_b(4, 4), TIMES)
+    assert alone.duration_s == pytest.approx((4 + 3) * 3e-3)
+    assert alone.duration_s + 2 * 3 * 0.25e-3 <= run.duration_s <= alone.duration_s + 4 * 3 * 0.25e-3
+    assert run.speedup == pytest.approx(run.work_s / run.duration_s)
+    assert run.bubble_fraction == pytest.approx(1 - run.ideal_s / run.duration_s)
+    assert run.peak_in_flight == (4, 3, 2, 1)
+    sends = [span for span in run.trace if span.lane == "send"]
+    assert {span.name for span in sends} == {f"{s}SEND_F{m}" for s in range(3) for m in range(4)} | {
+        f"{s}SEND_B{m}" for s in range(1, 4) for m in range(4)
+    }
+    assert {span.end_ns - span.start_ns for span in sends} == {250_000}
+    computing = [span for span in run.trace if span.lane == "compute"]
+    assert [span.name for span in computing if span.rank == 3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+    assert run.trace.duration_s == pytest.approx(run.duration_s)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: simulate_schedule(s, ActionTimes((1, 2), 1, 1)), "2 numbers of forward; pass one, or one for each"),
+        (lambda s: simulate_schedule(s, ActionTimes(1, -1, 1)), "input_gradient of -1; pass times >= 0"),
+        (lambda s: simulate_schedule(s, TIMES, slow_ranks={4: 2}), r"rank 4; the pipeline has ranks 0\.\.3"),
+        (lambda s: simulate_schedule(s, TIMES, slow_ranks={1: 0}), "gives rank 1 the factor 0; pass a number above 0"),
+        (lambda s: Jitter(-0.1), "relative is -0.1; pass a spread >= 0"),
+        (lambda s: step_of("one_f_one_b", schedule=s, microbatches=5), "4 ranks and 4 micro-batches; the plan has"),
+        (lambda s: step_of("zb_v", layers=7), r"4 \(pipeline\) x 2 \(a rank\) = 8 stages; workload 'w' has 7 layers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(one_f_one_b(4, 4))
+
+
+def step_of(name, *, layers=8, microbatches=6, data=1, schedule=None, sharding=NOT_SHARDED, **options):
+    plan = Plan(
+        data=data,
+        pipeline=4,
+        num_microbatches=microbatches,
+        schedule=name,
+        stages_per_rank=stages_per_rank(name),
+        bucket_bytes=10_000,
+        sharding=sharding,
+    )
+    return simulate(workload_of(np.arange(1, layers + 1)), cluster_of(4 * data), plan, schedule=schedule, **options)
+
+
+def test_a_step_holds_what_its_schedule_holds():
+    for name in ONE_COPY:
+        step = step_of(name)
+        kept = dict.fromkeys(range(4), 0)
+        schedule = make_schedule(name, 4, 6, stages_per_rank=stages_per_rank(name))
+        if name not in ("automatic", "zb_1p", "zb_2p"):  # made for the times of the stages
+            assert step.memory.in_flight == validate(schedule).peak_in_flight, name
+            assert memory_of(step.workload, step.plan).in_flight == step.memory.in_flight, name
+        order = step.timing.order
+        for rank in range(4):
+            rows = slice(int(order.offsets[rank]), int(order.offsets[rank + 1]))
+            sizes = np.array([sum(layer.activation_bytes for layer in stage.layers) for stage in step.stages])
+            held = np.cumsum(np.array([1, -1, 0, -1])[order.kind[rows]] * sizes[order.stage[rows]])
+            kept[rank] = int(held.max())
+            assert step.memory.of("activations", rank) == kept[rank], name
+            times, bytes_ = step.memory.over_time(rank)
+            assert (np.diff(times) > 0).all()
+            assert bytes_.max(axis=0).tolist() == step.memory.peak_bytes[rank].tolist()
+            assert bytes_[-1, 4] == 0
+
+
+def test_each_stage_averages_its_gradients_once_they_are_complete():
+    for name in ("interleaved", "zb_v", "zb_h1", "dualpipe_v"):
+        step = step_of(name, data=2)
+        order, timing = step.timing.order, step.timing
+        for number, stage in enumerate(step.stages):
+            rows = np.flatnonzero((order.stage == number) & ((order.kind == W) | (order.kind == 1)))
+            start, end = timing.start_ns[rows[-1]], timing.end_ns[rows[-1]]
+            assert timing.syncs[number]
+            assert all(start < times.pack[0] <= end for times in timing.syncs[number]), name
+            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.syncs[number])
+        first = timing.finishing[0][0]
+        if len(timing.finishing[0]) > 1:  # what leaves first leaves while the rank still computes
+            assert timing.syncs[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
+        sent = sum(span.num_bytes for span in step.trace if span.kind == "all_reduce")
+        assert sent == 2 * step.workload.gradient_bytes
+
+
+def test_sharded_updates_follow_all_stages_of_a_rank():
+    for name in ("interleaved", "zb_v"):
+        whole, step = step_of(name, data=2), step_of(name, data=2, sharding=Sharding(1))
+        timing = step.timing
+        for rank in range(4):
+            own = [number for number, stage in enumerate(step.stages) if stage.rank == rank]
+            assert len(own) == 2
+            assert sorted(timing.finishing[rank]) == own
+            scattered = max(times.unpack[1] for number in own for times in timing.syncs[number])
+            faults = [call for call in timing.calls[rank] if call.lane == "scatter"]
+            gathers = [call for call in timing.calls[rank] if call.lane == "gather"]
+            assert len(faults) == 2  # one a stage, before the update
+            assert scattered <= min(call.start_ns for call in faults)
+            assert max(call.end_ns for call in faults) <= timing.optimizer[rank][0]
+            assert timing.optimizer[rank][1] <= min(call.start_ns for call in gathers)
+            assert len(gathers) == sum(len(step.stages[number].syncs) for number in own)
+            gathered = sum(call.num_bytes for call in gathers)
+            assert gathered >= 4 * sum(step.stages[number].num_parameters for number in own)
+        assert step.pipeline_s == whole.pipeline_s, name
+        assert step.memory.of("optimizer") < whole.memory.of("optimizer") or not whole.memory.of("optimizer")
+        assert step.memory.in_flight == whole.memory.in_flight
+
+
+def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
+    own = parse_schedule("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
+    step = simulate(workload_of([1] * 4), cluster_of(2), Plan(pipeline=2, num_microbatches=2), schedule=own)
+    names = {span.name for span in step.trace if span.kind == "send"}
+    assert names == {
+        f"{stage}{word}{m}"
+        for stage, word in ((0, "SEND_F"), (2, "SEND_F"), (3, "SEND_B"), (1, "SEND_B"))
+        for m in (0, 1)
+    }
+    assert {span.rank for span in step.trace if span.name in ("2RECV_B0", "1SEND_B1")} == {1}
+    assert step.memory.in_flight == (3, 4)
+    slow = simulate(workload_of([1] * 4), cluster_of(2), step.plan, schedule=own, uneven=Uneven({1: 2.0}))
+    assert slow.duration_s > step.duration_s
+
+
+def test_input_and_weight_gradients_add_up_to_the_backward():
+    for name in ("zb_h1", "zb_v"):
+        step = step_of(name, uneven=Uneven({1: 1.4}, Jitter(0.1)))
+        for stage in step.stages:
+            _, whole, inputs, weights = stage.passes_ns
+            assert [i + w for i, w in zip(inputs, weights, strict=True)] == list(whole)
+            assert min(weights) >= 0
+        assert {span.kind for span in step.trace if span.lane == "compute"} >= {"F", "I", "W", "optimizer"}
+        assert str(step)
+    for plan in (replace(step.plan, pipeline=1, schedule="zb_h1", stages_per_rank=1),):
+        assert simulate(step.workload, step.cluster, plan).bubble_fraction == 0
