@@ -68,7 +68,11 @@ def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
 
 def _title(plan: Plan) -> str:
     sharding = plan.sharding
-    return f"ZeRO stage {sharding.stage} over {plan.data} ranks, {plan.num_microbatches} micro-batches a step."
+    return f"ZeRO stage {sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
+
+
+def _microbatches(plan: Plan) -> str:
+    return "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
 
 
 def _imports(plan: Plan, fully: bool) -> list[str]:
@@ -189,7 +193,7 @@ def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> list[str]:
         "    microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]],",
         "    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],",
         ") -> float:",
-        f'    """Run one update from {plan.num_microbatches} micro-batches; return this rank\'s mean loss."""',
+        f'    """Run one update from {_microbatches(plan)}; return this rank\'s mean loss."""',
         "    total = 0.0",
         "    for index, (inputs, targets) in enumerate(microbatches):",
     ]
