@@ -1,0 +1,269 @@
+"""Backward in two parts: I makes the gradient of a stage's input, W the gradients of its weights, later.
+
+The stage before waits for the input's gradient alone. The weights' gradients are needed only at the end of the step, so
+they fill what would be a bubble. That is all that zero-bubble schedules do, and this file makes it possible.
+
+Two calls of `torch.autograd.grad`, one for the input and one for the weights, walk the graph twice and cost a third
+more. Here the graph is walked once, in I. Layers whose weight gradient is a product of its own (Linear, Embedding,
+convolutions) compute only their input's gradient on that walk, and note what they know: their input and the gradient of
+their output. W multiplies the notes. Read in this order:
+
+1. `LinearPlainly`: the idea on one screen.
+2. `SplitBackward`: the same for the layers of any module (`distlab.pipeline.layers` has a rule for each kind).
+
+A norm's weight gradient falls out of the pass that makes its input's, so it stays in I, like that of every parameter
+that no layer with a rule owns; `report` says which and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distlab.pipeline.layers import RULES, LayerRule, Notes, Sums, rule_of
+
+
+class LinearPlainly(torch.autograd.Function):
+    """The simplest split: y = x w^T, whose backward makes x's gradient and leaves a note for w's.
+
+    `notes` is a list; W is `for x, gradient in notes: w.grad += gradient.T @ x`.
+
+    Shapes: x [N, I], w [O, I] -> y [N, O]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, notes: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Compute the layer."""
+        ctx.save_for_backward(x, w)
+        ctx.notes = notes
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Compute half of the backward pass and put the other half off."""
+        x, w = ctx.saved_tensors
+        ctx.notes.append((x, gradient))
+        return gradient @ w, None, None
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """Which parts of a module let their weight gradients wait.
+
+    Attributes:
+        deferred: names of the layers whose weight gradients are made in W.
+        kept: names of the others that have parameters, with the reason: theirs are made in I.
+        deferred_elements: elements of all parameters whose gradients wait.
+        num_elements: elements of all parameters that want gradients.
+    """
+
+    deferred: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...]
+    deferred_elements: int
+    num_elements: int
+
+    def __str__(self) -> str:
+        share = self.deferred_elements / max(self.num_elements, 1)
+        lines = [f"{len(self.deferred)} layers with {share:.1%} of the weights make their weight gradients in W"]
+        lines += [f"  in I: {name or 'the module itself'}: {reason}" for name, reason in self.kept]
+        return "\n".join(lines)
+
+
+class WeightWork:
+    """What an I leaves for its W: run once, it is empty."""
+
+    def __init__(self) -> None:
+        self._notes: list[Notes] = []
+
+    def add(self, notes: Notes) -> None:
+        """Keep one layer's notes."""
+        self._notes.append(notes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the notes hold until W; a tensor that several notes share counts once."""
+        storages = [t.untyped_storage() for notes in self._notes for t in (notes.x, notes.gradient)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def run(self) -> None:
+        """Add the gradients to each parameter's `.grad`, letting go of each note as soon as it is used.
+
+        Hooks on a parameter run here, once, however many layers share it.
+        """
+        sums = Sums()
+        self._notes.reverse()
+        with torch.no_grad():
+            while self._notes:
+                notes = self._notes.pop()
+                notes.rule.weight_gradients(notes, sums)
+        sums.deliver()
+
+
+class SplitBackward:
+    """Makes a module's backward pass in two parts.
+
+    Forward passes are computed as before and may be many before the first backward; every backward of a graph built
+    since then goes through `input_gradient` and `weight_gradient`, or `full_backward`. A plain `loss.backward()`
+    works too, and defers nothing. `close()` gives the module its own forward back.
+
+    What is passed as gradients, and the module's inputs, must not be written before the weight gradients are made.
+
+    Args:
+        module: its layers' `forward` is replaced until `close()`; parameters, names and hooks stay.
+
+    Cost: I and W together at most 1.05 times one full backward. Between them, the input of each deferred layer and the
+        gradient of its output stay in memory (`WeightWork.num_bytes`); what else forward kept is freed in I.
+    Error: exact up to the order of sums: a product may be added to `.grad` as it is computed, not after.
+
+    Raises:
+        ValueError: the module is split already.
+
+    Source: Qi et al. 2024 (arXiv:2401.10241), section 2: our I is their B.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._work: WeightWork | None = None
+        layers, kept = _choose(module)
+        self._layers = list(layers.values())
+        parameters = {p for layer in self._layers for p in layer.parameters(recurse=False) if p.requires_grad}
+        self.report = SplitReport(
+            tuple(layers),
+            tuple(kept.items()),
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in module.parameters() if p.requires_grad),
+        )
+        for layer in self._layers:
+            layer.forward = partial(_forward, self, RULES[type(layer)], layer)
+
+    def input_gradient(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> WeightWork:
+        """Run I: inputs that are leaves get their `.grad`, and parameters whose gradient cannot wait get theirs.
+
+        Args:
+            outputs: what forward returned; those without a graph are passed over.
+            gradients: one for each output; None for a scalar loss, or for an output that nobody used.
+
+        Returns:
+            What W has to do. Without it, the gradients of the deferred layers are lost.
+        """
+        work = self._work = WeightWork()
+        try:
+            full_backward(outputs, gradients)
+        finally:
+            self._work = None
+        return work
+
+    def weight_gradient(self, work: WeightWork) -> None:
+        """Run W: make the gradients that `input_gradient` put off."""
+        work.run()
+
+    def full_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Run B: I and W, one after the other."""
+        self.input_gradient(outputs, gradients).run()
+
+    def close(self) -> None:
+        """Give the layers their own `forward` back."""
+        for layer in self._layers:
+            vars(layer).pop("forward", None)
+        self._layers = []
+
+    def note(self, notes: Notes) -> None:
+        """Keep what a layer's backward knows for W, or use it at once outside of I."""
+        if self._work is not None:
+            self._work.add(notes)
+            return
+        alone = WeightWork()
+        alone.add(notes)
+        alone.run()
+
+
+def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run an ordinary backward pass from several outputs.
+
+    Outputs without a graph are passed over, and so are outputs that are no scalar and have no gradient: nobody used
+    them.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and (gradient is not None or output.numel() == 1)
+    ]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def prepare_split(module: nn.Module) -> SplitBackward:
+    """Make a module's backward pass separable; see `SplitBackward`."""
+    return SplitBackward(module)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer with a rule: forward as ever, backward only down to its input, and a note.
+
+    The weight is no input of this function: autograd would call the hooks on a parameter in I, before its gradient is
+    there. `anchor` is a tensor that wants a gradient, so that backward comes here even where x wants none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, split: SplitBackward, rule: LayerRule, layer: Any) -> Any:
+        ctx.save_for_backward(x, layer.weight.detach())
+        ctx.split, ctx.rule, ctx.layer = split, rule, layer
+        y = type(layer).forward(layer, x)
+        # Linear may return a view, which the next layer could not change in place; nobody else has what it views.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
+        from_input = ctx.rule.input_gradient(ctx.layer, x, weight, gradient) if wanted else None
+        ctx.split.note(Notes(ctx.rule, ctx.layer, x, gradient))
+        return from_input, None, None, None, None
+
+
+def _forward(split: SplitBackward, rule: LayerRule, layer: Any, x: Tensor) -> Any:
+    """Stand in for a layer's forward."""
+    own = layer._parameters.values()  # this runs in every forward pass: parameters() takes longer than a small layer
+    if not (torch.is_grad_enabled() and any(parameter is not None and parameter.requires_grad for parameter in own)):
+        return type(layer).forward(layer, x)
+    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
+    return _Layer.apply(x, anchor, split, rule, layer)  # type: ignore[no-untyped-call]
+
+
+def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Sort the modules that own parameters that want gradients: those that can wait, and why the others cannot."""
+    layers: dict[str, nn.Module] = {}
+    kept: dict[str, str] = {}
+    for name, layer in module.named_modules():
+        own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+        if isinstance(vars(layer).get("forward"), partial) and vars(layer)["forward"].func is _forward:
+            raise ValueError(f"{name or 'the module'} makes its backward in two parts already; close() the first split")
+        if own and (reason := _reason(layer)):
+            kept[name] = reason
+        elif own:
+            layers[name] = layer
+    while shared := next(_shared(module, layers, kept), None):  # what one may not, those that share with it may not
+        kept[shared[0]] = f"shares a parameter with {shared[1] or 'the module itself'}"
+        del layers[shared[0]]
+    return layers, kept
+
+
+def _reason(layer: nn.Module) -> str | None:
+    rule = rule_of(layer)
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    return f"{type(layer).__name__} has no rule" if rule is None else rule.refuses(layer)
+
+
+def _shared(module: nn.Module, layers: dict[str, nn.Module], kept: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield layers that can wait and share a parameter with one that cannot, with that one's name."""
+    owner = {p: name for name in kept for p in module.get_submodule(name).parameters(recurse=False)}
+    for name, layer in layers.items():
+        for parameter in layer.parameters(recurse=False):
+            if parameter in owner:
+                yield name, owner[parameter]

@@ -1,0 +1,136 @@
+"""A stage that raises, and what the other ranks hear of it.
+
+A rank that raised and left would leave its neighbours waiting for messages for ever. So it goes on to the end of the
+step without computing: it takes what it is sent, and sends zeros of the shapes that were agreed on. Nothing hangs on
+any backend and no message is left half said. At the end of each step all ranks tell each other whether they failed,
+and all raise the same error.
+
+Zeros can make another stage raise, too. The cause is told from its consequences by the plan: whatever a failure causes
+comes later in the order of dependencies. A process that is gone is another matter: its neighbours' messages fail, and
+the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distlab.comm.agree import group_device
+from distlab.comm.p2p import group_rank
+from distlab.pipeline.route import made, needed, other_end
+from distlab.plan.schedules import Action, Schedule
+
+
+class StageError(RuntimeError):
+    """A stage raised during a step; every rank of the pipeline raises this.
+
+    Attributes:
+        rank: whose stage it was.
+        action: what it was at.
+    """
+
+    def __init__(self, message: str, rank: int, action: Action) -> None:
+        super().__init__(message)
+        self.rank, self.action = rank, action
+
+
+def gather_numbers(number: int, group: ProcessGroup | None = None) -> list[int]:
+    """Return every rank's number, below 2**63.
+
+    Cost: one all-reduce of 8 bytes a rank, each in a place of its own: on gloo a third faster than an all-gather.
+    """
+    numbers = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=group_device(group))
+    numbers[group_rank(group)] = number
+    dist.all_reduce(numbers, group=group)
+    return numbers.tolist()
+
+
+def gather_texts(text: str, group: ProcessGroup | None = None) -> list[str]:
+    """Return every rank's text."""
+    texts = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def refuse_together(problem: str, group: ProcessGroup | None = None) -> None:
+    """Raise on every rank what any rank found wrong; "" is nothing.
+
+    Cost: one small exchange.
+
+    Raises:
+        ValueError: the problems, of the lowest rank first.
+    """
+    problems = [text for text in gather_texts(problem, group) if text]
+    if problems:
+        raise ValueError("; ".join(dict.fromkeys(problems)))
+
+
+def raise_together(
+    failure: tuple[Action, Exception] | None, schedule: Schedule, group: ProcessGroup | None = None
+) -> None:
+    """End a step: return when no rank failed, else raise the first cause on every rank.
+
+    Cost: `gather_numbers`; where something failed, an all-gather of texts, too.
+
+    Raises:
+        StageError: on every rank, naming rank, stage, action and micro-batch.
+    """
+    if not any(gather_numbers(failure is not None, group)):
+        return
+    action, error = failure if failure is not None else (None, None)
+    text = "" if action is None else f"{action} {type(error).__name__}: {error}"
+    slots = slots_of(schedule)
+    failed = []
+    for rank, told in enumerate(gather_texts(text, group)):
+        if told:
+            place, _, why = told.partition(" ")
+            failed.append((slots[place], rank, place, why))
+    _, rank, place, why = min(failed)
+    stage, kind, microbatch = root = _action(schedule, rank, place)
+    raise StageError(
+        f"rank {rank}: stage {stage} raised in {place} ({_WORDS[kind]} of micro-batch {microbatch}): {why}. {_left()}",
+        rank,
+        root,
+    ) from error
+
+
+def _left() -> str:
+    """Say what the failure leaves behind."""
+    if not torch.is_grad_enabled():
+        return "There is no output"
+    return "The step's gradients are incomplete on every rank: call zero_grad() before the next one"
+
+
+_WORDS = {"F": "forward", "B": "backward", "I": "the input's gradient", "W": "the weights' gradients"}
+
+
+def slots_of(schedule: Schedule) -> dict[str, int]:
+    """Return the slot in which each action would run if every action took one: causes come before consequences."""
+    waiting = [
+        [action for action in schedule.actions(rank) if action.kind in _WORDS] for rank in range(schedule.num_ranks)
+    ]
+    slots: dict[str, int] = {}
+    done: set[Action] = set()
+    slot = 0
+    while any(waiting):
+        ready = [actions[0] for actions in waiting if actions and _is_ready(actions[0], done, schedule.num_stages)]
+        assert ready, "a valid schedule has no deadlock"
+        for actions in waiting:
+            if actions and actions[0] in ready:
+                slots[str(actions.pop(0))] = slot
+        for action in ready:
+            sent = made(action, schedule.num_stages)
+            if sent is not None:
+                done.add(other_end(sent))
+        slot += 1
+    return slots
+
+
+def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
+    receive = needed(action, num_stages)
+    return receive is None or receive in done
+
+
+def _action(schedule: Schedule, rank: int, text: str) -> Action:
+    return next(action for action in schedule.actions(rank) if str(action) == text)
