@@ -33,3 +33,9 @@ class Buffers:
     def take_back(self, buffer: Tensor) -> None:
         """Take a buffer that is not needed any more."""
         self._spare[buffer.dtype, buffer.device].append(buffer)
+
+    def let_go(self) -> None:
+        """Give the memory of all buffers that are not lent back to the system."""
+        for spare in self._spare.values():
+            self.made = [buffer for buffer in self.made if not any(buffer is one for one in spare)]
+            spare.clear()

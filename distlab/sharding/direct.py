@@ -55,26 +55,39 @@ class DirectScatter:
     Cost: (n-1) L elements sent a rank, n-1 messages (nccl: its own reduce-scatter). Memory: n-1 parts.
     Error: parts are added in one order, that of the ranks after this one, so the same input gives the same bits again.
 
+    Args:
+        full: what this rank adds to every part.
+        group: the ranks.
+        landing: memory for what arrives, (n-1) L elements, to be used again after `finish()`; None takes new memory.
+        in_place: leave the sum in this rank's part of `full`; else it is in memory of its own, and `full` can go.
+
     Attributes:
         arriving: where the other ranks' parts land (nccl: where the sum does).
     """
 
-    def __init__(self, full: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        full: Tensor,
+        group: ProcessGroup | None = None,
+        *,
+        landing: Tensor | None = None,
+        in_place: bool = False,
+    ) -> None:
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         parts = full.chunk(num_ranks)
         self._full = full  # read until it is over
-        self._own = parts[rank]
+        self._own, self._in_place = parts[rank], in_place
         self.arriving: list[Tensor] = []
         self._pending: Pending | None = None
         self._work: dist.Work | None = None
         if num_ranks == 1:
             return
         if needs_batches(full, group):
-            self.arriving = [torch.empty_like(self._own)]
+            self.arriving = _memory_for(1, self._own, landing)
             self._work = reduce_scatter_single(self.arriving[0], full, group=group, async_op=True)
             return
         others = _others(rank, num_ranks)
-        self.arriving = [torch.empty_like(self._own) for _ in others]
+        self.arriving = _memory_for(len(others), self._own, landing)
         receives = [Receive(part, other) for part, other in zip(self.arriving, others, strict=True)]
         self._pending = start(*receives, *(Send(parts[other], other) for other in reversed(others)), group=group)
 
@@ -92,12 +105,20 @@ class DirectScatter:
             return self.arriving[0]
         if self._pending is None:
             return self._own
-        total, *rest = self.arriving
-        total.add_(self._own)
+        total, *rest = (
+            [self._own, *self.arriving] if self._in_place else [self.arriving[0], self._own, *self.arriving[1:]]
+        )
         for part in rest:
             total.add_(part)
         self._pending.wait()
         return total
+
+
+def _memory_for(count: int, part: Tensor, landing: Tensor | None) -> list[Tensor]:
+    """Return memory for `count` parts as large as this one, out of `landing` where it is given."""
+    if landing is None:
+        return [torch.empty_like(part) for _ in range(count)]
+    return list(landing[: count * part.numel()].split(part.numel()))
 
 
 def _others(rank: int, num_ranks: int) -> list[int]:

@@ -159,9 +159,9 @@ class ShardedOptimizer(SavesOwnState):
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """All buffers that hold gradients now: those of buckets, those lent while they travel, and what arrives."""
-        arriving = [part for bucket in self.buckets for part in bucket.arriving]
-        return [*(bucket.shard for bucket in self.buckets), *self._scattered.buffers.made, *arriving]
+        """All buffers for gradients: those of buckets, those lent while they travel, and those where others' arrive."""
+        lent = [*self._scattered.buffers.made, *self._scattered.landings.made]
+        return [*(bucket.shard for bucket in self.buckets), *lent]
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank owns: a parameter's name, and a piece of it whose gradient is the mean."""

@@ -48,9 +48,11 @@ class ScatteredGradients:
     ) -> None:
         self.buckets, self.stage, self._on_fault = buckets, stage, on_fault
         sizes: dict[Kind, int] = {}
+        arriving: dict[Kind, int] = {}
         for bucket in buckets:
             sizes[bucket.kind] = max(sizes.get(bucket.kind, 0), bucket.whole.numel())
-        self.buffers = Buffers(sizes)
+            arriving[bucket.kind] = max(arriving.get(bucket.kind, 0), bucket.num_arriving)
+        self.buffers, self.landings = Buffers(sizes), Buffers(arriving)
         self.spans = spans
         self._accumulating = self._ends_with_backward = False
         self._num_started = self._num_finished = 0
@@ -78,6 +80,7 @@ class ScatteredGradients:
             bucket.take_rest(self.buffers)
             self._start_full()
         self._finish(len(self.buckets))
+        self.landings.let_go()  # the update wants the memory
         self._num_started = self._num_finished = 0
 
     def close(self) -> None:
@@ -106,7 +109,7 @@ class ScatteredGradients:
 
     def _start_full(self) -> None:
         while self._num_started < len(self.buckets) and self.buckets[self._num_started].full:
-            self.buckets[self._num_started].start()
+            self.buckets[self._num_started].start(self.landings)
             self._num_started += 1
 
     def _make_room(self) -> None:
@@ -114,7 +117,7 @@ class ScatteredGradients:
 
     def _finish(self, end: int) -> None:
         while self._num_finished < end:
-            self.buckets[self._num_finished].finish(self.buffers, self.spans)
+            self.buckets[self._num_finished].finish(self.buffers, self.landings, self.spans)
             self._num_finished += 1
 
 

@@ -122,9 +122,9 @@ class ShardBucket:
         return self.num_packed == len(self.parameters)
 
     @property
-    def arriving(self) -> list[Tensor]:
-        """Other ranks' gradients of the own part, while they are under way."""
-        return [] if self._scatter is None else self._scatter.arriving
+    def num_arriving(self) -> int:
+        """Elements of other ranks' gradients that arrive in a sum (whole tensors are summed on their way)."""
+        return self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0
 
     def reset(self) -> None:
         """Be ready for the next step."""
@@ -162,18 +162,20 @@ class ShardBucket:
             if not packed:
                 self.take(slot, buffers)
 
-    def start(self) -> None:
-        """Begin to sum the bucket over the ranks; do not wait."""
+    def start(self, landings: Buffers) -> None:
+        """Begin to sum the bucket over the ranks; do not wait. What arrives lands in a buffer of `landings`."""
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
         self.start_ns = time.monotonic_ns()
         if self.equal:
-            self._scatter = DirectScatter(buffer[: self.whole.numel()], self.group)
+            self._landing = landings.lend(self.kind)
+            whole = buffer[: self.whole.numel()]
+            self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
             return
         for owner, part in self._parts(buffer):
             self._reduces.append(_started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
 
-    def finish(self, buffers: Buffers, spans: SpanWriter | None) -> None:
+    def finish(self, buffers: Buffers, landings: Buffers, spans: SpanWriter | None) -> None:
         """Wait for the sum, add it to what `shard` holds, and let the rest go."""
         buffer = self._buffer
         assert buffer is not None, "a bucket finishes once after each start"
@@ -191,6 +193,8 @@ class ShardBucket:
             self.shard.add_(total)
         elif self.shard.data_ptr() != total.data_ptr():
             self.shard.copy_(total)
+        if self._landing is not None:
+            landings.take_back(self._landing)
         if not self.keep:
             self._buffer = None
             buffers.take_back(buffer)
@@ -214,7 +218,7 @@ class ShardBucket:
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
-        if self.shard.isfinite().all():  # almost always
+        if self.shard.sum().isfinite():  # almost always; a sum that is too large for its type is looked into, below
             return
         for piece in self.pieces:
             if not self.gradient_of(piece).isfinite().all():
@@ -237,6 +241,7 @@ class ShardBucket:
         self.packed = [False] * len(self.parameters)
         self.num_packed = 0
         self._scatter: DirectScatter | None = None
+        self._landing: Tensor | None = None
         self._reduces: list[dist.Work] = []
 
     def _place(self, flat: Tensor | None, slot: int) -> Tensor:
