@@ -19,7 +19,8 @@ from torch import Tensor
 
 from distlab.comm.p2p import needs_batches
 from distlab.measure.calibrate import MESSAGE_BYTES, now
-from distlab.plan.records import Layer, Link, Work, Workload
+from distlab.measure.workload import BACKWARD_KERNELS
+from distlab.plan.records import Layer, Link, Protocol, Work, Workload
 from distlab.sharding.direct import DirectGather, DirectScatter
 from simulator.cost import Steps, reduce_scatter_steps
 from simulator.fit import fit_steps
@@ -38,6 +39,7 @@ class CallTimes:
         gather_start: starting the gather, on the computing rank.
         scatter_start: starting the scatter, on the computing rank.
         scatter_sum: adding up what arrived, on the computing rank.
+        beside: what a gather and a scatter cost a rank that computes beyond all that, whatever their bytes.
     """
 
     all_gather: Times
@@ -45,6 +47,7 @@ class CallTimes:
     gather_start: Times = ()
     scatter_start: Times = ()
     scatter_sum: Times = ()
+    beside: Times = ()
 
 
 def measure_calls(device: torch.device, group: dist.ProcessGroup | None = None) -> CallTimes:
@@ -65,8 +68,10 @@ def measure_calls(device: torch.device, group: dist.ProcessGroup | None = None) 
 
 def median_calls(rows: Sequence[CallTimes]) -> CallTimes:
     """Combine what was measured one after the other."""
-    columns = (np.median([getattr(row, field.name) for row in rows], axis=0) for field in fields(CallTimes))
-    return CallTimes(*(tuple(float(value) for value in column) for column in columns if column.size))
+    middle = {each.name: np.median([getattr(row, each.name) for row in rows], axis=0) for each in fields(CallTimes)}
+    return CallTimes(
+        **{name: tuple(float(value) for value in column) for name, column in middle.items() if column.size}
+    )
 
 
 def links_of(times: CallTimes, num_ranks: int) -> dict[str, Link]:
@@ -82,10 +87,13 @@ def links_of(times: CallTimes, num_ranks: int) -> dict[str, Link]:
         "reduce_scatter sum": once,
     }
     links = {}
-    for (name, steps), column in zip(parts.items(), astuple(times), strict=True):
+    *columns, beside = astuple(times)
+    for (name, steps), column in zip(parts.items(), columns, strict=True):
         if column:
             seconds = [max(LEAST_S, each) for each in column]
             links[name] = fit_steps(MESSAGE_BYTES, seconds, steps, name=name, source="fitted to timed calls")
+    for name, latency_s in zip(("all_gather beside", "reduce_scatter beside"), beside, strict=False):
+        links[name] = Link(name, (Protocol(latency_s, 1e18),), "fitted to sharded steps of other models")
     return links
 
 
@@ -127,7 +135,7 @@ def without_accumulation(workload: Workload) -> Workload:
     def taken(layer: Layer) -> Layer:
         adds = Work(memory_bytes=3 * layer.num_parameters * workload.bytes_per_parameter)
         work = layer.weight_gradient
-        kernels = max(0, work.num_kernels - len(layer.parameter_sizes))
+        kernels = max(0, work.num_kernels - BACKWARD_KERNELS * len(layer.parameter_sizes))
         rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds.memory_bytes), kernels)
         return replace(layer, weight_gradient=rest)
 

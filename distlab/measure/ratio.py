@@ -93,6 +93,12 @@ def compare(
     )
 
 
+def compare_counts(claim: str, ours: float, peer: float, *, bar: float = 1.0, unit: str = "B", note: str = "") -> Row:
+    """Make the row of a ratio of two counts, such as bytes: they repeat, so one of each is enough."""
+    ratio = ours / peer
+    return Row(claim, ours, peer, ratio, (ratio, ratio), unit, f"<= {bar:g}x", ratio <= bar, note)
+
+
 def noise(claim: str, first: Sequence[float], second: Sequence[float], *, unit: str = "s") -> Row:
     """Make the row of the peer against itself: what the machine's noise alone does to a ratio."""
     ratio, interval = paired_ratio(first, second)

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from distlab.data import ByteCorpus
+from distlab.measure.beside import BusyRanks
 from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round, now
 from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
 from distlab.measure.compression import measure_codec, median_codec
 from distlab.measure.programs import device_of, make_program
-from distlab.measure.windows import Window
+from distlab.measure.timed import time_windows
+from distlab.measure.windows import Window, windows_between
 from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.compression import Compression
@@ -169,18 +171,17 @@ def _time_windows(
     """Time windows between calibration rounds until enough of them are calm, or time is up."""
     device = device_of(training.device, dist.get_rank())
     works: dict[str, Work] = {}
-    deadline = time.monotonic() + training.budget_s
+    busy = BusyRanks(training.sharding, device) if training.sharding.stage else None
 
     def calibrate() -> None:
         report.rounds.append(measure_round(device, works=works))
         if training.compression is not None:
             cluster = fit_cluster(report.rounds[-1], dist.get_world_size())
             report.codecs.append(measure_codec(training.compression, cluster, device=device))
-        if training.sharding.stage:
-            report.calls.append(measure_calls(device))
+        if busy is not None:
+            report.calls.append(busy.measure(report.rounds[-1], measure_calls(device)))
 
-    calibrate()
-    while not _finished(training, report, deadline, device):
+    def window() -> float:
         step(next(batches))  # a warm cache, as in the middle of training
         ready = [next(batches) for _ in range(training.steps_a_window)]
         dist.barrier()
@@ -191,46 +192,38 @@ def _time_windows(
             report.step_ns.append((start_ns, time.monotonic_ns()))
         seconds = torch.tensor((now(device) - begin) / training.steps_a_window, dtype=torch.float64)
         report.losses.append(_mean_over_ranks(loss))
-        calibrate()
-        report.measured_s.append(_mean_over_ranks(seconds.to(device)))
-        progress(training.num_updates + len(report.measured_s))
+        return _mean_over_ranks(seconds.to(device))
+
+    time_windows(
+        window,
+        calibrate,
+        report.measured_s,
+        calm=lambda: sum(each.calm for each in windows_of(training, report, dist.get_world_size())),
+        num_windows=training.num_windows,
+        budget_s=training.budget_s,
+        progress=lambda done: progress(training.num_updates + done),
+    )
 
 
 def windows_of(training: Training, report: RankReport, num_ranks: int) -> list[Window]:
     """Predict each window from the calibrations around it.
 
     A window's speeds come from the two rounds before it and the two after it. How much computing and communicating slow
-    each other down is a ratio, the hardest to measure and the least to drift: it is the median of all rounds.
+    each other down, in general and at each of sharding's calls, is a difference of times, hard to measure and slow to
+    drift: it is the median of all rounds.
     """
     contention = median_round(report.rounds).contention
+    beside = median_calls(report.calls).beside if report.calls else ()
     assert report.workload is not None, "windows are timed after the workload was counted"
     workload = report.workload
 
     def predicted_s(first: int, stop: int) -> float:
         speeds = replace(median_round(report.rounds[first:stop]), contention=contention)
         codec = median_codec(report.codecs[first:stop]) if report.codecs else None
-        calls = median_calls(report.calls[first:stop]) if report.calls else None
+        calls = replace(median_calls(report.calls[first:stop]), beside=beside) if report.calls else None
         return predict(training, workload, speeds, num_ranks, codec=codec, calls=calls).duration_s
 
-    windows = []
-    for index, measured_s in enumerate(report.measured_s):  # round `index` stands before window `index`
-        first, middle, stop = max(0, index - 1), index + 1, index + 3
-        windows.append(
-            Window(measured_s, predicted_s(first, stop), predicted_s(first, middle), predicted_s(middle, stop))
-        )
-    return windows
-
-
-def _finished(training: Training, report: RankReport, deadline: float, device: torch.device) -> bool:
-    """Decide on rank 0, since clocks differ, whether enough windows are calm or time is up."""
-    done = time.monotonic() > deadline
-    if dist.get_rank() == 0 and len(report.measured_s) >= training.num_windows:
-        done |= (
-            sum(window.calm for window in windows_of(training, report, dist.get_world_size())) >= training.num_windows
-        )
-    agreed = torch.tensor(int(done), device=device)
-    dist.broadcast(agreed, 0)
-    return bool(agreed)
+    return windows_between(report.measured_s, predicted_s)
 
 
 def predict(

@@ -7,7 +7,7 @@ when the median error over at least ten kept windows is at most the bar, or twic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,20 @@ class Verdict:
             f"median error {self.median_error:.1%} over {self.num_kept} windows, {self.num_dropped} dropped for drift; "
             f"bar {self.bar:.0%} or twice the repeat spread of {self.repeat_spread:.1%}: {judged}"
         )
+
+
+def windows_between(measured_s: Sequence[float], predicted_s: Callable[[int, int], float]) -> list[Window]:
+    """Predict each window from the calibration rounds around it: the two before it and the two after it.
+
+    Args:
+        measured_s: of each window; round `index` stands before window `index`, and one more after the last.
+        predicted_s: what the rounds from a first to a stop predict together.
+    """
+    windows = []
+    for index, seconds in enumerate(measured_s):
+        first, middle, stop = max(0, index - 1), index + 1, index + 3
+        windows.append(Window(seconds, predicted_s(first, stop), predicted_s(first, middle), predicted_s(middle, stop)))
+    return windows
 
 
 def judge(windows: Sequence[Window], *, bar: float) -> Verdict:

@@ -1,17 +1,20 @@
 """Whatever is sharded, the training loop of the predictions trains the same model, and its calls can be fitted."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
+import numpy as np
 import pytest
 import torch
 from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 
 from distlab.data import python_documentation
-from distlab.measure.calibrate import MESSAGE_BYTES
+from distlab.measure.beside import BusyRanks, phases, shared_out
+from distlab.measure.calibrate import MESSAGE_BYTES, measure_round
 from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
 from distlab.measure.programs import sharded_program
 from distlab.measure.training import Training, train
 from distlab.models import GPT, GPTConfig
+from distlab.plan.records import Plan
 from distlab.plan.sharding import Sharding
 from simulator import simulate
 from simulator.cost import all_gather_s, message_s
@@ -48,9 +51,11 @@ def test_all_programs_train_the_same_model(ranks):
             assert other.keys() == weights.keys()
             for name in weights:
                 assert torch.allclose(other[name], weights[name], atol=1e-5), name
-        for part in astuple(times):
+        *parts, beside = astuple(times)
+        for part in parts:
             assert len(part) == len(MESSAGE_BYTES)
             assert min(part) > 0
+        assert beside == ()
         links = links_of(times, 2)
         step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), links=links)
         assert {"start unit 1", "sum unit 1"} <= {span.name for span in spans_of(step, "compute")}
@@ -75,6 +80,33 @@ def test_what_calls_cost_the_computing_rank_is_fitted_as_one_piece_of_work():
             assert message_s(size, links[part]) == pytest.approx(seconds, rel=0.02)
     nothing = CallTimes(start, start, start, start, (0.0,) * len(MESSAGE_BYTES))  # nccl adds up on the way
     assert message_s(8e6, links_of(nothing, 2)["reduce_scatter sum"]) < 1e-6
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS[1:], ids=str)
+def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(sharding):
+    times = CallTimes(*[tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)] * 5)
+    plan = Plan(data=2, sharding=sharding, bucket_bytes=4000, first_bucket_bytes=1000)
+    alone, busy = (
+        simulate(workload_of([1, 1, 1], [500] * 3), cluster_of(2), plan, links=links_of(each, 2))
+        for each in (times, replace(times, beside=(0.02, 0.05)))
+    )
+    gathers, scatters = shared_out(np.subtract(phases(busy), phases(alone)), alone)
+    assert gathers[0] / gathers[1] == pytest.approx(0.02, rel=0.02)
+    assert scatters[0] / scatters[1] == pytest.approx(0.05, rel=0.02)
+
+
+def measure_busy_ranks():
+    device = torch.device("cpu")
+    busy = [BusyRanks(sharding, device) for sharding in (Sharding(1), Sharding(3))]
+    works = {}
+    measured = measure_round(device, works=works)
+    return [each.measure(measured, measure_calls(device)).beside for each in busy]
+
+
+def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
+    first, second = ranks(2).run(measure_busy_ranks)
+    assert first == second
+    assert all(len(beside) == 2 and min(beside) >= 0 for beside in first)
 
 
 def test_gradients_that_are_taken_as_they_come_cost_no_addition():

@@ -1,6 +1,15 @@
 import pytest
 
-from distlab.measure.ratio import absolute, compare, interleave, median_interval, noise, paired_ratio, ratio_holds
+from distlab.measure.ratio import (
+    absolute,
+    compare,
+    compare_counts,
+    interleave,
+    median_interval,
+    noise,
+    paired_ratio,
+    ratio_holds,
+)
 
 
 def test_ratio_of_blocks_not_of_medians():
@@ -40,6 +49,9 @@ def test_rows_say_what_was_measured():
     row = compare("ours as fast as theirs", [1.0] * 20, [1.0] * 20)
     assert row.holds is True
     assert row.bar == "<= 1x"
+    counts = compare_counts("fewer bytes", 90, 100)
+    assert (counts.ratio, counts.interval, counts.holds, counts.unit) == (0.9, (0.9, 0.9), True, "B")
+    assert not compare_counts("more bytes", 101, 100).holds
     assert "smoke" in compare("too few", [1.0] * 3, [1.0] * 3).note
     assert noise("x", [1.0, 1.1], [1.0, 1.0]).holds is None
     assert absolute("start", [0.2, 0.1, 0.3], bar=0.15, unit="s").holds is False
