@@ -5,13 +5,12 @@ bitwise equal to the uninterrupted one, whichever way its gradients are averaged
 newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
 where in the code they fall differs each time.
 
-    python benchmarks/checkpoint.py            # 5 x 100 kills of training, 200 while saving: minutes
+    python benchmarks/checkpoint.py            # 6 x 100 kills of training, 200 while saving: minutes
     python benchmarks/checkpoint.py --quick
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import random
@@ -36,9 +35,15 @@ from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.bench_script import run_script
+from distlab.measure.ratio import Row, absolute
 from distlab.models import GPT, GPTConfig
+from distlab.pipeline import Pipeline
+from distlab.pipeline.split import split_gpt
+from distlab.pipeline.state import StageState
+from distlab.pipeline.tied import find_tied
 from distlab.plan.compression import Compression
+from distlab.plan.schedules import one_f_one_b
 from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard
 from distlab.sharding.optimizer_state import ShardedOptimizer
@@ -53,15 +58,14 @@ WAYS = {
     "top-k": "compressed by top-k with error memory",
     "fsdp": "reduced to shards by FullyShard, which each rank saves for itself",
     "zero-2": "reduced to shards by ShardedOptimizer, stage 2",
+    "pipeline": "of a pipeline's stages, which each rank saves for itself",
 }
 
 
 class Way(NamedTuple):
-    """What a way of training is made of."""
+    """What a way of training is made of: a step, given its number, the end of it all, and what is saved."""
 
-    model: torch.nn.Module
-    optimizer: Any
-    synchronize: Callable[[], None]
+    step: Callable[[int], Any]
     close: Callable[[], None]
     parts: dict[str, Any]
 
@@ -71,18 +75,50 @@ def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def prepare(way: str, module: GPT) -> Way:
-    """Shard or replicate a module, and give it an optimizer."""
+    """Shard, replicate or split a module, and give it an optimizer."""
+    if way == "pipeline":
+        return split()
+    model: Any = module
+    close: Callable[[], None] = _nothing
     if way == "fsdp":
         model = FullyShard(module)
-        optimizer = adamw(model.parameters())
-        return Way(model, optimizer, model.synchronize, model.close, {"both": ShardedState(model, optimizer)})
-    if way == "zero-2":
-        sharded = ShardedOptimizer(module, adamw, stage=2, bucket_bytes=40_000)
-        return Way(module, sharded, sharded.synchronize, sharded.close, {"model": module, "optimizer": sharded})
-    synchronize, hook = replicate(way, module)
-    optimizer = adamw(module.parameters())
-    parts = {"model": module, "optimizer": optimizer} | ({"hook": hook} if hook else {})
-    return Way(module, optimizer, synchronize, lambda: None, parts)
+        optimizer: Any = adamw(model.parameters())
+        synchronize, close, parts = model.synchronize, model.close, {"both": ShardedState(model, optimizer)}
+    elif way == "zero-2":
+        optimizer = ShardedOptimizer(module, adamw, stage=2, bucket_bytes=40_000)
+        synchronize, close, parts = optimizer.synchronize, optimizer.close, {"model": module, "optimizer": optimizer}
+    else:
+        synchronize, hook = replicate(way, module)
+        optimizer = adamw(module.parameters())
+        parts = {"model": module, "optimizer": optimizer} | ({"hook": hook} if hook else {})
+    corpus = ByteCorpus(python_documentation(), CONFIG.context)
+
+    def step(number: int) -> None:
+        batch = corpus.batch(number, 6, rank=dist.get_rank(), world_size=dist.get_world_size())
+        train_step(model, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=synchronize)
+
+    return Way(step, close, parts)
+
+
+def _nothing() -> None:
+    """End a way of training that leaves nothing to end."""
+
+
+def split() -> Way:
+    """Make a pipeline by 1F1B of the same model on every rank; embedding and output layer share a weight."""
+    schedule = one_f_one_b(dist.get_world_size(), 3)
+    stages = split_gpt(GPT(CONFIG, generator(0, 0, "weights")), schedule.num_stages)
+    own = {dist.get_rank(): stages[dist.get_rank()]}
+    pipeline = Pipeline(own, schedule, loss=GPT.loss, tied=find_tied(stages))
+    optimizer = adamw(pipeline.parameters())
+    corpus = ByteCorpus(python_documentation(), CONFIG.context)
+
+    def step(number: int) -> None:
+        pipeline.zero_grad()
+        pipeline.step(*corpus.batch(number, 6))
+        optimizer.step()
+
+    return Way(step, pipeline.close, {"both": StageState(own, optimizer)})
 
 
 def kill_after(seconds: float) -> None:
@@ -104,20 +140,19 @@ def replicate(way: str, model: GPT) -> tuple[Callable[[], None], GradientHook | 
 def train(directory: Path, victim: int | None, delay_s: float, way: str) -> tuple[str, float]:
     """Run on each rank: resume, train to the end; return a digest of all that has a state, and the seconds it took."""
     begin = time.monotonic()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     seed_rank(0, rank)
-    corpus = ByteCorpus(python_documentation(), CONFIG.context)
-    model, optimizer, synchronize, close, parts = prepare(way, GPT(CONFIG, generator(0, rank, "weights")))
+    made = prepare(way, GPT(CONFIG, generator(0, rank, "weights")))
+    parts = made.parts
     if rank == victim:
         kill_after(delay_s)
     resumed = load(directory, parts=parts)
     for step in range(resumed.step if resumed else 0, NUM_STEPS):
-        inputs, targets = corpus.batch(step, 6, rank=rank, world_size=world_size)
-        train_step(model, optimizer, batch=(inputs, targets), loss_fn=GPT.loss, synchronize=synchronize)
+        made.step(step)
         if step % 3 == 0:
             save(directory, step + 1, parts=parts, data_position=step + 1)
     state = [shared_state(parts), own_state(parts)["hooks"], own_state(parts)["shards"], torch.rand(2)]
-    close()
+    made.close()
     bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors_in(state))
     return hashlib.sha256(bits).hexdigest(), time.monotonic() - begin
 
@@ -221,12 +256,5 @@ def rows(quick: bool = False) -> Iterator[Row]:
         yield absolute(claim, [lost], bar=0, unit="kills")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for row in rows(parser.parse_args().quick):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)
