@@ -135,6 +135,7 @@ def _options(work: Path, port: int) -> list[str]:
         "--ServerApp.allow_root=True",
         "--ServerApp.allow_remote_access=False",
         "--ServerApp.open_browser=False",
+        "--ServerApp.kernel_websocket_connection_class=distlab.notebook.websocket.PromptConnection",
         "--IdentityProvider.hashed_password=",
         "--LabApp.default_url=/lab/tree/START.ipynb",
         "--LabApp.news_url=None",

@@ -3,9 +3,15 @@
 Every picture is a pure function from a Trace (or recorded calls, or a cost model) to a matplotlib Figure, and has a
 `describe_` twin that returns its text for readers who cannot see it. `to_png` renders a figure; no window is ever
 opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`, `race_panel`, `bucket_panel`,
-`compression_panel`, `memory_panel`, `sharding_panel`), which need ipywidgets.
+`compression_panel`, `memory_panel`, `sharding_panel`, `schedule_panel`, `schedule_editor`), which need ipywidgets.
 """
 
+from simulator.viz.bubbles import (
+    describe_bubbles,
+    describe_memory_against_bubble,
+    draw_bubbles,
+    draw_memory_against_bubble,
+)
 from simulator.viz.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.compression import describe_compression, draw_compression
 from simulator.viz.fit_picture import describe_fit, draw_fit
@@ -23,6 +29,9 @@ from simulator.viz.ring_frame import describe_ring_frame, draw_ring_frame
 from simulator.viz.ring_record import RecordedCall, describe_ring_steps
 from simulator.viz.scaling import describe_scaling, draw_scaling
 from simulator.viz.schedule import describe_schedule, draw_schedule
+from simulator.viz.schedule_compare import describe_schedules, draw_schedules
+from simulator.viz.schedule_run import ScheduleRun, run_schedule
+from simulator.viz.schedule_sweep import sweep_memory, sweep_microbatches
 from simulator.viz.sharding import describe_sharding, draw_sharding
 from simulator.viz.style import to_png
 from simulator.viz.timeline import describe_timeline, draw_timeline
@@ -30,11 +39,14 @@ from simulator.viz.train_step import describe_train_step, draw_train_step, step_
 
 __all__ = [
     "RecordedCall",
+    "ScheduleRun",
+    "describe_bubbles",
     "describe_bucket_sweep",
     "describe_compression",
     "describe_fit",
     "describe_measured_memory",
     "describe_memory",
+    "describe_memory_against_bubble",
     "describe_memory_of_plans",
     "describe_message_diagram",
     "describe_race",
@@ -42,14 +54,17 @@ __all__ = [
     "describe_ring_steps",
     "describe_scaling",
     "describe_schedule",
+    "describe_schedules",
     "describe_sharding",
     "describe_timeline",
     "describe_train_step",
+    "draw_bubbles",
     "draw_bucket_sweep",
     "draw_compression",
     "draw_fit",
     "draw_measured_memory",
     "draw_memory",
+    "draw_memory_against_bubble",
     "draw_memory_of_plans",
     "draw_message_diagram",
     "draw_race",
@@ -57,9 +72,13 @@ __all__ = [
     "draw_ring_steps",
     "draw_scaling",
     "draw_schedule",
+    "draw_schedules",
     "draw_sharding",
     "draw_timeline",
     "draw_train_step",
+    "run_schedule",
     "step_of",
+    "sweep_memory",
+    "sweep_microbatches",
     "to_png",
 ]

@@ -16,12 +16,15 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from distlab.trace.span import Trace
+from simulator.viz.letters import Letter, Letters
 from simulator.viz.rows import Placement, Side
 from simulator.viz.style import DPI, IDLE, TEXT_PT, KindStyle, pale, text_colour
 
 MAX_LABELS = 500
 SMALLEST_PT = 6.5
 CHARACTER_WIDTH = 0.66  # of the font size; the widest digits and letters of the default font
+BARE_PT = 9.0  # of a number that stands without its letter, so that it looks no larger than its neighbours
+WIDE = 0.5  # what a W takes beyond that
 Floats = NDArray[np.float64]
 View = tuple[float, float]
 
@@ -109,11 +112,11 @@ def _add_labels(
     sizes = np.minimum(TEXT_PT, spots[:, 3] * y_scale * 0.78 * 72 / DPI)
     order = np.argsort(-widths, kind="stable")
     largest = int(trace.microbatch.max(initial=0))
-    written = 0
+    letters: list[Letter] = []
     for index in order.tolist():
         size, width = float(sizes[index]), float(widths[index])
-        if written >= MAX_LABELS or width < CHARACTER_WIDTH * SMALLEST_PT * DPI / 72:
-            return
+        if len(letters) >= MAX_LABELS or width < CHARACTER_WIDTH * SMALLEST_PT * DPI / 72:
+            break
         span = trace[int(shown[index])]
         texts = labels_of(span.name, styles[span.kind].letter, span.microbatch, largest)
         label, size = _fitting(texts, (width - 3) * 72 / DPI / CHARACTER_WIDTH, size)
@@ -121,15 +124,14 @@ def _add_labels(
             continue
         x, y = (spots[index, 0] + spots[index, 1]) / 2, spots[index, 2] + spots[index, 3] / 2
         red, green, blue = fills[index].tolist()
-        colour = text_colour((red, green, blue))
-        axes.text(x, y, label, fontsize=size, color=colour, ha="center", va="center_baseline", clip_on=True)
-        written += 1
+        letters.append(Letter(x, y, label, size, text_colour((red, green, blue))))
+    axes.add_artist(Letters(letters))
 
 
 def _fitting(texts: Sequence[tuple[str, int]], room: float, size: float) -> tuple[str, float]:
     """Return the first text that fits into the room (characters x points) and its size; a short one may shrink."""
     for text, length in texts:
-        fits = min(size, room / length)
+        fits = min(size, room / (length + WIDE * text.count("W")), BARE_PT if text.isdigit() else size)
         if fits >= (SMALLEST_PT if length <= 4 else max(SMALLEST_PT, 0.9 * size)):
             return text, fits
     return "", size

@@ -1,4 +1,7 @@
-"""Draw what a step holds in memory: the peak of every stage by kind, and the fullest stage over time."""
+"""Draw what a step holds in memory: the peak of every rank by kind, and the fullest rank over time.
+
+Where each rank of the pipeline has one stage, the picture calls it by its stage.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ TOP_IN, BOTTOM_IN = 1.35, 1.15
 
 
 def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
-    """Draw each stage's peak as a stacked bar, and beside it the fullest stage from the step's start to its end.
+    """Draw each rank's peak as a stacked bar, and beside it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 
@@ -60,8 +63,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     """
     if capacity_bytes is not None and not capacity_bytes > 0:
         raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
-    num_stages = len(memory.peak_bytes)
-    height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * num_stages), 5.5)
+    height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
     half = WIDTH_IN / 2
     bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN)
@@ -82,30 +84,37 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
 
 def describe_memory(memory: Memory, *, capacity_bytes: float | None = None) -> str:
     """Say in one paragraph what `draw_memory` shows."""
-    stage = memory.fullest_stage
-    parts = name_kinds(memory.at_peak_bytes[stage])
-    where = f"Stage {stage} of {len(memory.peak_bytes)}" if len(memory.peak_bytes) > 1 else "Each rank"
+    rank = memory.fullest_stage
+    parts = name_kinds(memory.at_peak_bytes[rank])
+    name = _name(memory, rank).capitalize()
+    where = f"{name} of {len(memory.peak_bytes)}" if len(memory.peak_bytes) > 1 else "Each rank"
     text = f"Memory: {where} peaks at {format_bytes(memory.max_bytes)}: {parts}."
-    times, rows = memory.over_time(stage)
+    times, rows = memory.over_time(rank)
     lowest = int(rows.sum(axis=1).min())
     text += f" Between the peaks it falls to {format_bytes(lowest)}." if len(times) > 1 else ""
     if len(memory.peak_bytes) > 1:
         least = int(memory.total_bytes.argmin())
-        text += f" The least full, stage {least}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
+        text += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
     note = _capacity_note(memory, capacity_bytes)
     return f"{text} {note}." if note else text
 
 
 def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
-    """Return the title: how full the fullest stage is, and what fills it most."""
-    stage = memory.fullest_stage
-    kind = KINDS[int(memory.at_peak_bytes[stage].argmax())]
-    share = int(memory.at_peak_bytes[stage].max()) / memory.max_bytes if memory.max_bytes else 0.0
-    where = f"Stage {stage}" if len(memory.peak_bytes) > 1 else "A rank"
+    """Return the title: how full the fullest rank is, and what fills it most."""
+    rank = memory.fullest_stage
+    kind = KINDS[int(memory.at_peak_bytes[rank].argmax())]
+    share = int(memory.at_peak_bytes[rank].max()) / memory.max_bytes if memory.max_bytes else 0.0
+    where = _name(memory, rank).capitalize() if len(memory.peak_bytes) > 1 else "A rank"
     text = f"{where} peaks at {format_bytes(memory.max_bytes)}, {percent(share)} of it {MEMORY_KINDS[kind].words}"
     if capacity_bytes is not None and memory.max_bytes > capacity_bytes:
         text = f"Does not fit: {where.lower()} needs {format_bytes(memory.max_bytes)}"
     return text
+
+
+def _name(memory: Memory, rank: int) -> str:
+    """Return what a rank of the pipeline is called: the stage that it has, if each has one."""
+    alone = all(len(turns.stages) == 1 for turns in memory.turns)
+    return f"stage {memory.turns[rank].stages[0]}" if alone else f"rank {rank}"
 
 
 def name_kinds(row: NDArray[np.int64]) -> str:
@@ -128,8 +137,8 @@ def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
 
 
 def _draw_peaks(axes: Axes, memory: Memory, limit: float) -> None:
-    num_stages = len(memory.at_peak_bytes)
-    names = [f"stage {stage}" if num_stages > 1 else "each rank" for stage in range(num_stages)]
+    num_ranks = len(memory.at_peak_bytes)
+    names = [_name(memory, rank) if num_ranks > 1 else "each rank" for rank in range(num_ranks)]
     stack_bars(axes, memory.at_peak_bytes, names, limit)
     axes.set_title("at the peak", fontsize=TEXT_PT, loc="left", color=FAINT)
 
@@ -168,10 +177,10 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     label_bytes(axes, "x", limit)
 
 
-def _draw_over_time(axes: Axes, memory: Memory, stage: int, limit: float) -> None:
-    """Draw one stage's bytes by kind, from the start of the step to the end of its last backward."""
-    stack_area(axes, *memory.over_time(stage), limit=limit, timed=memory.timed)
-    where = f"stage {stage} over the step" if len(memory.peak_bytes) > 1 else "over the step"
+def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None:
+    """Draw one rank's bytes by kind, from the start of the step to the end of its last backward."""
+    stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.timed)
+    where = f"{_name(memory, rank)} over the step" if len(memory.peak_bytes) > 1 else "over the step"
     axes.set_title(where, fontsize=TEXT_PT, loc="left", color=FAINT)
 
 

@@ -114,7 +114,7 @@ class Panel(ipywidgets.VBox):
             self._picture.text, self._picture.failed = text, failed
 
     def _adopt(self, name: str, control: Any) -> Any:
-        """Take a control in, name it after its keyword where it has no description, and return what to show."""
+        """Take a control in and return what to show."""
         if not (isinstance(control, ipywidgets.Widget) and control.has_trait("value")):
             example = "an ipywidgets control such as IntSlider(4, min=1, max=8)"
             raise TypeError(f"control {name!r} is {control!r}, which has no value to read; pass {example}")
@@ -125,19 +125,24 @@ class Panel(ipywidgets.VBox):
             link = ipywidgets.jslink((control, "value"), (slider, "value"))
             shown = ipywidgets.HBox([control, slider])
             control, self._links = slider, [*getattr(self, "_links", []), link]
-        if control.has_trait("description") and not control.description:
-            control.description = name.replace("_", " ")
-        if control.has_trait("style") and hasattr(control.style, "description_width"):
-            control.style.description_width = "initial"
-        if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
-            control.layout.width = CONTROL_WIDTH
-        self.controls[name] = control
+        self.controls[name] = dress(name, control)
         control.observe(self.redraw, "value")
         return shown
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and beside it the picture and its text for readers without a kernel."""
         return with_fallback(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
+
+
+def dress(name: str, control: Any) -> Any:
+    """Give a control a description, where it has none, room for it, and a width; return it."""
+    if control.has_trait("description") and not control.description:
+        control.description = name.replace("_", " ")
+    if control.has_trait("style") and hasattr(control.style, "description_width"):
+        control.style.description_width = "initial"
+    if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
+        control.layout.width = CONTROL_WIDTH
+    return control
 
 
 def title_of(figure: Figure) -> str:

@@ -10,7 +10,9 @@ from simulator.units import format_s
 from simulator.viz.facts import Facts, facts_of
 from simulator.viz.rows import Side
 from simulator.viz.style import percent
-from simulator.viz.timeline import Words, draw_rows
+from simulator.viz.textbook import textbook_of
+from simulator.viz.timeline import draw_rows
+from simulator.viz.timeline_rows import Words
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
 
@@ -77,10 +79,10 @@ def _takeaway(facts: Facts) -> str:
 
 
 def _textbook(work: Trace) -> str:
-    """Return the closed form for one equal stage a rank and free communication, to compare with."""
-    stages, microbatches = len(np.unique(work.stage)), _num_microbatches(work)
-    one_each = np.unique(np.stack([work.rank, work.stage]), axis=1).shape[1] == len(work.ranks)
-    if stages < 2 or not one_each or microbatches < 1 or work.is_word("kind", "I", "W").any():
+    """Return the closed form of the order that the trace follows, to compare with; empty where it has none."""
+    found = textbook_of(work)
+    if found is None:
         return ""
-    share = percent((stages - 1) / (microbatches + stages - 1), 1)
-    return f"equal stages and free communication would leave (p-1)/(m+p-1) = {share}"
+    share = percent(found.bubble_fraction, 1)
+    name = found.name[:1].upper() + found.name[1:]
+    return f"{name} with equal stages and free communication would leave {found.formula} = {share}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerBase
@@ -72,20 +72,35 @@ _ALIASES = {"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "rec
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
 
 
+SHADE = "~"  # "F~1": a forward pass of its rank's second stage
+
+
+def is_first_shade(kind: str) -> bool:
+    """Tell whether the kind stands for itself in a legend: its lighter shades need no entry of their own."""
+    return SHADE not in kind
+
+
 def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:
     """Return the style of each kind; in the palette's order.
 
-    A kind that has none of its own gets a spare colour and its first letters.
+    A kind that has none of its own gets a spare colour and its first letters. A shade of a kind is lighter than the
+    one before: see `shades.py`.
     """
     styles: dict[str, KindStyle] = {}
     known_order = {kind: place for place, kind in enumerate(KINDS)}
-    for kind in sorted(set(kinds), key=lambda kind: (known_order.get(kind, len(KINDS)), kind)):
-        known = KINDS.get(_ALIASES.get(kind, kind))
+    for kind in sorted(set(kinds), key=lambda kind: (known_order.get(kind.partition(SHADE)[0], len(KINDS)), kind)):
+        base, _, shade = kind.partition(SHADE)
+        known = KINDS.get(_ALIASES.get(base, base))
         if known is None:
             letters = "".join(word[0] for word in re.findall(r"[^\W_]+", kind))[:2] or "?"
             known = KindStyle(_SPARE[sum(kind.encode()) % len(_SPARE)], letters.upper(), kind.replace("_", " "))
-        styles[kind] = known
+        styles[kind] = known._replace(colour=to_hex(lighter(known.colour, int(shade)))) if shade else known
     return styles
+
+
+def lighter(colour: str, shade: int) -> tuple[float, float, float]:
+    """Return a colour of the same hue for a rank's stage number `shade`: each is lighter than the one before."""
+    return pale(colour, max(0.2, 0.6**shade))
 
 
 def pale(colour: str, share: float = 0.38) -> tuple[float, float, float]:

@@ -2,8 +2,8 @@
 // A scene holds rows, kinds, total_height, ends, view, chosen, and what was unpacked: boxes and labels, or a picture.
 
 const AXIS = 42, TOP = 24, RIGHT = 16, LARGEST_ROW = 30;
-const FIELDS = 9; // of a box: start, end, top, height, kind, row, bytes, name, label
-const MAX_LABELS = 600, SMALLEST_LABEL = 8;
+const FIELDS = 11; // of a box: start, end, top, height, kind, row, bytes, name, label, stage, micro-batch
+const MAX_LABELS = 600, SMALLEST_LABEL = 8, BARE_LABEL = 10;
 const FONT = "system-ui, sans-serif";
 
 function rounded(value, units) {
@@ -13,11 +13,21 @@ function rounded(value, units) {
 const seconds = (value) => rounded(value, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]]);
 const bytes = (value) => rounded(value, [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "bytes"]]);
 
+// Returns the rows of each rank; ranks of two schedules that are compared have the same numbers further down.
+function groupsOf(rows) {
+  const groups = [];
+  for (const row of rows) {
+    if (groups.length && groups[groups.length - 1][0].rank === row.rank) groups[groups.length - 1].push(row);
+    else groups.push([row]);
+  }
+  return groups;
+}
+
 // Returns where the rows go: left and wide in pixels across, unit pixels for a height of 1, tall in all.
 function placeOf(context, scene, width, height) {
   const unit = Math.min((height - TOP - AXIS) / scene.total_height, LARGEST_ROW);
   const ranks = new Set(scene.rows.map((row) => row.rank));
-  const named = unit * 0.62 >= 10 && scene.rows.length > ranks.size;
+  const named = unit * 0.62 >= 10 && scene.rows.length > groupsOf(scene.rows).length;
   context.font = `bold 13px ${FONT}`;
   const rank = Math.max(...[...ranks].map((number) => context.measureText(`rank ${number}`).width));
   context.font = `12px ${FONT}`;
@@ -35,12 +45,24 @@ function paint(context, scene, place, look) {
   context.clip();
   context.fillStyle = look.idle;
   for (const row of scene.rows) if (!row.predicted) context.fillRect(left, TOP + row.top * unit, wide, row.height * unit);
+  if (scene.until !== null) { // what had happened by then
+    context.beginPath();
+    context.rect(left, TOP, Math.max(0, xOf(scene.until) - left), tall + 1);
+    context.clip();
+  }
   if (scene.picture) paintColumns(context, scene, place, xOf);
   else paintBoxes(context, scene, place, xOf, look);
   context.restore();
+  if (scene.until !== null) paintClock(context, xOf(scene.until), place);
   paintNames(context, scene, place, look);
   paintEnds(context, scene, place, xOf, look);
   paintAxis(context, scene, place, xOf, look);
+}
+
+function paintClock(context, x, { left, wide, tall }) {
+  if (x < left || x > left + wide) return;
+  context.fillStyle = "#D55E00";
+  context.fillRect(x - 1, TOP - 4, 2, tall + 8);
 }
 
 function paintColumns(context, scene, { unit }, xOf) {
@@ -98,7 +120,7 @@ function paintLabels(context, scene, labels, unit) {
     context.font = `13px ${FONT}`;
     for (const [words, reserved] of texts) { // the longest that fits; a short one may shrink
       const fits = Math.floor((13 * (room - 4)) / widthOf(reserved));
-      size = Math.min(full, fits);
+      size = Math.min(full, fits, /^\d+$/.test(words) ? BARE_LABEL : full);
       if (size >= (words.length <= 4 ? SMALLEST_LABEL : Math.max(SMALLEST_LABEL, full - 1))) {
         text = words;
         break;
@@ -112,18 +134,18 @@ function paintLabels(context, scene, labels, unit) {
 }
 
 function paintNames(context, scene, { left, unit, tall, named }, look) {
-  const groups = new Map();
-  for (const row of scene.rows) groups.set(row.rank, [...(groups.get(row.rank) || []), row]);
-  const every = Math.ceil((groups.size * 15) / tall);
+  const groups = groupsOf(scene.rows), every = Math.ceil((groups.length * 15) / tall);
   context.textBaseline = "middle";
-  [...groups].forEach(([rank, rows], index) => {
-    if (index % every) return;
-    const last = rows[rows.length - 1], y = TOP + ((rows[0].top + last.top + last.height) / 2) * unit;
-    context.font = `${unit >= 16 ? "bold " : ""}13px ${FONT}`;
-    context.fillStyle = look.ink;
-    context.textAlign = named ? "left" : "right";
-    context.fillText(`rank ${rank}`, named ? 2 : left - 8, y);
-  });
+  context.font = `${unit >= 16 ? "bold " : ""}13px ${FONT}`;
+  context.fillStyle = look.ink;
+  context.textAlign = named ? "left" : "right";
+  for (let index = 0; index < groups.length; index += every) {
+    const rows = groups[index], last = rows[rows.length - 1], y = TOP + ((rows[0].top + last.top + last.height) / 2) * unit;
+    context.fillText(`rank ${rows[0].rank}`, named ? 2 : left - 8, y);
+  }
+  context.font = `bold 13px ${FONT}`;
+  context.textAlign = "left";
+  for (const { at, text } of scene.headings) context.fillText(text, left, TOP + at * unit);
   if (!named) return;
   context.font = `12px ${FONT}`;
   context.fillStyle = look.faint;

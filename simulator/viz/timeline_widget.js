@@ -40,6 +40,8 @@ class Timeline {
     this.tip.setAttribute("aria-live", "polite");
     this.legend = make(figure, "ul", { className: "legend" });
     this.keys = make(figure, "p", { className: "keys", textContent: KEYS });
+    this.problem = make(figure, "pre", { className: "problem", hidden: true });
+    this.problem.setAttribute("role", "alert");
     this.caption = make(figure, "figcaption");
     this.caption.setAttribute("aria-live", "polite");
     this.figure = figure;
@@ -75,6 +77,8 @@ class Timeline {
     if (this.get("note")) make(this.heading, "small", { textContent: this.get("note") });
     this.canvas.setAttribute("aria-label", `${title}. ${KEYS}`);
     if (this.caption.textContent !== this.get("summary")) this.caption.textContent = this.get("summary");
+    if (this.problem.textContent !== this.get("problem")) this.problem.textContent = this.get("problem");
+    this.problem.hidden = !this.get("problem");
     const explained = this.kinds !== this.get("kinds") || this.rows !== this.get("rows");
     if (explained) this.explain();
     if (explained || this.packet !== this.get("packet") || this.packed !== this.get("packed")) this.unpack();
@@ -89,7 +93,10 @@ class Timeline {
       Object.assign(make(item, "i", { textContent: letter }).style, style);
       item.append(words);
     };
-    for (const kind of this.kinds) entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
+    for (const kind of this.kinds) {
+      if (kind.explained) entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
+    }
+    if (this.kinds.some((kind) => !kind.explained)) entry("", "lighter: a later stage of the rank", { background: "#a3a3a3" });
     if (this.rows.some((row) => row.predicted)) {
       entry("", "measured", { background: "#666" });
       entry("", "predicted", { background: "#c5c5c5", borderColor: "#666" });
@@ -199,6 +206,7 @@ class Timeline {
     if (!width) return;
     const scene = { rows: this.rows, kinds: this.kinds, packed: this.packed, view, chosen: this.chosen };
     Object.assign(scene, { total_height: this.get("total_height"), ends: this.get("ends"), labels: this.labels });
+    Object.assign(scene, { headings: this.get("headings"), until: this.get("until_s") });
     scene[this.packed.form === "pixels" ? "picture" : "boxes"] = this.packed.form === "pixels" ? this.picture : this.boxes;
     const context = this.canvas.getContext("2d");
     this.place = placeOf(context, scene, width, this.get("height"));
@@ -232,6 +240,7 @@ class Timeline {
     let found = -1;
     for (let i = 0; i < this.boxes.length; i += FIELDS) {
       const [start, end, top, tall] = this.boxes.subarray(i, i + 4);
+      if (start > (this.get("until_s") ?? Infinity)) break; // boxes are in order of start
       if (start - slack <= at && at <= end + slack && top <= height && height <= top + tall && (found < 0 || at >= start && at <= end)) found = i;
     }
     this.chosen = found / FIELDS;
@@ -241,9 +250,11 @@ class Timeline {
   }
 
   words(i) {
-    const [start, end, , , kind, row, size, name] = this.boxes.subarray(i, i + FIELDS), at = this.rows[row];
+    const [start, end, , , kind, row, size, code, , stage, microbatch] = this.boxes.subarray(i, i + FIELDS), at = this.rows[row];
+    const short = this.packed.names[code]; // of a large trace an action's letter alone
+    const name = short.length === 1 && stage >= 0 && microbatch >= 0 ? `${stage}${short}${microbatch}` : short;
     const side = at.predicted ? "predicted" : this.rows.some((other) => other.predicted) ? "measured" : "";
-    const lines = [this.packed.names[name], `rank ${at.rank}, ${at.lane}${side ? ", " + side : ""}: ${this.kinds[kind].words}`];
+    const lines = [name, `rank ${at.rank}, ${at.lane}${side ? ", " + side : ""}: ${this.kinds[kind].words}`];
     lines.push(`starts at ${seconds(start)}, takes ${seconds(end - start)}`);
     return size > 0 ? [...lines, `moves ${bytes(size)}`] : lines;
   }

@@ -25,6 +25,7 @@ from typing import Any
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 CHROMIUM_FLAGS += ("--disable-background-networking", "--disable-component-update")
+CONNECTION = "distlab.notebook.websocket.PromptConnection"  # as the course's own server has it
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the document, too
@@ -163,6 +164,7 @@ def serve(root: Path, home: Path) -> Iterator[tuple[str, str]]:
     command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
     command += [f"--ServerApp.root_dir={root}", "--LabApp.news_url=None", "--LabApp.expose_app_in_browser=True"]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    command += [f"--ServerApp.kernel_websocket_connection_class={CONNECTION}"]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "server.log"
     with log.open("wb") as out:

@@ -8,7 +8,7 @@ not the old ones stretched. So a key press on 31,000 boxes includes the way to t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from browser_lab import Notebook
 
@@ -38,6 +38,10 @@ CELLS = [
     "panel = Panel(draw, ranks=ranks, microbatches=microbatches); panel",
     "some = Timeline(pipeline(16, 63)); some",
     "many = Timeline(pipeline(64, 243)); many",
+]
+SCHEDULES = [
+    "from simulator.viz.schedule_panel import schedule_panel\nsmall = schedule_panel(ranks=16, microbatches=63); small",
+    "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
 RECORDER = """() => {
     const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
@@ -135,6 +139,29 @@ def measure(notebook: Notebook, repeats: int) -> Iterator[Speed]:
             return by_code(notebook, handle, f"{name}.show(traces[{(index + 1) % 2}])")
 
         yield Speed(f"another trace shown, to the frame, {count} boxes", timed(repeats, replace), bar_s)
+
+
+def measure_schedules(notebook: Notebook, repeats: int) -> Iterator[Speed]:
+    """Measure the two panels of SCHEDULES: a key on the slider of micro-batches, to the frame with the new schedule."""
+    page = notebook.page
+    page.evaluate(RECORDER)
+    for place, (count, bar_s) in enumerate((("2,016", 0.05), ("131,072", 0.15))):
+        panel = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(place)
+        canvas, slider = panel.locator(".distlab-timeline canvas"), slider_of(panel, "micro-batches")
+        slider.scroll_into_view_if_needed()
+        slider.focus()
+        handle = canvas.element_handle()
+
+        def press(index: int, handle: object = handle) -> float:
+            key = "ArrowLeft" if index % 2 else "ArrowRight"
+            return by_key(notebook, "(canvas) => window.watchCanvas(canvas)", handle, key)
+
+        yield Speed(f"a key on a slider to another schedule, {count} boxes", timed(repeats, press), bar_s)
+
+
+def slider_of(panel: Any, description: str) -> Any:
+    """Return the handle of a panel's slider."""
+    return panel.locator(".widget-hslider", has_text=description).locator(".noUi-handle")
 
 
 def key_of(notebook: Notebook, watch: str, handle: object) -> Callable[[int], float]:

@@ -21,6 +21,7 @@ def sometimes(ranks):
     return draw(ranks, 3)
 failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
 """
+EDITOR = "from simulator.viz.schedule_editor import schedule_editor\neditor = schedule_editor(); editor"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def notebook(tmp_path_factory):
     home = tmp_path_factory.mktemp("lab")
     root = home / "root"
     root.mkdir()
-    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING])
+    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR])
     with open_lab(root, "widgets.ipynb", home) as opened:
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(2).wait_for()
@@ -229,9 +230,35 @@ def test_both_themes_are_readable(notebook, shots):
     assert inks[0] != inks[1]
 
 
+def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots):
+    page = notebook.page
+    panel = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(0)
+    found, line = canvas(page, 2), panel.locator("figcaption")
+    whole = pixels(found)
+    speed.slider_of(panel, "step through").focus()
+    page.keyboard.press("Home")
+    page.wait_for_function("(line) => line.textContent.startsWith('At 0 s')", arg=line.element_handle())
+    assert "rank 1 waits for 0F0 of rank 0" in line.inner_text()
+    page.wait_for_function("([c, whole]) => c.toDataURL() !== whole", arg=[found.element_handle(), whole])
+    page.keyboard.press("End")
+    page.wait_for_function("(line) => line.textContent.startsWith('1F1B on')", arg=line.element_handle())
+    speed.slider_of(panel, "micro-batches").focus()
+    after(page, found, lambda: page.keyboard.press("ArrowRight"))
+    assert "1F1B on 16 ranks and 64 micro-batches" in line.inner_text()
+    editor = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(2)
+    area, problem = editor.locator("textarea"), editor.locator(".problem")
+    right = area.input_value()
+    area.fill(right.replace("2F0 2B0", "2B0 2F0"))
+    problem.wait_for()
+    assert "<-- rank 2: 2B0" in problem.inner_text()
+    notebook.shoot(shots / "editor.png")
+    area.fill(right)
+    problem.wait_for(state="hidden")
+
+
 def test_speeds_are_printed_and_far_from_unbearable(notebook, capsys):
     before = speed.slowdown(notebook)
-    found = list(speed.measure(notebook, 6))
+    found = [*speed.measure(notebook, 6), *speed.measure_schedules(notebook, 6)]
     slow = max(1.0, before, speed.slowdown(notebook))
     with capsys.disabled():
         for claim, waits_s, bar_s in found:

@@ -5,6 +5,7 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_schedule, draw_schedule
+from simulator.viz.letters import letters_of
 
 FORWARD, BACKWARD = 10 * MS, 20 * MS
 
@@ -35,7 +36,7 @@ def test_title_and_text_have_the_bubble():
 def test_only_the_pipeline_is_drawn_and_labelled_by_micro_batch():
     axes = draw_schedule(two_stages()).axes[0]
     assert sum(len(artist.get_paths()) for artist in axes.collections if artist.get_gid() == "boxes") == 8
-    labels = [text.get_text() for text in axes.texts]
+    labels = letters_of(axes)
     assert sorted(label for label in labels if label[0] in "FB") == ["B0", "B0", "B1", "B1", "F0", "F0", "F1", "F1"]
 
 

@@ -11,6 +11,7 @@ from distlab.trace import Span, Trace
 from simulator.viz import describe_timeline, draw_timeline, to_png
 from simulator.viz.boxes import pixel_columns
 from simulator.viz.facts import facts_of
+from simulator.viz.letters import letters_of
 from simulator.viz.rows import MAX_LEVELS, Side, lanes_of, pack, place
 
 
@@ -23,7 +24,10 @@ def boxes(figure):
 
 
 def words(figure):
-    return [text.get_text() for axes in figure.axes for text in axes.texts] + [text.get_text() for text in figure.texts]
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts] + [
+        text.get_text() for text in figure.texts
+    ]
+    return texts + [letter for axes in figure.axes for letter in letters_of(axes)]
 
 
 def test_one_box_a_span_of_both_traces():
