@@ -1,0 +1,62 @@
+"""Tensor parallelism: every layer cut over a group of ranks, which work on the same samples.
+
+Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `travel`). Then
+`linear` (column- and row-parallel layers), `attention` (its heads split), `vocabulary` (embedding, and cross-entropy
+that never gathers the scores).
+
+Then what makes it good: `overlap` (the exchange beside a matrix product), `sequence` (what lies between the regions,
+split by positions), `dropout` (masks that must be equal, and those that must not), `norm` (gradients' norm, with what
+every rank holds counted once).
+
+Last, `parallelize` does all of it to the package's GPT; `split` says how a tensor lies on the ranks, and with it
+`full_state_dict` puts the model together again.
+"""
+
+from distlab.tensor_parallel.attention import ParallelAttention
+from distlab.tensor_parallel.dropout import SplitDropout, own_random
+from distlab.tensor_parallel.functions import (
+    add_once,
+    copy_to_ranks,
+    gather_sequence,
+    join_features,
+    join_sequence,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+    split_sequence,
+    sum_gradients,
+)
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from distlab.tensor_parallel.norm import clip_tensor_parallel_, tensor_parallel_norm
+from distlab.tensor_parallel.parallelize import ParallelGPT, full_state_dict, load_full_state_dict, parallelize
+from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
+from distlab.tensor_parallel.split import Split, splits_of
+from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelAttention",
+    "ParallelGPT",
+    "RowParallelLinear",
+    "SequenceParallelNorm",
+    "SequenceParallelPositions",
+    "Split",
+    "SplitDropout",
+    "VocabularyParallelEmbedding",
+    "add_once",
+    "clip_tensor_parallel_",
+    "copy_to_ranks",
+    "full_state_dict",
+    "gather_sequence",
+    "join_features",
+    "join_sequence",
+    "load_full_state_dict",
+    "own_random",
+    "parallelize",
+    "reduce_from_ranks",
+    "reduce_scatter_sequence",
+    "split_sequence",
+    "splits_of",
+    "sum_gradients",
+    "tensor_parallel_norm",
+    "vocabulary_parallel_cross_entropy",
+]

@@ -1,0 +1,256 @@
+"""Linear layers cut over ranks: by their output features (column-parallel), or by their input features (row-parallel).
+
+The paper writes Y = X A; PyTorch keeps the transpose, so that "columns" of A are rows of `weight`. A column-parallel
+layer needs all of X and makes some features of Y. A row-parallel one takes just those features, and each rank makes a
+partial sum of all of Y. One after the other, with something in between that works on each feature alone, they need one
+exchange at the end (g) and one at the beginning of backward (f):
+
+    y = row(gelu(column(x)))       x [B, S, H] -> [B, S, 4H/t] -> [B, S, H]
+
+Every layer is cut from a full one, that of rank 0: whatever its initialisation, the parts are the full layer's.
+
+Symbols: t ranks; I and O features of the full layer.
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.agree import agree
+from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.functions import (
+    add_once,
+    copy_to_ranks,
+    gather_sequence,
+    join_features,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+)
+from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
+from distlab.tensor_parallel.split import Split
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank makes some output features.
+
+    Shapes: x [..., I] -> [..., O/t], or [..., O] with join_output; with sequence_parallel x is [..., S/t, I]
+    Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent a rank. With sequence_parallel an
+        all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole x. join_output: (t-1)/t of the
+        output's bytes forward.
+    Error: exact forward; x's gradient is a sum over ranks, in another order.
+
+    Args:
+        in_features: I.
+        out_features: O; a multiple of t.
+        group: the ranks.
+        bias: add one.
+        full: take the weights of this layer, as rank 0 has it; None draws them as nn.Linear does.
+        split: how the output features are cut; None for one piece.
+
+    `from_full` has more options, which are attributes here:
+
+    Attributes:
+        splits: how its parameters are cut.
+        sequence_parallel: x is a part of the sequence.
+        join_output: give every rank all features.
+        overlap: backward sums x's gradient beside the weight's product.
+        regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
+            gathered again: another all-gather, and 1/t of the memory.
+
+    Raises:
+        ValueError: t does not divide the features, or ranks disagree on the layer.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: ProcessGroup | None = None,
+        *,
+        bias: bool = True,
+        full: nn.Linear | None = None,
+        split: Split | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.sequence_parallel = self.join_output = self.regather = False
+        self.overlap = True
+        split = split or Split(0, (out_features,))
+        self.splits = {"weight": split, "bias": split}
+        _take(self, full or nn.Linear(in_features, out_features, bias))
+
+    @classmethod
+    def from_full(
+        cls,
+        layer: nn.Linear,
+        group: ProcessGroup | None = None,
+        *,
+        sections: Sequence[int] | None = None,
+        sequence_parallel: bool = False,
+        join_output: bool = False,
+        padded: bool = False,
+    ) -> ColumnParallelLinear:
+        """Cut a layer.
+
+        Args:
+            layer: rank 0's counts.
+            group: the ranks.
+            sections: parts of the output features that are each cut on their own; see `Split`.
+            sequence_parallel: as the attribute.
+            join_output: as the attribute.
+            padded: fill the features up with zeros to a multiple of t; see `Split`.
+
+        Raises:
+            ValueError: t does not divide the features, or ranks disagree on the layer.
+        """
+        split = Split(0, tuple(sections or (layer.out_features,)), padded)
+        made = cls(layer.in_features, layer.out_features, group, full=layer, split=split)
+        made.sequence_parallel, made.join_output = sequence_parallel, join_output
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Make this rank's features."""
+        _check_input(self, x, self.in_features)
+        if self.overlap:
+            region = Region(self.group, self.sequence_parallel, self.regather)
+            y = column_linear(x, self.weight, self.bias, region)
+        else:
+            begin = gather_sequence if self.sequence_parallel else copy_to_ranks
+            y = F.linear(begin(x, self.group), self.weight, self.bias)  # [..., S, O/t]
+        return join_features(y, self.group) if self.join_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer that takes some input features on each rank; the ranks' results are added up.
+
+    The bias counts once: rank 0 adds it before the sum. Its gradient needs no exchange, since behind the sum every rank
+    has the whole gradient.
+
+    Shapes: x [..., I/t] -> [..., O], or [..., S/t, O] with sequence_parallel
+    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent a rank; nothing backward. With
+        sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
+    Error: a sum over ranks, in another order than the full product's; gradients are exact.
+
+    Args:
+        in_features: I; a multiple of t.
+        out_features: O.
+        group: the ranks.
+        bias: add one.
+        full: take the weights of this layer, as rank 0 has it; None draws them as nn.Linear does.
+
+    Attributes:
+        splits: how its parameters are cut; the bias is not.
+        sequence_parallel: give each rank a part of the sequence.
+        num_parts: without sequence_parallel, sum in so many parts, each beside the product of the next.
+        overlap: off, each exchange is a function of its own, as `functions` has it.
+
+    Raises:
+        ValueError: t does not divide the features, or ranks disagree on the layer.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: ProcessGroup | None = None,
+        *,
+        bias: bool = True,
+        full: nn.Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.sequence_parallel, self.num_parts, self.overlap = False, 1, True
+        self.splits = {"weight": Split(1, (in_features,))}
+        _take(self, full or nn.Linear(in_features, out_features, bias))
+
+    @classmethod
+    def from_full(
+        cls,
+        layer: nn.Linear,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+        num_parts: int = 1,
+    ) -> RowParallelLinear:
+        """Cut a layer; rank 0's counts. The options are the attributes of these names.
+
+        Raises:
+            ValueError: num_parts is less than 1; t does not divide the features, or ranks disagree on the layer.
+        """
+        if num_parts < 1:
+            raise ValueError(f"num_parts is {num_parts}; pass at least 1")
+        made = cls(layer.in_features, layer.out_features, group, full=layer)
+        made.sequence_parallel, made.num_parts = sequence_parallel, num_parts
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Make all features of the sum."""
+        _check_input(self, x, self.in_features // dist.get_world_size(self.group))
+        if self.overlap and not self.sequence_parallel:
+            return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
+        bias = None if self.bias is None else add_once(self.bias, self.group)
+        end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
+        return end(F.linear(x, self.weight, bias), self.group)
+
+
+def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return rank 0's values of a tensor that all ranks have.
+
+    Cost: a broadcast; nothing in a group of one.
+    """
+    full = full.detach().clone(memory_format=torch.contiguous_format)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(full, group_src=0, group=group)
+    return full
+
+
+def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
+    """Refuse, on every rank, what differs between ranks; a group of one has nothing to compare.
+
+    Raises:
+        ValueError: naming ranks and values.
+    """
+    if dist.get_world_size(group) > 1:
+        agree(values, group, what=what)
+
+
+@torch.no_grad()
+def take_parts(module: nn.Module, full: nn.Module) -> None:
+    """Give a parallel layer its parameters, cut from those of rank 0's full layer as its `splits` say.
+
+    Raises:
+        ValueError: ranks disagree on the parameters.
+    """
+    group = module.group
+    num_ranks, rank = dist.get_world_size(group), group_rank(group)
+    shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in full.named_parameters()}
+    agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=shapes)
+    for name, parameter in list(full._parameters.items()):
+        if parameter is None:
+            module.register_parameter(name, None)
+            continue
+        values = from_first_rank(parameter, group)
+        if name in module.splits:
+            values = module.splits[name].cut(values, num_ranks, rank)
+        module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+
+def _take(module: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:
+    module.splits["weight"].check(dist.get_world_size(module.group), group_rank(module.group), type(module).__name__)
+    take_parts(module, full)
+
+
+def _check_input(module: nn.Module, x: Tensor, features: int) -> None:
+    if x.shape[-1] != features:
+        raise ValueError(
+            f"rank {group_rank(module.group)}: {type(module).__name__} got {list(x.shape)}; expected {features} "
+            f"features in the last dim (the full layer has {module.in_features})"
+        )

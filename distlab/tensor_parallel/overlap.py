@@ -1,0 +1,134 @@
+"""The same linear layers, with the exchange beside a matrix product.
+
+Backward of a column-parallel layer makes two products: the input's gradient, which the ranks must add up, and the
+weight's, which stays here. So make the input's first, send it off, and make the weight's meanwhile. Nothing is lost by
+that and f's copy is saved, since the product is memory of our own.
+
+Forward of a row-parallel layer has one product, and all of it is sent. Cut in parts by rows, the sum of one travels
+beside the product of the next. Smaller products and more calls cost something too, so it is one part unless asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
+
+
+class Region(NamedTuple):
+    """How a layer's region begins.
+
+    Attributes:
+        group: the ranks.
+        sequence: the input is a part of the sequence.
+        regather: keep that part for backward, and gather it again there, in place of keeping the whole.
+    """
+
+    group: ProcessGroup | None
+    sequence: bool = False
+    regather: bool = False
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+    """Compute x w^T + b with this rank's rows of w and b; backward sums x's gradient beside w's product.
+
+    Shapes: x [..., I] (with sequence [..., S/t, I]), weight [O/t, I], bias [O/t] -> [..., O/t]
+    Cost: backward an all-reduce of x's gradient, 2 (t-1)/t of x's bytes. With sequence an all-gather forward and a
+        reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, beside the product
+        that makes x's gradient.
+    """
+    return _ColumnLinear.apply(*_cast(x, weight, bias), region)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None, *, num_parts: int = 1
+) -> Tensor:
+    """Compute x w^T summed over ranks, plus b once; sums of the first parts travel beside the last parts' products.
+
+    Shapes: x [..., I/t], weight [O, I/t], bias [O] -> [..., O]
+    Cost: forward num_parts all-reduces, together 2 (t-1)/t of the output's bytes; nothing backward.
+    """
+    return _RowLinear.apply(*_cast(x, weight, bias), group, num_parts)
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+        whole = SequenceGather(x, region.group).finish() if region.sequence else x  # [..., S, I]
+        ctx.save_for_backward(x if region.regather else whole, weight)
+        ctx.region = region
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        region: Region = ctx.region
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        gathering = travelling = None
+        if for_weight and region.sequence and region.regather:
+            gathering = SequenceGather(x, region.group)  # travels beside the next product
+        if for_x:
+            partial = gradient @ weight  # [..., S, I], of this rank's features
+            travel = SequenceScatterSum if region.sequence else Sum
+            travelling = travel(partial, region.group)  # travels beside the next product
+        if gathering is not None:
+            x = gathering.finish()
+        weight_gradient = _rows(gradient).t() @ _rows(x) if for_weight else None  # [O/t, I]
+        bias_gradient = _rows(gradient).sum(0) if for_bias else None
+        return None if travelling is None else travelling.finish(), weight_gradient, bias_gradient, None
+
+
+class _RowLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, num_parts: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = _rows(x)
+        y = rows.new_empty(len(rows), len(weight))  # [N, O]
+        once = bias if group_rank(group) == 0 else None  # each rank would add one more
+        travelling = []
+        for part, made in zip(rows.chunk(num_parts), y.chunk(num_parts), strict=True):
+            if once is None:
+                torch.mm(part, weight.t(), out=made)
+            else:
+                torch.addmm(once, part, weight.t(), out=made)
+            travelling.append(Sum(made, group))  # travels beside the next part's product
+        for one in travelling:
+            one.finish()
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        return (
+            gradient @ weight if for_x else None,  # [..., I/t]: complete, for each rank has the whole gradient
+            _rows(gradient).t() @ _rows(x) if for_weight else None,
+            _rows(gradient).sum(0) if for_bias else None,  # the same on every rank
+            None,
+            None,
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View all dims but the last as one: [..., I] -> [N, I]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Do what autocast does for F.linear: it does not look into autograd functions."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

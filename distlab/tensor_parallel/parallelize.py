@@ -1,0 +1,236 @@
+"""A whole GPT over tensor ranks: every layer takes the place of the one that it was cut from.
+
+The model keeps its shape, its names and its forward: a block does not know that its attention is split. What changes is
+the loss, because the scores of a rank are those of its own tokens:
+
+    model = parallelize(GPT(config), group)
+    loss = model.loss(model(tokens), targets)        # on every rank of the group, with the same tokens
+    loss.backward()
+    clip_tensor_parallel_(model, 1.0, group)
+    optimizer.step()                                 # each rank updates its parts
+
+Symbols: t ranks; L layers; B samples, S positions, H features, V tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import group_rank
+from distlab.models import GPT, Block
+from distlab.tensor_parallel.attention import ParallelAttention, check_heads
+from distlab.tensor_parallel.dropout import SplitDropout
+from distlab.tensor_parallel.functions import join_features
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts
+from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
+from distlab.tensor_parallel.split import Split
+from distlab.tensor_parallel.travel import check_sequence
+from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+
+
+def parallelize(
+    model: GPT,
+    group: ProcessGroup | None = None,
+    *,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    num_parts: int = 1,
+) -> ParallelGPT:
+    """Split a GPT over the ranks of a group; rank 0's weights count.
+
+    Heads, feed-forward features and vocabulary are split; norms and positions are whole on every rank. Make optimizers
+    and wrappers from what is returned; the model that was given is used up.
+
+    Args:
+        model: the same on all ranks but for its weights.
+        group: the ranks.
+        sequence_parallel: split the sequence between the regions; forward then needs a length that t divides.
+        regather: with sequence_parallel, gather a region's input again in backward: see `ColumnParallelLinear`.
+        num_parts: without sequence_parallel, sum in so many parts: see `RowParallelLinear`.
+
+    Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
+    Cost: a step of a micro-batch sends, in elements a rank: 8 (t-1)/t B S H a layer; 4 (t-1)/t B S H for embedding and
+        output layer; 6 (t-1)/t B S for the loss. With sequence_parallel as much, plus for gradients
+        2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions; regather adds (t-1)/t (2 L + 1) B S H. The
+        first step, and each with a new shape, adds two or three small exchanges that compare the ranks' tokens.
+        Here: a broadcast of each parameter.
+    Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
+
+    Raises:
+        ValueError: ranks disagree, or t does not divide the heads; equal on every rank.
+    """
+    is_model = isinstance(model, GPT) and not isinstance(model, ParallelGPT)
+    options = {"sequence_parallel": sequence_parallel, "regather": regather, "num_parts": num_parts}
+    given = {"type": type(model).__name__, "config": asdict(model.config) if is_model else None, "options": options}
+    agree_on("the model or the options of parallelize", group, **given)
+    rank = group_rank(group)
+    if not is_model:
+        raise ValueError(f"rank {rank}: parallelize got a {type(model).__name__}; expected a GPT that is not split yet")
+    if num_parts < 1:
+        raise ValueError(f"rank {rank}: num_parts is {num_parts}; pass at least 1")
+    if regather and not sequence_parallel:
+        raise ValueError(
+            f"rank {rank}: regather needs sequence_parallel: else there is nothing to gather; leave it out"
+        )
+    check_heads(model.config.num_heads, model.config.num_heads, group)
+    made = ParallelGPT(model, group, sequence_parallel=sequence_parallel)
+    for module in made.modules():
+        if isinstance(module, ColumnParallelLinear):
+            module.regather = regather
+        if isinstance(module, RowParallelLinear):
+            module.num_parts = num_parts
+    return made.train(model.training)
+
+
+class ParallelGPT(GPT):
+    """A GPT that `parallelize` made: its modules have the names of the full model's.
+
+    Attributes:
+        group: the ranks.
+        sequence_parallel: ranks hold parts of the sequence between the regions.
+    """
+
+    def __init__(self, model: GPT, group: ProcessGroup | None, *, sequence_parallel: bool) -> None:
+        nn.Module.__init__(self)  # the parts come from the model, not from a new draw
+        self.config, self.group, self.sequence_parallel = model.config, group, sequence_parallel
+        self._seen: object = None  # shape of the tokens that ranks agreed on
+        self.token_embedding = VocabularyParallelEmbedding(
+            model.token_embedding, group, sequence_parallel=sequence_parallel
+        )
+        self.position_embedding = _whole(model.position_embedding, group, sequence_parallel)
+        self.dropout = SplitDropout(model.config.dropout, group) if sequence_parallel else model.dropout
+        self.blocks = nn.ModuleList(_split_block(block, group, sequence_parallel) for block in model.blocks)
+        self.norm = _whole(model.norm, group, sequence_parallel)
+        self.output = ColumnParallelLinear.from_full(
+            model.output, group, padded=True, sequence_parallel=sequence_parallel
+        )
+        if model.output.weight is model.token_embedding.weight:
+            self.output.weight = self.token_embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score the own tokens at every position.
+
+        Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
+
+        Raises:
+            ValueError: tokens differ between ranks (looked at when their shape is new); the sequence is longer than the
+                context; with sequence_parallel, t does not divide it; dropout with generators that differ.
+        """
+        if self.sequence_parallel:
+            check_sequence(tokens.unsqueeze(-1), self.group, what="a ParallelGPT with sequence_parallel")
+        if self._seen != (tokens.shape, self.training):
+            self._compare(tokens)
+            self._seen = (tokens.shape, self.training)
+        return super().forward(tokens)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the mean cross-entropy over all positions, in nats; the same on every rank.
+
+        Shapes: logits [B, S, ceil(V/t)], targets [B, S] -> []
+        """
+        return vocabulary_parallel_cross_entropy(logits, targets, self.group, vocab_size=self.config.vocab_size)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Give every rank the scores of all tokens, to draw the next one from; training has no use for them.
+
+        Shapes: logits [B, S, ceil(V/t)] -> [B, S, V]
+        Cost: an all-gather: (t-1) B S ceil(V/t) elements sent a rank.
+        """
+        return join_features(logits, self.group)[..., : self.config.vocab_size]
+
+    def _compare(self, tokens: Tensor) -> None:
+        """Refuse what would go wrong without a word: ranks that work on different samples, or drop different numbers.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        agree_on("the shape of the tokens of tensor ranks", self.group, tokens=list(tokens.shape))
+        digest = hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
+        agree_on("the tokens of tensor ranks, which work on the same samples (sha256)", self.group, tokens=digest)
+        if self.training and self.config.dropout:
+            state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
+            agree_on(what, self.group, state=state)
+
+
+def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:
+    """Put parallel layers in the places of a block's own."""
+    block.attention_norm = _whole(block.attention_norm, group, sequence_parallel)
+    block.attention = ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel)
+    block.feed_forward_norm = _whole(block.feed_forward_norm, group, sequence_parallel)
+    inner = block.feed_forward
+    inner.widen = ColumnParallelLinear.from_full(inner.widen, group, sequence_parallel=sequence_parallel)
+    inner.output = RowParallelLinear.from_full(inner.output, group, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        block.dropout = SplitDropout(block.dropout.p, group)
+    return block
+
+
+def _whole(module: nn.Module, group: ProcessGroup | None, sequence_parallel: bool) -> nn.Module:
+    """Return a module that every rank holds whole, with rank 0's weights."""
+    if sequence_parallel:
+        makes = SequenceParallelNorm if isinstance(module, nn.LayerNorm) else SequenceParallelPositions
+        return makes(module, group)
+    module.group, module.splits = group, {}
+    take_parts(module, module)
+    return module
+
+
+def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Return the state of the model that was split, whole, on every rank: what one process would save.
+
+    Cost: an all-gather of each parameter that is split.
+    """
+    state = {}
+    num_ranks = dist.get_world_size(group)
+    for name, value, split in _state_of(model):
+        value = value.detach().clone(memory_format=torch.contiguous_format)
+        if split is not None:
+            parts = [torch.empty_like(value) for _ in range(num_ranks)]
+            if num_ranks > 1:
+                dist.all_gather(parts, value, group=group)
+            value = split.join(parts if num_ranks > 1 else [value])
+        state[name] = value
+    return state
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
+    """Load a state that `full_state_dict` or one process made: each rank keeps its parts. Nothing is sent.
+
+    Raises:
+        ValueError: names or shapes that are not the model's.
+    """
+    places = {name: (value, split) for name, value, split in _state_of(model)}
+    rank, num_ranks = group_rank(group), dist.get_world_size(group)
+    wrong = sorted(places.keys() ^ state.keys())
+    if wrong:
+        raise ValueError(
+            f"rank {rank}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not in model and state both"
+        )
+    parts = {}
+    for name, (value, split) in places.items():
+        if split is not None and state[name].shape[split.dim] != sum(split.sections):
+            raise ValueError(
+                f"rank {rank}: {name} has {state[name].shape[split.dim]} rows; the model has {sum(split.sections)}"
+            )
+        parts[name] = state[name] if split is None else split.cut(state[name], num_ranks, rank)
+        if parts[name].shape != value.shape:
+            raise ValueError(f"rank {rank}: {name} gives {list(parts[name].shape)}; expected {list(value.shape)}")
+    for name, (value, _) in places.items():
+        value.copy_(parts[name])
+
+
+def _state_of(model: nn.Module) -> list[tuple[str, Tensor, Split | None]]:
+    """List names, values and splits; a tied weight under each of its names, as in a state_dict."""
+    found = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        path, _, own = name.rpartition(".")
+        found.append((name, value, getattr(model.get_submodule(path), "splits", {}).get(own)))
+    return found

@@ -1,0 +1,79 @@
+"""Sequence parallelism: between two tensor-parallel regions each rank holds a part of the sequence.
+
+What lies there (norms, dropout, the residual stream) works on each position alone, and all t ranks would do the same
+work and keep the same activations. With the positions split nobody does anything twice. An all-reduce is a
+reduce-scatter and an all-gather anyway, and those two take its place: at the same bytes, ranks keep 1/t of everything.
+
+The price: a parameter that is used there (a norm's) sees on each rank only its positions, so its gradient is a part of
+a sum. Forgotten, training goes on with wrong norms that differ from rank to rank.
+
+Symbols: t ranks; B samples, S positions, H features.
+
+Source: Korthikanti et al. 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.tensor_parallel.functions import split_sequence, sum_gradients
+from distlab.tensor_parallel.linear import take_parts
+from distlab.tensor_parallel.split import Split
+
+
+class SequenceParallelNorm(nn.Module):
+    """A LayerNorm over parts of a sequence: the same weights on each rank, their gradients summed over ranks.
+
+    Shapes: x [..., S/t, H] -> [..., S/t, H]
+    Cost: backward one all-reduce of the weight's and the bias' gradients: 2 (t-1)/t of 2 H elements sent a rank.
+    Error: forward exact; gradients of weight and bias as sums in another order.
+
+    Args:
+        norm: rank 0's counts; over the last dim.
+        group: the ranks.
+
+    Attributes:
+        splits: none: every rank holds both parameters whole.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group, self.shape, self.eps = group, norm.normalized_shape, norm.eps
+        self.splits: dict[str, Split] = {}
+        take_parts(self, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each position."""
+        parameters = [p for p in (self.weight, self.bias) if p is not None]
+        if any(p.requires_grad for p in parameters) and dist.get_world_size(self.group) > 1:
+            parameters = list(sum_gradients(parameters, self.group))
+        weight, bias = (*parameters, None, None)[:2]  # a norm without a weight has no bias either
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+
+class SequenceParallelPositions(nn.Module):
+    """An embedding of positions that gives each rank its part of the sequence.
+
+    Shapes: positions [S] -> [S/t, H]
+    Cost: nothing forward; backward an all-gather of its gradient: (t-1)/t of S H elements sent a rank.
+
+    Args:
+        embedding: rank 0's counts.
+        group: the ranks.
+
+    Raises:
+        ValueError: forward: the ranks do not divide S.
+    """
+
+    def __init__(self, embedding: nn.Embedding, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.splits: dict[str, Split] = {}
+        take_parts(self, embedding)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look all positions up, and keep the own ones: so every rank gets the whole gradient."""
+        return split_sequence(F.embedding(positions, self.weight), self.group)

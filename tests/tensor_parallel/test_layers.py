@@ -1,0 +1,246 @@
+"""Each function and layer: forward, input gradient and weight gradients equal those of the layer that was split."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from distlab.models import Attention, GPTConfig
+from distlab.rng import generator
+from distlab.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    RowParallelLinear,
+    SequenceParallelNorm,
+    VocabularyParallelEmbedding,
+    functions,
+    vocabulary_parallel_cross_entropy,
+)
+from distlab.tensor_parallel.split import Split
+
+HIDDEN, LENGTH, BATCH, VOCABULARY = 24, 12, 3, 13  # 13 tokens: no number of ranks divides them; 4 ranks fill up 3
+
+
+class GroupedAttention(nn.Module):
+    """What ParallelAttention must equal: grouped queries, in one process, written out."""
+
+    def __init__(self, num_heads, num_shared):
+        super().__init__()
+        self.num_heads, self.num_shared, self.size = num_heads, num_shared, HIDDEN // num_heads
+        self.query_key_value = nn.Linear(HIDDEN, (num_heads + 2 * num_shared) * self.size)
+        self.output = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        made = self.query_key_value(x)
+        query, key, value = made.split([n * self.size for n in (self.num_heads, self.num_shared, self.num_shared)], -1)
+        mixed = []
+        for head in range(self.num_heads):
+            q = query[..., head * self.size : (head + 1) * self.size]
+            shared = head // (self.num_heads // self.num_shared)
+            k, v = (part[..., shared * self.size : (shared + 1) * self.size] for part in (key, value))
+            scores = q @ k.transpose(-1, -2) / self.size**0.5
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            mixed.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+        return self.output(torch.cat(mixed, -1))
+
+
+def draw(*shape, what="x", rank=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(0, rank, what))
+
+
+def full(make, rank=0):
+    """Make a full layer; biases are not zero, and other ranks have other weights."""
+    module = make().double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(draw(*parameter.shape, what=name, rank=rank))
+    return module
+
+
+def gradients(module, x, y, upward):
+    (y * upward).sum().backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}, x.grad
+
+
+def part_of(tensor, dim):
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def close(one, other, what=""):
+    assert one.shape == other.shape, (what, one.shape, other.shape)
+    assert (one - other).abs().max().item() <= 1e-10, what
+
+
+def compare(made, module, *, x_dim=None, y_dim=None):
+    """Compare a parallel layer with the full one; x_dim and y_dim say how input and output lie on the ranks."""
+    x = draw(BATCH, LENGTH, made.in_features if hasattr(made, "in_features") else HIDDEN).requires_grad_()
+    y = module(x)
+    upward = draw(*y.shape, what="upward")
+    expected, x_gradient = gradients(module, x, y, upward)
+    local = (x if x_dim is None else part_of(x, x_dim)).detach().clone().requires_grad_()
+    before = local.detach().clone()
+    local_y = made(local)
+    close(local_y, y if y_dim is None else part_of(y, y_dim), "forward")
+    local_upward = (upward if y_dim is None else part_of(upward, y_dim)).clone()
+    found, found_x = gradients(made, local, local_y, local_upward)
+    assert torch.equal(local, before)
+    assert torch.equal(local_upward, upward if y_dim is None else part_of(upward, y_dim)), "changed under our hands"
+    close(found_x, x_gradient if x_dim is None else part_of(x_gradient, x_dim), "input gradient")
+    assert found.keys() == expected.keys()
+    splits = {f"{path}.{own}".lstrip("."): split for path, inner in made.named_modules()
+              for own, split in getattr(inner, "splits", {}).items()}  # fmt: skip
+    for name, gradient in found.items():
+        whole = expected[name]
+        if name in splits:
+            whole = splits[name].cut(whole, dist.get_world_size(), dist.get_rank())
+        close(gradient, whole, name)
+
+
+def check_linear():
+    for overlap in (True, False):
+        for sequence in (False, True):
+            for bias in (True, False):
+                check_pair(overlap, sequence, bias)
+    joined = ColumnParallelLinear.from_full(full(lambda: nn.Linear(7, HIDDEN), dist.get_rank()), join_output=True)
+    compare(joined, full(lambda: nn.Linear(7, HIDDEN)))
+
+
+def check_pair(overlap, sequence, bias):
+    rank, x_dim = dist.get_rank(), 1 if sequence else None
+    widen, narrow = (lambda sizes=sizes: nn.Linear(*sizes, bias=bias) for sizes in ((7, HIDDEN), (HIDDEN, 7)))
+    column = ColumnParallelLinear.from_full(full(widen, rank), sequence_parallel=sequence)
+    column.overlap, column.regather = overlap, bias
+    compare(column, full(widen), x_dim=x_dim, y_dim=2)
+    parts = 3 if bias else 1
+    row = RowParallelLinear.from_full(full(narrow, rank), sequence_parallel=sequence, num_parts=parts)
+    row.overlap = overlap
+    compare(row, full(narrow), x_dim=2, y_dim=x_dim)
+
+
+def check_attention():
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    config = GPTConfig(num_heads=12, hidden_size=HIDDEN)
+    for sequence in (False, True):
+        dim = 1 if sequence else None
+        made = ParallelAttention.from_full(full(lambda: Attention(config), rank), sequence_parallel=sequence)
+        compare(made, full(lambda: Attention(config)), x_dim=dim, y_dim=dim)
+        num_shared = num_ranks if 12 % num_ranks == 0 else 12
+        given = full(lambda: GroupedAttention(12, num_shared), rank)  # noqa: B023
+        grouped = ParallelAttention(
+            given.query_key_value, given.output, 12, num_key_value_heads=num_shared, sequence_parallel=sequence
+        )
+        compare(grouped, full(lambda: GroupedAttention(12, num_shared)), x_dim=dim, y_dim=dim)  # noqa: B023
+
+
+def check_vocabulary():
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    compare(
+        SequenceParallelNorm(full(lambda: nn.LayerNorm(HIDDEN), rank)),
+        full(lambda: nn.LayerNorm(HIDDEN)),
+        x_dim=1,
+        y_dim=1,
+    )
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator(0, 0, "tokens"))
+    split = Split(0, (VOCABULARY,), padded=True)
+    for sequence in (False, True):
+        module = full(lambda: nn.Embedding(VOCABULARY, HIDDEN))
+        made = VocabularyParallelEmbedding(
+            full(lambda: nn.Embedding(VOCABULARY, HIDDEN), rank), sequence_parallel=sequence
+        )
+        y, local = module(tokens), made(tokens)
+        upward = draw(*y.shape, what="upward")
+        (y * upward).sum().backward()
+        (local * (part_of(upward, 1) if sequence else upward)).sum().backward()
+        close(local, part_of(y, 1) if sequence else y)
+        close(made.weight.grad, split.cut(module.weight.grad, num_ranks, rank))
+    targets = tokens.clone()
+    targets[0, 3:5] = -100
+    logits = (30 * draw(BATCH, LENGTH, VOCABULARY)).requires_grad_()  # exp would overflow without the largest
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    expected.mul(3).backward()
+    cut = Split(2, (VOCABULARY,), padded=True).cut
+    local = cut(logits.detach(), num_ranks, rank).requires_grad_()
+    found = vocabulary_parallel_cross_entropy(local, targets, vocab_size=VOCABULARY)
+    found.mul(3).backward()
+    close(found, expected)
+    close(local.grad, cut(logits.grad, num_ranks, rank))
+
+
+def check_functions():
+    """Each pair is conjugate: <f(x), y> summed over ranks is <x, f'(y)> summed over ranks, if x differs."""
+    rank = dist.get_rank()
+    for name in ("gather_sequence", "reduce_scatter_sequence"):
+        x = draw(BATCH, LENGTH, 5, rank=rank).requires_grad_()
+        y = getattr(functions, name)(x)
+        upward = draw(*y.shape, what="upward", rank=rank)
+        (y * upward).sum().backward()
+        both = torch.stack([(y * upward).sum(), (x * x.grad).sum()]).detach()
+        dist.all_reduce(both)
+        close(both[0], both[1], name)
+    mine = [draw(4, 5, what=what, rank=rank) for what in ("x", "upward")]
+    total, upward_total = (
+        sum(draw(4, 5, what=w, rank=r) for r in range(dist.get_world_size())) for w in ("x", "upward")
+    )
+    x, upward = (tensor.clone() for tensor in mine)
+    close(functions.reduce_from_ranks(x), total)
+    x.requires_grad_()
+    functions.copy_to_ranks(x).backward(upward)
+    close(x.grad, upward_total)
+    assert torch.equal(x, mine[0]), "others may hold it too"
+    assert torch.equal(upward, mine[1]), "others may hold it too"
+    x = draw(BATCH, LENGTH, 5).requires_grad_()
+    y = functions.join_sequence(functions.split_sequence(x))
+    upward = draw(*y.shape, what="upward")
+    (y * upward).sum().backward()
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, upward)
+
+
+def check_drawn():
+    """A layer that draws its own weights has those of nn.Linear on rank 0."""
+    torch.manual_seed(5 + dist.get_rank())
+    made = ColumnParallelLinear(6, HIDDEN, dist.group.WORLD)
+    torch.manual_seed(5)
+    whole = nn.Linear(6, HIDDEN)
+    assert torch.equal(made.weight, part_of(whole.weight, 0))
+    assert torch.equal(made.bias, part_of(whole.bias, 0))
+
+
+def check_autocast():
+    layer = RowParallelLinear(HIDDEN, 8)
+    x = torch.randn(4, HIDDEN // dist.get_world_size(), requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_layers_equal_those_they_were_cut_from(ranks, world_size):
+    def check():
+        check_functions()
+        check_linear()
+        check_attention()
+        check_vocabulary()
+        check_drawn()
+        check_autocast()
+        x = torch.ones(2, HIDDEN)  # wants no gradient: nothing is sent for it
+        y = ColumnParallelLinear(HIDDEN, HIDDEN)(x)
+        y.sum().backward()
+        assert x.grad is None
+
+    ranks(world_size).run(check)
+
+
+def test_a_split_cuts_each_section_and_joins_again():
+    whole = torch.arange(36).view(12, 3)
+    split = Split(0, (6, 2, 4))
+    parts = [split.cut(whole, 2, rank) for rank in range(2)]
+    assert parts[1][:, 0].div(3).tolist() == [3, 4, 5, 7, 10, 11]
+    assert torch.equal(split.join(parts), whole)
+    odd = Split(1, (3,), padded=True)
+    parts = [odd.cut(whole, 4, rank) for rank in range(4)]
+    assert parts[3].tolist() == [[0]] * 12
+    assert torch.equal(odd.join(parts), whole)
