@@ -1,0 +1,143 @@
+"""Gradients of a model with experts: what ranks must average, what is complete, and the norm of both.
+
+The step's loss is the mean over ranks of each rank's loss. A parameter that every rank holds (router, attention) has
+the gradient of its own rank's loss, so those are averaged. An expert's one owner has heard from all ranks' tokens: its
+gradient is the sum already, and only has to be divided. Averaged like the others it would be lost among experts that
+are not the same; left alone it would be n times too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab import clip
+from distlab.expert_parallel.layer import ExpertParallel
+from distlab.precision.reduce import all_reduce_in_float32
+
+
+def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return by name what every rank holds, and this rank's experts; without parameters that are frozen.
+
+    An expert of a layer whose group is of one rank counts as one too.
+    """
+    ids = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    replicated = {name: p for name, p in named.items() if id(p) not in ids}
+    return replicated, {name: p for name, p in named.items() if id(p) in ids}
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module, group: ProcessGroup | None = None, *, replicas: ProcessGroup | None = None
+) -> None:
+    """Turn gradients of each rank's loss into those of the mean of the ranks' losses, in place.
+
+    Weigh a rank's mean loss by its part of the tokens, times the number of ranks, where ranks have unequal numbers.
+
+    Args:
+        model: holds `ExpertParallel` layers of this group.
+        group: the ranks over which experts are split.
+        replicas: ranks of other such groups that hold the same experts; None where there is one group.
+
+    Cost: one all-reduce of the replicated parameters' elements a dtype and group, and one flag a parameter. Experts
+        send nothing, or with replicas one all-reduce of their elements over those.
+    Error: a parameter without a gradient on every rank keeps None; where only some have one, the others count as zero.
+
+    Raises:
+        ValueError: a layer's experts are split over other ranks; before communicating.
+    """
+    _check(model, group)
+    more = [] if replicas is None else [replicas]
+    total = math.prod(map(dist.get_world_size, [group, *more]))
+    replicated, experts = split_parameters(model)
+    _sum_and_divide([*replicated.values()], [group, *more], total)
+    _sum_and_divide([*experts.values()], more, total)
+
+
+def _sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup | None], divisor: int) -> None:
+    """Sum gradients over groups, one after the other, as flat rows; then divide."""
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
+    for same in _by_dtype(parameters):
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
+            + [same[0].new_tensor([float(p.grad is not None) for p in same])]
+        )
+        for group in groups:
+            all_reduce_in_float32(flat, group)
+        *parts, present = flat.split([*(p.numel() for p in same), len(same)])
+        for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
+            if ranks:
+                mean = part.view(parameter.shape) / divisor
+                parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+
+
+def clip_gradients_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
+    """Scale gradients in place so that the norm of the whole model's is at most `max_norm`; return what it was.
+
+    Replicated parameters, the same on all ranks, count once; experts are summed over ranks. Call it after
+    `reduce_gradients`.
+
+    Cost: one all-reduce of 8 bytes.
+
+    Raises:
+        ValueError: max_norm is no positive number, or a layer's experts are split over other ranks.
+        NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite.
+    """
+    _check(model, group)
+    replicated, experts = split_parameters(model)
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; pass a positive number")
+    everyone = group if group is not None else dist.group.WORLD  # there, None is a rank by itself
+    exact = nn.Parameter(torch.zeros((), dtype=torch.float64))  # or a rank without experts would round to float32, and
+    exact.grad = torch.zeros_like(exact)  # scale by another number than the others
+    part = clip.clip_gradients_(
+        [*experts.items(), ("", exact)], math.inf, group=everyone
+    )  # a limit of infinity only measures
+    rest = clip.clip_gradients_(replicated.items(), math.inf)
+    norm = torch.hypot(part.to(rest.device), rest.double())
+    factor = (max_norm / (norm + clip.EPSILON)).clamp(max=1.0)
+    for parameter in (*replicated.values(), *experts.values()):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
+    return norm.to(rest.dtype)
+
+
+def _check(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Refuse a group that is not the layers' own.
+
+    Raises:
+        ValueError: naming both.
+    """
+    ranks = _ranks(group)
+    for layer in _layers(model):
+        if (own := _ranks(layer.group)) != ranks:
+            raise ValueError(
+                f"rank {dist.get_rank()}: experts are split over ranks {own}, and the group given has {ranks}; "
+                "pass the layers' own group"
+            )
+
+
+def _ranks(group: ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def _layers(model: nn.Module) -> Iterator[ExpertParallel]:
+    return (module for module in model.modules() if isinstance(module, ExpertParallel))
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.dtype, []).append(parameter)
+    return list(kinds.values())
