@@ -16,7 +16,6 @@ all-reduce from a callback of the first, and with several buckets on gloo it han
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,8 @@ from distlab.comm import Ranks
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20
@@ -126,10 +126,8 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= 2 else "gloo"
+    backend = backend_of(device, 2)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 2)
     with Ranks(2, timeout_s=900, backend=backend, record=False) as ranks:
         results = ranks.run(time_programs, device, blocks, steps)
@@ -181,14 +179,5 @@ def codec_rows(device: str, blocks: int) -> Iterator[Row]:
         yield without_bar(row)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.device):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True)

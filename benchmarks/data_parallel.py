@@ -13,7 +13,6 @@ slowest rank. Recording is off.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,8 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise, without_bar
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25
@@ -174,10 +174,8 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= 2 else "gloo"
+    backend = backend_of(device, 2)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 4)
     with Ranks(2, timeout_s=600, backend=backend, record=False) as ranks:
         for model_name in MODELS:
@@ -200,14 +198,5 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
                 yield without_bar(compare(claim, times[program], peer))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.device):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True)

@@ -11,7 +11,6 @@ gradients are put back before each, since theirs overwrites them.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.large_batch import LAMB, LARS, Trust
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, interleave, noise
 from distlab.models import GPT, GPTConfig
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -98,8 +98,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
+    backend_of(device, 1)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on a rank
     try:
@@ -128,14 +127,5 @@ def rows_of(name: str, what: str, parameters: Callable[[], list[nn.Parameter]], 
     yield noise(claim, again, batched)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.device):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True)

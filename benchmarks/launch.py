@@ -23,7 +23,8 @@ import psutil
 
 from distlab.comm import RankError, Ranks, run
 from distlab.comm.fork_client import shut_down
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.bench_script import run_script
+from distlab.measure.ratio import Row, absolute
 
 MARK = "DISTLAB_ORPHANS"
 KINDS = ("exception", "segfault", "SIGKILL", "SIGSTOP", "endless loop", "blocked in a collective", "SIGTERM ignored")
@@ -278,11 +279,5 @@ def rows(quick: bool = False) -> Iterator[Row]:
             yield absolute(claim, [float(len(left))], bar=0, unit="things", note="; ".join(left[:5]))
 
 
-def main() -> None:
-    """Print each row as it comes."""
-    for row in rows(quick="--quick" in sys.argv):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -7,7 +7,6 @@ by the step's own time; the step timed with recording on and off stands beside i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -21,7 +20,8 @@ import torch.distributed as dist
 
 from distlab.comm import Ranks
 from distlab.comm.recorder import Recorder, recorded
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
+from distlab.measure.bench_script import run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0
@@ -146,13 +146,5 @@ def _alone(function: Callable[..., object], *args: object) -> object:
     return function(*args)
 
 
-def main() -> None:
-    """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run with few blocks")
-    for row in rows(parser.parse_args().quick):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -16,7 +16,6 @@ backward pass, and after the update.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +30,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, format_rows, interleave, noise, without_bar
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 from distlab.sharding.optimizer_state import ShardedOptimizer
 
@@ -164,8 +164,6 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     for world_size in (2, 4):
         yield from optimizer_rows(world_size, quick, device)
@@ -173,7 +171,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
 
 def optimizer_rows(world_size: int, quick: bool, device: str) -> Iterator[Row]:
     """Yield the rows of ZeRO-1 and ZeRO-2 at one number of ranks."""
-    backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= world_size else "gloo"
+    backend = backend_of(device, world_size)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 4)
     with Ranks(world_size, timeout_s=600, backend=backend, record=False) as ranks:
         for model_name in MODELS:
@@ -198,14 +196,5 @@ def optimizer_rows(world_size: int, quick: bool, device: str) -> Iterator[Row]:
                 yield row if name != "ZeRO-1, whole tensors" else without_bar(row)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.device):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True)

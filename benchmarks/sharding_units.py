@@ -13,7 +13,6 @@ its highest in the third step; gloo's own tensors are in it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -30,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise, without_bar
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard
 
@@ -156,13 +156,11 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    backend = "nccl" if device == "cuda" else "gloo"
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 4)
     worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
     for num_ranks in worlds:
+        backend = backend_of(device, num_ranks)
         with Ranks(num_ranks, timeout_s=600, backend=backend, record=False) as ranks:
             for model_name in MODELS:
                 results = ranks.run(time_programs, model_name, device, blocks, steps)
@@ -180,11 +178,10 @@ def _rows_of(
     bar = 0.8 if device == "cpu" else 1.0
     peer, whole = "torch FSDP2", "whole until backward"
     yield compare(f"a FullyShard step {what} against torch FSDP2's", times["FullyShard"], times[peer], bar=bar)
-    yield compare(
+    yield compare_counts(
         f"peak memory of a FullyShard step {what} against torch FSDP2's",
-        [highest["FullyShard"]] * 2,
-        [highest[peer]] * 2,
-        unit="B",
+        highest["FullyShard"],
+        highest[peer],
         note="torch's allocator, gloo's tensors included" if device == "cpu" else "torch's allocator",
     )
     yield noise(f"a torch FSDP2 step {what}", times["torch FSDP2 again"], times[peer])
@@ -204,14 +201,5 @@ def _rows_of(
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.device):
-        print(format_rows([row]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True)

@@ -1,0 +1,191 @@
+"""One training step of Pipeline against torch.distributed.pipelining's with the same schedule.
+
+- A step (zero_grad, forward and backward of all micro-batches, SGD) of the small GPT on 2 and 4 ranks takes at most as
+  long as torch's with the same schedule, stages and micro-batches. Both live in the same ranks and take turns block by
+  block; a block's time is that of the slowest rank. Recording is off, one thread a rank.
+- Real compute cannot be faster than the machine has cores: the speed-up over one process is for information.
+  `pipeline_overlap.py` shows with stages that sleep that the schedules do what they promise.
+
+    python benchmarks/pipeline.py            # rows
+    python benchmarks/pipeline.py --quick    # few blocks: shows that it runs
+    python benchmarks/pipeline.py --device cuda
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from distlab.comm import Ranks
+from distlab.measure.bench_script import backend_of, run_script
+from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.models import GPT, GPTConfig
+from distlab.pipeline import Pipeline
+from distlab.pipeline.split import split_gpt
+from distlab.plan.schedules import Schedule, make_schedule
+
+PEERS = {
+    "gpipe": schedules.ScheduleGPipe,
+    "one_f_one_b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zb_v": schedules.ScheduleZBVZeroBubble,
+}
+CONFIG = GPTConfig(context=64, num_layers=8, num_heads=4, hidden_size=128, tied=False)
+SAMPLES = 2  # in a micro-batch
+LEARNING_RATE = 1e-3
+Step = Callable[[], "Tensor | None"]
+
+
+def stages_of(schedule: Schedule, device: torch.device) -> dict[int, nn.Module]:
+    """Build the small GPT and keep this rank's stages of it."""
+    stages = split_gpt(GPT(CONFIG, torch.Generator().manual_seed(0)), schedule.num_stages)
+    return {stage: stages[stage].to(device) for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+
+
+def batch_of(num_microbatches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw tokens and targets, the same on each rank."""
+    tokens = torch.randint(
+        CONFIG.vocab_size,
+        (2, SAMPLES * num_microbatches, CONFIG.context),
+        generator=torch.Generator().manual_seed(1),
+    ).to(device)
+    return tokens[0], tokens[1]
+
+
+def our_step(name: str, num_microbatches: int, device: torch.device) -> Step:
+    """Build Pipeline and return one training step of it."""
+    schedule = make_schedule(name, dist.get_world_size(), num_microbatches)
+    pipeline = Pipeline(stages_of(schedule, device), schedule, loss=GPT.loss)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
+    inputs, targets = batch_of(num_microbatches, device)
+
+    def step() -> Tensor | None:
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def torch_step(name: str, num_microbatches: int, device: torch.device) -> Step:
+    """Build torch's pipeline with the same stages and return one training step of it."""
+    plan = make_schedule(name, dist.get_world_size(), num_microbatches)
+    modules = stages_of(plan, device)
+    stages = [PipelineStage(module, index, plan.num_stages, device) for index, module in modules.items()]
+    single = issubclass(PEERS[name], schedules.PipelineScheduleSingle)
+    schedule = PEERS[name](stages[0] if single else stages, num_microbatches, loss_fn=GPT.loss)
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LEARNING_RATE)
+    inputs, targets = batch_of(num_microbatches, device)
+    arguments = (inputs,) if 0 in modules else ()
+    has_last = plan.num_stages - 1 in modules
+
+    def step() -> Tensor | None:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {"target": targets, "losses": losses} if has_last else {}
+        schedule.step(*arguments, **options)
+        optimizer.step()
+        return torch.stack(losses).mean().detach() if losses else None
+
+    return step
+
+
+def time_steps(
+    name: str, num_microbatches: int, device_type: str, blocks: int, steps: int
+) -> tuple[list[list[float]], list[float | None]]:
+    """Run on each rank: time torch's step, ours and torch's again in interleaved blocks; return last losses too."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    functions = [make(name, num_microbatches, device) for make in (torch_step, our_step, torch_step)]
+
+    def block(step: Step, num_steps: int = steps) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / num_steps
+
+    for step in functions:
+        block(step, 2)
+    times = interleave([partial(block, step) for step in functions], blocks)
+    losses = [step() for step in functions]
+    return times, [None if loss is None else float(loss) for loss in losses]
+
+
+def step_alone(num_microbatches: int, blocks: int) -> list[float]:
+    """Run on one rank: time a step of the whole model on the same micro-batches, one after the other."""
+    torch.set_num_threads(1)
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    inputs, targets = (part.chunk(num_microbatches) for part in batch_of(num_microbatches, torch.device("cpu")))
+    times = []
+    for _ in range(blocks + 1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        for x, wanted in zip(inputs, targets, strict=True):
+            (GPT.loss(model(x), wanted) / num_microbatches).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    return times[1:]
+
+
+def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
+    """Yield, for each number of ranks and schedule: the bar, the noise, and the speed-up of real compute.
+
+    Raises:
+        ValueError: cuda was asked for and this machine has none.
+    """
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    backend = backend_of(device, 2)
+    blocks, steps = (2, 1) if quick else (MIN_BLOCKS, 2)
+    worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
+    with Ranks(1, timeout_s=300, record=False) as ranks:
+        alone = {world: float(np.median(ranks.run(step_alone, 2 * world, blocks)[0])) for world in worlds}
+    for num_ranks in worlds:
+        what = f"on {num_ranks} ranks ({device}, {backend})"
+        with Ranks(num_ranks, timeout_s=600, backend=backend, record=False) as ranks:
+            for name in PEERS:
+                results = ranks.run(time_steps, name, 2 * num_ranks, device, blocks, steps)
+                peer, ours, again = np.asarray([times for times, _ in results]).max(axis=0).tolist()
+                losses = next(found for _, found in results if found[0] is not None)
+                assert max(losses) - min(losses) < 1e-3, losses
+                yield compare(f"a step of {name} {what} against torch.distributed.pipelining's", ours, peer)
+                yield noise(f"a step of torch's {name} {what}", again, peer)
+                if device == "cpu":
+                    yield alone_row(name, num_ranks, alone[num_ranks], ours)
+
+
+def alone_row(name: str, num_ranks: int, alone_s: float, ours: list[float]) -> Row:
+    """The speed-up of real compute, beside what the cores allow."""
+    cores = len(os.sched_getaffinity(0))
+    speedup = [alone_s / one for one in ours]
+    row = absolute(
+        f"speed-up of a step of {name} on {num_ranks} ranks over one process, real compute",
+        speedup,
+        bar=0,
+        unit="x",
+        note=f"min(ranks, cores) is {min(num_ranks, cores)}",
+    )
+    return without_bar(row)
+
+
+if __name__ == "__main__":
+    run_script(__doc__, rows, devices=True)

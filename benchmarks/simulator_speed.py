@@ -1,0 +1,192 @@
+"""The simulator's speed: large pipelines, planned and simulated exactly; any order; a whole step; the slope; torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.plan import Plan, Schedule, one_f_one_b
+from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule
+from simulator import CompiledOrder, Jitter, cluster, gpt_workload, order_of, simulate, simulate_schedule
+from simulator.pipeline import F, forget_orders
+
+STAGES, MICROBATCHES = 64, 1024
+FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000
+TIMES = ActionTimes(1.0, 1.0, 1.0, 0.03)  # ms
+QUICKLY = ("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "zb_h2")  # those with levels in closed form
+BY_THE_FRONTIER = ("naive", "interleaved_zero_bubble", "zb_v", "v_half", "v_min", "dualpipe_v")
+AUTOMATIC = ("zb_1p", "zb_2p")
+SLOPE = (10_000, 100_000, 1_000_000, 10_000_000)  # operations
+# torch's names of its schedules, for its visualizer; sizes that it can draw in a moment.
+TORCH = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
+TORCH_RANKS, TORCH_MICROBATCHES = 8, 64
+
+
+def _times_ms(program: Callable[[], object], repeats: int) -> list[float]:
+    program()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        program()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def _plan_and_run(name: str) -> float:
+    """Plan 64 stages x 1,024 micro-batches from nothing and simulate them; nothing is left of an earlier time."""
+    forget_orders()
+    per_rank = 2 if SCHEDULES[name].placement in ("loop", "v") else 1
+    schedule = make_schedule(name, STAGES // per_rank, MICROBATCHES, stages_per_rank=per_rank, times=TIMES)
+    return simulate_schedule(schedule, TIMES).duration_s
+
+
+def _any_order() -> Schedule:
+    """Return 1F1B with the first two micro-batches of rank 0 swapped everywhere: no closed form knows it."""
+    schedule = one_f_one_b(STAGES, MICROBATCHES)
+    swapped = np.where(schedule.microbatch < 2, 1 - schedule.microbatch, schedule.microbatch)
+    rank, kind = schedule.rank, schedule.kind
+    last = np.flatnonzero((rank == 0) & (kind == F))[-2:]
+    order = np.arange(len(schedule))
+    order[last] = order[last[::-1]]
+    return Schedule.from_columns(
+        stage=schedule.stage[order],
+        kind=schedule.kind[order],
+        microbatch=swapped[order],
+        lengths=np.diff(schedule.offsets),
+    )
+
+
+def rows(quick: bool = False) -> Iterator[Row]:
+    repeats = 3 if quick else 30
+    yield from _families(repeats)
+    schedule = _any_order()
+    order = order_of(schedule)
+    duration = np.random.default_rng(0).integers(FORWARD_NS, BACKWARD_NS, len(order.kind))
+    times = _times_ms(lambda: CompiledOrder(order_of(schedule)).run(duration, MESSAGE_NS), repeats)
+    yield absolute(
+        f"any order, {STAGES} x {MICROBATCHES}, random durations, exactly",
+        times,
+        bar=150.0,
+        unit="ms",
+        note="levels by the frontier, no steady state to skip",
+    )
+    yield from _slope(SLOPE[:3] if quick else SLOPE)
+    yield from _beside_torch(min(repeats, 5))
+    yield from _steps(repeats)
+
+
+def _families(repeats: int) -> Iterator[Row]:
+    what = f"{STAGES} stages x {MICROBATCHES} micro-batches, planned and simulated exactly"
+    for names, bar, note in (
+        (QUICKLY, 10.0, "levels in closed form; nothing kept from before"),
+        (BY_THE_FRONTIER, 150.0, "no closed form; nothing kept from before"),
+        (AUTOMATIC, 1000.0, "searched for F = I = W and messages of 30 us"),
+    ):
+        for name in names:
+            times = _times_ms(lambda name=name: _plan_and_run(name), min(repeats, 30 if bar < 100 else 5))
+            yield absolute(f"{SCHEDULES[name].title}, {what}", times, bar=bar, unit="ms", note=note)
+    schedule, jitter = make_schedule("zb_h1", STAGES, MICROBATCHES), Jitter(0.1)
+    times = _times_ms(lambda: simulate_schedule(schedule, TIMES), min(repeats, 30))
+    row = absolute("ZB-H1 simulated again, with other times", times, bar=1e9, unit="ms")
+    yield replace(row, bar="-", holds=None, note="what a slider of times costs: the order is kept")
+    times = _times_ms(lambda: simulate_schedule(schedule, TIMES, jitter=jitter), min(repeats, 5))
+    yield absolute("ZB-H1 with jitter, simulated exactly", times, bar=150.0, unit="ms", note="no steady state to skip")
+
+
+def _slope(sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Time per operation of an order without a steady state, from ten thousand operations to ten million."""
+    each = []
+    for size in sizes:
+        microbatches = size // (3 * STAGES)
+        schedule, jitter = make_schedule("zb_h1", STAGES, microbatches), Jitter(0.1)
+        times_ms = _times_ms(lambda case=(schedule, TIMES), with_=jitter: simulate_schedule(*case, jitter=with_), 3)
+        tracemalloc.start()
+        simulate_schedule(make_schedule("zb_h1", STAGES, microbatches), TIMES, jitter=jitter)
+        peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
+        tracemalloc.stop()
+        each.append(min(times_ms) * 1e6 / len(schedule))
+        row = absolute(f"{len(schedule):,} operations with jitter, simulated", times_ms, bar=1e9, unit="ms")
+        note = f"{each[-1]:.0f} ns an operation, at most {peak_mib:.0f} MiB in arrays"
+        yield replace(row, bar="-", holds=None, note=note)
+    yield absolute(
+        f"time an operation, {sizes[-1]:,} against {sizes[0]:,} operations",
+        [each[-1] / each[0]],
+        bar=2.0,
+        unit="times",
+        note="linear: no more than twice as long an operation",
+    )
+
+
+def _torch_lays_out(name: str, stages_per_rank: int) -> object:
+    """Let torch plan a schedule and lay it out slot by slot; it prints, and stops at its REDUCE_GRAD, left out here."""
+    from torch.distributed.pipelining._schedule_visualizer import add_schedule_op_spacing, get_schedule_ops
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        ranks = get_schedule_ops(name, TORCH_RANKS, TORCH_MICROBATCHES, stages_per_rank)
+        kept = [[each for each in rank if each and each.computation_type.name != "REDUCE_GRAD"] for rank in ranks]
+        return add_schedule_op_spacing(kept)
+
+
+def _beside_torch(repeats: int) -> Iterator[Row]:
+    """Plan and lay out the same schedule as torch's own visualizer does; its slots are all equally long."""
+    times = ActionTimes(1.0, 1.0, 1.0)
+    for name, theirs in TORCH.items():
+        per_rank = 1 if SCHEDULES[name].placement == "one" else 2
+
+        def ours(name: str = name, per_rank: int = per_rank) -> float:
+            forget_orders()
+            schedule = make_schedule(name, TORCH_RANKS, TORCH_MICROBATCHES, stages_per_rank=per_rank)
+            return simulate_schedule(schedule, times).duration_s
+
+        def torchs(theirs: str = theirs, per_rank: int = per_rank) -> object:
+            return _torch_lays_out(theirs, per_rank)
+
+        claim = f"{SCHEDULES[name].title}, {TORCH_RANKS} ranks x {TORCH_MICROBATCHES}, over torch's visualizer's time"
+        mine = _times_ms(ours, repeats)
+        try:
+            other = _times_ms(torchs, repeats)
+        except RuntimeError as error:  # it does not know all of its own schedules
+            row = absolute(claim, mine, bar=1e9, unit="ms")
+            yield replace(row, bar="-", holds=None, note=f"ours alone; torch's stops: {error}")
+            continue
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
+        note = f"{np.median(mine):.3g} ms and {np.median(other):.3g} ms"
+        yield absolute(claim, ratios, bar=1.0, unit="times", note=note)
+
+
+def _steps(repeats: int) -> Iterator[Row]:
+    """One whole `simulate` call: costs, buckets, timing. It is no analytic estimate; shown beside the bar for one."""
+    workload = gpt_workload(hidden_size=4096, num_layers=32, num_heads=32, sequence_length=2048, vocab_size=50257)
+    machine = cluster("dgx-h100", 512)
+    plan = Plan(data=8, pipeline=8, num_microbatches=32)
+    for what, other in (("data parallel 8", replace(plan, pipeline=1, num_microbatches=1)), ("8 x 8 ranks", plan)):
+        times = _times_ms(lambda other=other: simulate(workload, machine, other).duration_s, repeats)
+        row = absolute(f"simulate(), GPT of 32 layers, {what}", times, bar=10.0, unit="ms")
+        yield replace(
+            row, bar="-", holds=None, note="information: an exact step, not the analytic estimate of a search"
+        )
+    trace = simulate(workload, cluster("dgx-h100", 1024), Plan(data=128, pipeline=8, num_microbatches=64))
+    start = time.perf_counter()
+    spans = len(trace.trace)
+    yield absolute(
+        "the Trace of 1,024 ranks",
+        [time.perf_counter() - start],
+        bar=5.0,
+        unit="s",
+        note=f"{spans:,} spans",
+    )
+
+
+def main() -> None:
+    print(format_rows(list(rows())))
+
+
+if __name__ == "__main__":
+    main()
