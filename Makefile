@@ -9,8 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev
 
-# Two files of tests at a time: most tests wait for processes. The browser's run alone, since they print times.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Three files of tests at a time: most tests wait for processes. The browser's run alone, since they print times.
+SIDE_BY_SIDE := --numprocesses 3 --dist loadfile
 
 .PHONY: setup gates test browser lessons tour bench soak format clean
 

@@ -26,7 +26,8 @@ def test_plain_packages_need_neither_torch_nor_matplotlib():
 
 
 def test_a_bare_gpu_node_can_import_what_it_runs():
-    techniques = "collectives data_parallel sharding compression large_batch checkpoint precision recompute models"
+    techniques = "collectives data_parallel sharding pipeline tensor_parallel context_parallel expert_parallel"
+    techniques += " compression large_batch checkpoint precision recompute models"
     packages = ", ".join(f"distlab.{name}" for name in ["comm", *techniques.split(), "measure", "grading", "lab"])
     done = import_with(packages, blocked=("matplotlib", "ipywidgets", "anywidget", "IPython", "jupyterlab"))
     assert done.returncode == 0, done.stderr
