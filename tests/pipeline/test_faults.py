@@ -194,6 +194,25 @@ class Moody(Fragile):
         return made if self.calls < 2 else made[:, :4]
 
 
+def raised_elsewhere(world_size):
+    """What is told when a loss, a shape, a callback or an evaluation is at fault, or `mean_loss` is called wrongly."""
+    found = {}
+    inputs, targets = batch()
+    schedule = one_f_one_b(world_size, NUM_MICROBATCHES)
+    pipeline = build(schedule, loss=lambda outputs, targets: (outputs - targets).square().mean(1))
+    found["not a number"] = told(pipeline.step, inputs, targets)
+    modules = [Moody() if stage == 0 else Fragile() for stage in range(world_size)]
+    found["other shape"] = told(build(schedule, modules).step, inputs, targets)
+    pipeline = build(schedule)
+    pipeline.on_stage_complete = lambda stage: 1 // (stage - 1)  # one of them raises
+    found["callback"] = told(pipeline.step, inputs, targets)
+    for number, stage in pipeline._stages.items():
+        stage.module.calls, stage.module.breaks = 0, ("F", 1) if number == 0 else None
+    found["evaluate"] = told(pipeline.evaluate, inputs)
+    found["mean of nothing"] = told(pipeline.mean_loss, None)
+    return found
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_stage_that_raises_is_told_on_every_rank_and_the_pipeline_goes_on(ranks, world_size):
     def cases():
@@ -225,18 +244,7 @@ def test_a_stage_that_raises_is_told_on_every_rank_and_the_pipeline_goes_on(rank
             again = [parameter.grad for parameter in pipeline.parameters()]
             assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
             pipeline.close()
-        schedule = one_f_one_b(world_size, NUM_MICROBATCHES)
-        pipeline = build(schedule, loss=lambda outputs, targets: (outputs - targets).square().mean(1))
-        found["not a number"] = told(pipeline.step, inputs, targets)
-        modules = [Moody() if stage == 0 else Fragile() for stage in range(world_size)]
-        found["other shape"] = told(build(schedule, modules).step, inputs, targets)
-        pipeline = build(schedule)
-        pipeline.on_stage_complete = lambda stage: 1 // (stage - 1)  # one of them raises
-        found["callback"] = told(pipeline.step, inputs, targets)
-        for number, stage in pipeline._stages.items():
-            stage.module.calls, stage.module.breaks = 0, ("F", 1) if number == 0 else None
-        found["evaluate"] = told(pipeline.evaluate, inputs)
-        return found
+        return found | raised_elsewhere(world_size)
 
     expected = {}
     for name in ("one_f_one_b", "zb_h1", "zb_v"):
@@ -254,6 +262,7 @@ def test_a_stage_that_raises_is_told_on_every_rank_and_the_pipeline_goes_on(rank
     expected["other shape"] = "stage 0 raised in 0F1 (forward of micro-batch 1): ValueError: it made [2, 4] float64"
     expected["callback"] = "StageError: rank 1: stage 1 raised in 1B3 (backward of micro-batch 3): ZeroDivisionError"
     expected["evaluate"] = "StageError: rank 0: stage 0 raised in 0F1"
+    expected["mean of nothing"] = f"ValueError: rank {last}: mean_loss got None; pass what step() returned there"
     results = ranks(world_size).run(cases)
     assert_told_on_every_rank(results, expected)
     for case, text in results[0].items():
