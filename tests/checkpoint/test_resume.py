@@ -3,13 +3,13 @@
 import os
 import random
 import signal
-import threading
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from killing import has_unfinished_save, kill_after, kill_at_flush, require_kill, same_bits
 
 from distlab.checkpoint import CheckpointError, files, load, newest, save
 from distlab.comm import RankError
@@ -23,17 +23,6 @@ from distlab.rng import generator, seed_rank
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 USUAL = {"way": "bucketed", "optimizer": "adamw", "num_steps": 40}
 SAVE_EVERY = 3
-
-
-def kill_after(seconds):
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
-
-
-def require_kill(error):
-    if "SIGKILL" not in str(error):
-        raise error
 
 
 class Coarse:
@@ -72,7 +61,7 @@ OPTIMIZERS = {
 
 
 def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0, **how):
-    """Train with everything that has a state; the victim is killed delay_s into a step or a save."""
+    """Train with everything that has a state; the victim is killed delay_s into a step or a save (None: in a write)."""
     way, optimizer_name, end = (how.get(key, usual) for key, usual in USUAL.items())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
@@ -99,25 +88,16 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
         num_steps += 1
         if step % SAVE_EVERY == 0:
             if rank == victim and num_saves == num_saves_before:
-                kill_after(delay_s)
+                kill_at_flush() if delay_s is None else kill_after(delay_s)
             save(directory, step, parts=parts, data_position=step, keep=2)
             num_saves += 1
     draws = random.random(), np.random.rand(), torch.rand(()).item()
     return model.state_dict(), optimizer.state_dict()["state"], hook and hook.state_dict(), draws
 
 
-def same_bits(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same_bits, one, other))
-    return one == other
-
-
 @pytest.mark.parametrize("way", ["bucketed", "manual"])
 def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, way):
+    """The first in a save for certain: rank 0, which alone removes what was left of a save, dies while it writes."""
     expected = ranks(2).run(partial(train, way=way), str(tmp_path / "uninterrupted"))
     chance = random.Random(0)
     num_kills = num_runs = num_while_saving = 0
@@ -126,27 +106,21 @@ def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, wa
         directory = tmp_path / f"run {num_runs}"
         final = None
         while final is None:
-            victim, saving = chance.randrange(2), chance.random() < 0.5
-            when = {"num_saves_before": chance.randrange(3)} if saving else {"num_steps_before": chance.randrange(12)}
+            steps, saves = (None, chance.randrange(3)) if chance.random() < 0.5 else (chance.randrange(12), None)
+            death = chance.randrange(2), steps, saves, chance.uniform(0, 0.012)
+            if num_kills == 0:
+                death = 0, None, 1, None
+            elif num_kills == 10:
+                death = ()
             try:
-                if num_kills == 10:
-                    victim = None
-                delay_s = chance.uniform(0, 0.012)
-                final = ranks(2).run(partial(train, way=way), str(directory), victim, *_moment(when), delay_s)
+                final = ranks(2).run(partial(train, way=way), str(directory), *death)
             except RankError as error:
                 require_kill(error)
                 num_kills += 1
-                left = (
-                    [name for name in os.listdir(directory) if name.startswith(".saving")] if directory.is_dir() else []
-                )
-                num_while_saving += bool(left)
+                num_while_saving += has_unfinished_save(directory)
         assert same_bits(final, expected), f"run {num_runs}"
     print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
     assert num_while_saving > 0
-
-
-def _moment(when):
-    return when.get("num_steps_before"), when.get("num_saves_before")
 
 
 def half(directory, **how):

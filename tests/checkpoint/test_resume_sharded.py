@@ -2,13 +2,12 @@
 
 import os
 import random
-import signal
-import threading
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from killing import has_unfinished_save, kill_after, require_kill, same_bits
 
 from distlab.checkpoint import files, load, newest, save
 from distlab.comm import RankError
@@ -23,27 +22,6 @@ from distlab.sharding.state_dict import ShardedState
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 SAVE_EVERY = 3
-
-
-def kill_after(seconds):
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
-
-
-def require_kill(error):
-    if "SIGKILL" not in str(error):
-        raise error
-
-
-def same_bits(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same_bits, one, other))
-    return one == other
 
 
 def adamw(parameters):
@@ -113,8 +91,7 @@ def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, st
             except RankError as error:
                 require_kill(error)
                 num_kills += 1
-                left = os.listdir(directory) if directory.is_dir() else []
-                num_while_saving += any(name.startswith(".saving") for name in left)
+                num_while_saving += has_unfinished_save(directory)
         assert same_bits(final, expected), f"run {num_runs}"
     print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
 
