@@ -4,17 +4,21 @@ Plans are values made by pure functions: they print, compare and are checked wit
 the simulator gives them times, and pictures are drawn from them.
 """
 
+from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.mesh import Mesh
 from distlab.plan.partition import balance, split_evenly
 from distlab.plan.records import (
+    Attention,
     Cluster,
     Contention,
     Device,
+    Experts,
     Layer,
     Link,
     Plan,
     Protocol,
+    Region,
     Work,
     Workload,
 )
@@ -50,14 +54,17 @@ from distlab.plan.sharding import FlatLayout, Precision, Sharding, make_units
 from distlab.plan.validate import Report, ScheduleError, text_grid, validate
 
 __all__ = [
+    "AXES",
     "KINDS",
     "SCHEDULES",
     "Action",
     "ActionTimes",
+    "Attention",
     "Bucket",
     "Cluster",
     "Contention",
     "Device",
+    "Experts",
     "Family",
     "FlatLayout",
     "Layer",
@@ -66,6 +73,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Protocol",
+    "Region",
     "Report",
     "Schedule",
     "ScheduleError",
@@ -84,6 +92,7 @@ __all__ = [
     "looped_bfs",
     "make_schedule",
     "make_units",
+    "mesh_of",
     "naive",
     "one_f_one_b",
     "parse_action",

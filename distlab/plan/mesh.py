@@ -112,6 +112,17 @@ class Mesh:
         first = rank - self.coordinates(rank)[axis] * stride
         return tuple(range(first, first + stride * self.axes[place][1], stride))
 
+    def crosses_nodes(self, axis: str, devices_per_node: int) -> bool:
+        """Tell whether some group of the axis has ranks in two nodes, where ranks fill the nodes in their order.
+
+        Raises:
+            ValueError: there is no such axis, or less than one device in a node.
+        """
+        if devices_per_node < 1:
+            raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1")
+        nodes = np.moveaxis(self._grid() // devices_per_node, self._place(axis), 0)
+        return bool((nodes[0] != nodes[-1]).any())
+
     def __str__(self) -> str:
         return f"{_equation(self.axes)} = {self.size}"
 

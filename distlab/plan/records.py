@@ -11,19 +11,23 @@ from distlab.plan.compression import Compression
 from distlab.plan.require import require, require_count, require_positive
 from distlab.plan.schedules.families import SCHEDULES as FAMILIES
 from distlab.plan.sharding import Precision, Sharding
-from distlab.plan.work import Layer, Work, Workload
+from distlab.plan.work import Attention, Experts, Layer, Region, Work, Workload
 
 __all__ = [
+    "CONTEXT_KINDS",
     "GRADIENT_SYNCS",
     "RECOMPUTES",
     "SCHEDULES",
+    "Attention",
     "Cluster",
     "Contention",
     "Device",
+    "Experts",
     "Layer",
     "Link",
     "Plan",
     "Protocol",
+    "Region",
     "Work",
     "Workload",
 ]
@@ -31,6 +35,7 @@ __all__ = [
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.placement != "copies")  # one copy of the model
 RECOMPUTES = ("none", "selective", "full")
+CONTEXT_KINDS = ("ring", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,9 @@ class Plan:
         tensor: ranks that split each layer.
         context: ranks that split each sequence.
         sequence_parallel: whether tensor-parallel ranks split the parts between their layers along the sequence.
+        expert: ranks that split the experts of mixture layers. Each works on samples of its own, so that they are
+            replicas too; see `copies`.
+        context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
     """
 
     data: int = 1
@@ -176,6 +184,8 @@ class Plan:
     context: int = 1
     sequence_parallel: bool = False
     stages_per_rank: int = 1
+    expert: int = 1
+    context_kind: str = "ring"
 
     def __post_init__(self) -> None:
         require_count(
@@ -184,6 +194,7 @@ class Plan:
             pipeline=self.pipeline,
             tensor=self.tensor,
             context=self.context,
+            expert=self.expert,
             num_microbatches=self.num_microbatches,
             stages_per_rank=self.stages_per_rank,
             bucket_bytes=self.bucket_bytes,
@@ -202,12 +213,15 @@ class Plan:
             self.compression is None or isinstance(self.compression, Compression),
             f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None",
         )
-
         require(
             self.recompute in RECOMPUTES,
             f"Plan: recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTES)}",
         )
-        self.sharding.num_shards(self.data)  # refuses replicas that do not divide
+        require(
+            self.context_kind in CONTEXT_KINDS,
+            f"Plan: context_kind is {self.context_kind!r}; choose one of {', '.join(CONTEXT_KINDS)}",
+        )
+        self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         require(
             self.compression is None or self.sharding.stage == 0,
             "Plan: compression works on whole gradients, which sharding never makes; choose one of the two",
@@ -215,5 +229,18 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the plan needs: data x pipeline x tensor x context."""
-        return self.data * self.pipeline * self.tensor * self.context
+        """Ranks that the plan needs: data x expert x context x tensor x pipeline."""
+        return self.copies * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks whose gradients of the same parameter are averaged: data x expert x context.
+
+        An expert's parameters have fewer copies: data x context.
+        """
+        return self.data * self.expert * self.context
+
+    @property
+    def num_replicas(self) -> int:
+        """Sets of ranks that work on samples of their own: data x expert."""
+        return self.data * self.expert

@@ -9,11 +9,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.plan.passes import Work
+from distlab.plan.regions import Attention, Experts, Region
 from distlab.plan.require import require, require_count
 
+__all__ = ["COLUMNS", "PARAMETER_AXES", "Attention", "Experts", "Layer", "Region", "Work", "Workload"]
+
+PARAMETER_AXES = ("", "tensor", "expert")
 COLUMNS = (
     "num_parameters",
     "tensor_parameters",
+    "expert_parameters",
     "largest_parameter",
     "activation_bytes",
     "tensor_activation_bytes",
@@ -23,33 +29,6 @@ COLUMNS = (
     "output_bytes",
     "widest_bytes",
 )
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one pass over one layer asks of a device.
-
-    Attributes:
-        matmul_flops: floating-point operations in matrix products (a multiply-add counts as two).
-        memory_bytes: bytes that all other kernels read and write.
-        num_kernels: kernels launched.
-    """
-
-    matmul_flops: float = 0.0
-    memory_bytes: float = 0.0
-    num_kernels: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("matmul_flops", "memory_bytes", "num_kernels"):
-            value = getattr(self, name)
-            require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmul_flops + other.matmul_flops,
-            self.memory_bytes + other.memory_bytes,
-            self.num_kernels + other.num_kernels,
-        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +53,14 @@ class Layer:
         widest_bytes: the widest tensor inside the layer that is no logits: in backward its gradient lives beside all
             that forward kept; 0 where it is not known.
         score_forward: the part of forward that selective recompute runs again.
+        regions: the parts that tensor-parallel ranks divide, in forward order; see `distlab.plan.regions`.
+        experts: the experts of a mixture layer, behind its regions, or None.
+        splits_positions: ranks can each do their own positions of what is outside of regions, and inside too where the
+            sequence is split.
+        parameter_axes: which ranks divide each parameter tensor: "tensor", "expert" (whole experts), or "" for none.
+            What is left out is not divided, unless tensor_parameters says that all or none are.
+        sequence_calls: kind and elements of the calls in backward with which ranks of sequence parallelism combine
+            gradients of parameters that they all hold.
     """
 
     name: str
@@ -91,6 +78,11 @@ class Layer:
     tensor_parameters: int = 0
     score_forward: Work = Work()
     widest_bytes: int = 0
+    regions: tuple[Region, ...] = ()
+    experts: Experts | None = None
+    splits_positions: bool = False
+    parameter_axes: tuple[str, ...] = ()
+    sequence_calls: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         parts = {
@@ -108,16 +100,44 @@ class Layer:
             )
         if self.parameter_shapes:
             sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
-            require(
-                sizes == self.parameter_sizes,
-                f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
-                f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none",
-            )
+            if sizes != self.parameter_sizes:  # the text of many parameters costs more than the check
+                raise ValueError(
+                    f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
+                    f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none"
+                )
+        if self.parameter_axes:
+            self._check_axes()
+
+    def _check_axes(self) -> None:
+        owner, unknown = f"Layer {self.name!r}", set(self.parameter_axes) - set(PARAMETER_AXES)
+        require(not unknown, f"{owner}: parameter_axes has {sorted(unknown)}; choose of {PARAMETER_AXES}")
+        require(
+            len(self.parameter_axes) == len(self.parameter_sizes),
+            f"{owner}: {len(self.parameter_axes)} parameter_axes for {len(self.parameter_sizes)} parameters; pass one "
+            "for each, or none",
+        )
+        divided = self._parameters_of("tensor")
+        require(
+            divided == self.tensor_parameters,
+            f"{owner}: parameter_axes has {divided} elements for tensor ranks and tensor_parameters says "
+            f"{self.tensor_parameters}; make them equal",
+        )
 
     @property
     def num_parameters(self) -> int:
         """Elements in all parameter tensors of the layer."""
         return sum(self.parameter_sizes)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of the experts' parameter tensors, which expert-parallel ranks divide."""
+        return self._parameters_of("expert")
+
+    def _parameters_of(self, axis: str) -> int:
+        if axis not in self.parameter_axes:
+            return 0
+        pairs = zip(self.parameter_sizes, self.parameter_axes, strict=True)
+        return sum(size for size, name in pairs if name == axis)
 
     @property
     def largest_parameter(self) -> int:
@@ -157,7 +177,7 @@ class Workload:
         require(len(self.layers) > 0, f"Workload {self.name!r} has no layers; give it at least one")
         require_count(f"Workload {self.name!r}", bytes_per_parameter=self.bytes_per_parameter, samples=self.samples)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Elements in all parameter tensors of the model."""
         return sum(layer.num_parameters for layer in self.layers)

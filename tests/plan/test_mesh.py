@@ -18,6 +18,13 @@ def test_coordinates_and_ranks_are_inverses(mesh):
         assert tuple(mesh.coordinates(rank)) == mesh.names
 
 
+@given(MESHES, st.integers(1, 9))
+def test_an_axis_crosses_nodes_where_a_group_has_ranks_in_two(mesh, per_node):
+    for axis in mesh.names:
+        apart = [len({rank // per_node for rank in group}) > 1 for group in mesh.groups(axis)]
+        assert mesh.crosses_nodes(axis, per_node) == any(apart)
+
+
 @given(MESHES)
 def test_groups_partition_the_ranks(mesh):
     for axis in mesh.names:

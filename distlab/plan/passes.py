@@ -1,0 +1,53 @@
+"""Work: what one pass over a layer asks of a device, in sizes alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distlab.plan.require import require
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass over one layer asks of a device.
+
+    Attributes:
+        matmul_flops: floating-point operations in matrix products (a multiply-add counts as two).
+        memory_bytes: bytes that all other kernels read and write.
+        num_kernels: kernels launched.
+    """
+
+    matmul_flops: float = 0.0
+    memory_bytes: float = 0.0
+    num_kernels: int = 0
+
+    def __post_init__(self) -> None:
+        if 0 <= self.matmul_flops < math.inf and 0 <= self.memory_bytes < math.inf and self.num_kernels >= 0:
+            return  # the usual case, which a sweep meets thousands of times
+        for name in ("matmul_flops", "memory_bytes", "num_kernels"):
+            value = getattr(self, name)
+            require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.memory_bytes + other.memory_bytes,
+            self.num_kernels + other.num_kernels,
+        )
+
+    def without(self, part: Work) -> Work:
+        """Return what is left when a part is done elsewhere.
+
+        Raises:
+            ValueError: the part is larger in some way; a rounding error of sums is not.
+        """
+        left = (self.matmul_flops - part.matmul_flops, self.memory_bytes - part.memory_bytes)
+        kernels, slack = self.num_kernels - part.num_kernels, 1e-9 * max(self.matmul_flops, self.memory_bytes, 1.0)
+        if min(left) < -slack or kernels < 0:  # the text costs more than the check
+            raise ValueError(f"{part} is no part of {self}; pass at most all of it")
+        return Work(max(0.0, left[0]), max(0.0, left[1]), kernels)
+
+    def times(self, factor: float) -> Work:
+        """Return so many times the products and bytes, in as many kernels: smaller ones, or larger."""
+        return Work(self.matmul_flops * factor, self.memory_bytes * factor, self.num_kernels)

@@ -1,0 +1,146 @@
+"""Regions: which part of a layer ranks can share, and what they send one another for it.
+
+A layer says nothing about it unless it has regions: then every rank of its group does all of it. A region is a part
+that tensor-parallel ranks divide: it begins where every rank needs the whole input, and ends where they add up their
+outputs. A transformer's block has two, attention and the feed-forward part, with norms and sums outside of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distlab.plan.passes import Work
+from distlab.plan.require import require, require_count
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The inner part of attention: scores and mixing, which look at all positions of a sequence.
+
+    Attributes:
+        num_heads: of queries.
+        num_key_value_heads: of keys and values.
+        num_positions: of a sequence.
+        query_bytes: of the queries of a micro-batch, and of the mixed values.
+        key_value_bytes: of its keys and values together.
+        key_value_gradient_bytes: of their gradients, as a ring adds them up.
+        forward: work of scores and mixing, part of the region's. Whether it counts the pairs that a causal mask hides
+            is the workload's to say: one process, a ring and all-to-alls run the same kernel, which leaves out as much
+            in each, so ranks divide this work evenly.
+        backward: work of their gradients, part of the region's input_gradient; likewise.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    num_positions: int
+    query_bytes: int
+    key_value_bytes: int
+    key_value_gradient_bytes: int
+    forward: Work
+    backward: Work
+
+    def __post_init__(self) -> None:
+        require_count(
+            "Attention",
+            num_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            num_positions=self.num_positions,
+        )
+
+    def part(self, num_parts: int) -> Attention:
+        """Return it for a micro-batch cut into so many parts."""
+        return replace(
+            self,
+            query_bytes=self.query_bytes // num_parts,
+            key_value_bytes=self.key_value_bytes // num_parts,
+            key_value_gradient_bytes=self.key_value_gradient_bytes // num_parts,
+            forward=self.forward.times(1 / num_parts),
+            backward=self.backward.times(1 / num_parts),
+        )
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a layer that tensor-parallel ranks divide.
+
+    Attributes:
+        name: what a reader sees.
+        forward: its work, part of the layer's; the next two likewise.
+        input_gradient: see forward.
+        weight_gradient: see forward.
+        input_bytes: of the input that every rank needs whole, a micro-batch: its gradient is summed over ranks in
+            backward. 0: it has no gradient.
+        output_bytes: of the output that ranks sum in forward. 0: they keep their parts.
+        beside: the part of weight_gradient that runs while the input's gradient travels.
+        sums_bytes: of further all-reduces in forward, such as a loss' over logits that stay divided.
+        attention: its inner attention, which context-parallel ranks work on together, or None.
+    """
+
+    name: str
+    forward: Work = Work()
+    input_gradient: Work = Work()
+    weight_gradient: Work = Work()
+    input_bytes: int = 0
+    output_bytes: int = 0
+    beside: Work = Work()
+    sums_bytes: tuple[int, ...] = ()
+    attention: Attention | None = None
+
+    def part(self, num_parts: int) -> Region:
+        """Return it for a micro-batch cut into so many parts."""
+        return replace(
+            self,
+            forward=self.forward.times(1 / num_parts),
+            input_gradient=self.input_gradient.times(1 / num_parts),
+            weight_gradient=self.weight_gradient.times(1 / num_parts),
+            input_bytes=self.input_bytes // num_parts,
+            output_bytes=self.output_bytes // num_parts,
+            beside=self.beside.times(1 / num_parts),
+            sums_bytes=tuple(size // num_parts for size in self.sums_bytes),
+            attention=self.attention and self.attention.part(num_parts),
+        )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture layer: each token goes to some of them, wherever they are. Loads count as even.
+
+    Attributes:
+        num_experts: in the layer.
+        top_k: experts of each token.
+        row_bytes: of all rows that go to experts, a micro-batch: top_k of each token, less what capacity drops.
+        forward: work of the experts, part of the layer's and outside of its regions; the next two likewise.
+        input_gradient: see forward.
+        weight_gradient: see forward.
+        kernels_each: of `forward.num_kernels`, those of one expert; as many in each of the other two.
+    """
+
+    num_experts: int
+    top_k: int
+    row_bytes: int
+    forward: Work
+    input_gradient: Work
+    weight_gradient: Work
+    kernels_each: int = 0
+
+    def __post_init__(self) -> None:
+        require_count("Experts", num_experts=self.num_experts, top_k=self.top_k)
+        kernels = min(work.num_kernels for work in (self.forward, self.input_gradient, self.weight_gradient))
+        require(
+            self.kernels_each * self.num_experts <= kernels,
+            f"Experts: {self.num_experts} experts of {self.kernels_each} kernels are more than the {kernels} of a pass",
+        )
+
+    def most_on_a_rank(self, num_ranks: int) -> int:
+        """Return the experts of the ranks that have the most: the first ones have one more where they do not divide."""
+        return -(-self.num_experts // num_ranks)
+
+    def part(self, num_parts: int) -> Experts:
+        """Return them for a micro-batch cut into so many parts."""
+        return replace(
+            self,
+            row_bytes=self.row_bytes // num_parts,
+            forward=self.forward.times(1 / num_parts),
+            input_gradient=self.input_gradient.times(1 / num_parts),
+            weight_gradient=self.weight_gradient.times(1 / num_parts),
+        )
