@@ -45,13 +45,17 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1, without interleaving.
     """
     require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    step = np.arange(2 * num_microbatches, dtype=np.int32)[None]
-    warm = np.minimum(num_ranks - 1 - np.arange(num_ranks, dtype=np.int32), num_microbatches)[:, None]
-    steady = step - warm  # steps since the warm-up ended: even ones are forward passes, odd ones backward
-    drain = step >= 2 * num_microbatches - warm
-    kind = np.where(((steady >= 0) & (steady % 2 == 1)) | drain, B, F)
-    paired = steady // 2 + np.where(kind == F, warm, 0)  # the k-th pair runs F of warm + k, then B of k
-    microbatch = np.where(steady < 0, step, np.where(drain, step - num_microbatches, paired))
+    every = np.arange(num_microbatches, dtype=np.int32)
+    kind = np.full((num_ranks, 2 * num_microbatches), B, np.int8)
+    microbatch = np.empty(kind.shape, np.int32)
+    for rank in range(num_ranks):
+        warm = min(num_ranks - 1 - rank, num_microbatches)
+        drain = 2 * num_microbatches - warm
+        kind[rank, :warm] = kind[rank, warm:drain:2] = F
+        microbatch[rank, :warm] = every[:warm]
+        microbatch[rank, warm:drain:2] = every[warm:]  # the k-th pair runs F of warm + k, then B of k
+        microbatch[rank, warm + 1 : drain : 2] = every[: num_microbatches - warm]
+        microbatch[rank, drain:] = every[num_microbatches - warm :]
     return _one_stage_a_rank(kind, microbatch)
 
 

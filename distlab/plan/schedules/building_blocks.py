@@ -4,8 +4,10 @@ Where F, I and W take one slot each, a rank with two half-stages starts a micro-
 is held for n slots then costs n / 6 of a half-stage. Down the V and up again, forward and then backward, its passes can
 move on by one slot a rank, or by more: 1 + 1 + 1 + 1 slots a rank make V-Min, 2 + 1 + 2 + 1 V-Half.
 
-The price is a bubble: with F = I = W about two thirds of 1F1B's for V-Min and half of it for V-Half. The authors' code
-goes over the warm-up and the drain once more, to fill gaps; here the pattern is all there is.
+The price is a bubble. With F = I = W the authors state about two thirds of 1F1B's 6 (p - 1) slots for V-Min, half of it
+for V-Half. Simulated, the pattern alone leaves 4 p - 5 slots in V-Min and 3.25 p - 2 in V-Half (4, 8, 16 and 32 ranks).
+So V-Min has the stated bubble as it is. V-Half lacks p / 4 slots of it: the authors' code goes over the warm-up and the
+drain once more, to fill gaps, which is left out here.
 """
 
 from __future__ import annotations

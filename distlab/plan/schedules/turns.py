@@ -6,6 +6,7 @@ a rank starts with, how long it puts off the weight gradients, and in which orde
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -62,28 +63,63 @@ def take_turns(
         weight_delay: I whose W wait, for each rank; None for full backward passes.
     """
     count, num_ranks = len(forward.turn), len(warm_up)
-    index = np.arange(count, dtype=np.int32)[None]
-    warm = np.minimum(warm_up, count).astype(np.int32)[:, None]
-    ahead = np.maximum(index - warm, 0)  # backward passes before each forward pass
+    warm = np.minimum(warm_up, count)[:, None]
+
     # The place of an action is the number of actions before it: of its own kind, and of each other kind.
-    forward_place, backward_place = index + ahead, index + np.minimum(index + warm + 1, count)
     if weight_delay is None:
-        parts = [(F, forward, forward_place), (B, backward, backward_place)]
+        forwards = _Places(lambda index: index + np.maximum(index - warm, 0), warm)
+        backwards = _Places(lambda index: index + np.minimum(index + warm + 1, count), count - warm - 1)
+        parts = [(F, forward, forwards), (B, backward, backwards)]
     else:
-        delay = weight_delay.astype(np.int32)[:, None]
-        forward_place += np.maximum(ahead - delay, 0)
-        backward_place += np.maximum(index - delay, 0)
-        after = index + delay + 1  # the I that a W comes after, counted from 1
-        weight_place = index + np.minimum(after, count) + np.minimum(after + warm, count)
-        parts = [(F, forward, forward_place), (I, backward, backward_place), (W, backward, weight_place)]
+        delay = weight_delay[:, None]
+        last = count - 1 - delay  # the W behind the last I; those that are left come after it
+        forwards = _Places(
+            lambda index: index + np.maximum(index - warm, 0) + np.maximum(index - warm - delay, 0), warm, warm + delay
+        )
+        backwards = _Places(
+            lambda index: index + np.minimum(index + warm + 1, count) + np.maximum(index - delay, 0),
+            count - warm - 1,
+            delay,
+        )
+        weights = _Places(
+            lambda index: index + np.minimum(index + delay + 1, count) + np.minimum(index + delay + 1 + warm, count),
+            last,
+            last - warm,
+        )
+        parts = [(F, forward, forwards), (I, backward, backwards), (W, backward, weights)]
     length = count * len(parts)
-    both = np.empty(num_ranks * length, np.int32)  # micro-batch and kind as one number: one way through memory, not two
-    stage = np.repeat(np.arange(num_ranks, dtype=np.int32), length)
-    starts = np.arange(0, len(both), length)[:, None]
-    for letter, passes, place in parts:
-        rows = starts + place
-        both[rows] = (passes.microbatch << np.int32(BITS)) + np.int32(letter)
-        if passes.turn.any():
-            stage[rows] += passes.turn * np.int32(num_ranks)
+    both = np.empty((num_ranks, length), np.int32)  # micro-batch and kind as one number: one way through memory
+    stage = np.repeat(np.arange(num_ranks, dtype=np.int32), length).reshape(num_ranks, length)
+    for letter, passes, places in parts:
+        packed = (passes.microbatch << np.int32(BITS)) + np.int32(letter)
+        turned = passes.turn * np.int32(num_ranks) if passes.turn.any() else None
+        for rank, first, stop, where in places.runs(num_ranks, count):
+            both[rank, where] = packed[first:stop]
+            if turned is not None:
+                stage[rank, where] += turned[first:stop]
     microbatch, kind = both >> np.int32(BITS), both.astype(np.int8) & np.int8((1 << BITS) - 1)
     return Schedule.from_columns(stage=stage, kind=kind, microbatch=microbatch, lengths=[length] * num_ranks)
+
+
+class _Places:
+    """Where the passes of one kind stand in each rank's order: evenly spaced, but for some bends.
+
+    Args:
+        place: of passes, by their index [ranks, n].
+        bends: indexes at which the spacing changes [ranks, 1]; those outside the passes do not count.
+    """
+
+    def __init__(self, place: Callable[[NDArray[np.int64]], NDArray[np.int64]], *bends: NDArray[np.integer]) -> None:
+        self._place, self._bends = place, bends
+
+    def runs(self, num_ranks: int, count: int) -> Iterator[tuple[int, int, int, slice]]:
+        """Yield rank, first pass and stop, and the places of these: a slice is laid out faster than its numbers."""
+        ends = np.broadcast_to([0, count], (num_ranks, 2))
+        edges = np.sort(np.concatenate([ends, *(bend.clip(0, count) for bend in self._bends)], axis=1), axis=1)
+        places = self._place(edges)
+        steps = self._place(edges + 1) - places
+        for rank, row in enumerate(zip(edges.tolist(), places.tolist(), steps.tolist(), strict=True)):
+            edge, place, step = row
+            for first, stop, start, apart in zip(edge, edge[1:], place, step, strict=False):
+                if first < stop:
+                    yield rank, first, stop, slice(start, start + apart * (stop - first), apart)

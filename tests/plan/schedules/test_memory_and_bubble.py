@@ -83,3 +83,6 @@ def test_equal_times_leave_no_bubble_in_zb_h2_and_zb_v(p):
     assert idle(make_schedule("dualpipe_v", p, m), 1, 1, 1)[0] == p - 1
     assert abs(idle(make_schedule("v_half", p, m), 1, 1, 1)[0] - one_f_one_b / 2) <= 5
     assert abs(idle(make_schedule("v_min", p, m), 1, 1, 1)[0] - one_f_one_b * 2 / 3) <= 3
+    if p >= 4:
+        assert idle(make_schedule("v_half", 4 * p, 4 * m), 1, 1, 1)[0] == 3.25 * 4 * p - 2
+        assert idle(make_schedule("v_min", 4 * p, 4 * m), 1, 1, 1)[0] == 4 * 4 * p - 5
