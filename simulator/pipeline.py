@@ -22,7 +22,9 @@ from distlab.plan.schedules.times import ActionTimes
 from distlab.trace import Trace
 from simulator.compiled import CompiledOrder
 from simulator.jitter import Jitter, slow_factors, stretched
+from simulator.needs import find_needs
 from simulator.orders import LETTERS, B, F, I, Order, W, order_of, peak_in_flight
+from simulator.steady import Fold, fold
 from simulator.units import to_s
 
 __all__ = [
@@ -55,16 +57,12 @@ class PipelineRun:
         order: the actions, rank after rank.
         start_ns: start of each action.
         end_ns: end of each action.
-        remote: whether an action waits for another rank.
-        need: the action that each one needs, or -1.
         handover_ns: how long what each stage hands over to another rank is under way.
     """
 
     order: Order
     start_ns: Ints
     end_ns: Ints
-    remote: NDArray[np.bool_]
-    need: NDArray[np.int32]
     handover_ns: Ints
 
     @property
@@ -102,6 +100,18 @@ class PipelineRun:
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most micro-batches (a stage each) that each rank holds: forward has run, and B or W has not."""
         return tuple(peak_in_flight(self.order).tolist())
+
+    @cached_property
+    def need(self) -> NDArray[np.int32]:
+        """The action that each one needs, or -1."""
+        return find_needs(self.order, self.order.rank.astype(np.int32))[0]
+
+    @cached_property
+    def remote(self) -> NDArray[np.bool_]:
+        """Whether an action waits for another rank."""
+        rank = self.order.rank
+        elsewhere: NDArray[np.bool_] = rank.take(self.need, mode="clip") != rank
+        return elsewhere & (self.need >= 0)
 
     @cached_property
     def trace(self) -> Trace:
@@ -165,16 +175,20 @@ def simulate_schedule(
         ValueError: the schedule deadlocks or lacks something; a time is negative, or there are not as many as stages.
     """
     order = order_of(schedule)
-    compiled = _compiled(_Key(schedule)) if len(schedule) else CompiledOrder(order)
     table, handover = _tables(times, unit_s, schedule.num_stages)
-    duration = table.reshape(-1).take(compiled.code)
+    code = order.stage * np.int32(len(LETTERS)) + order.kind
+    duration = table.reshape(-1).take(code)
+    end: Ints | None = None
     if slow_ranks or jitter is not None:
+        compiled = _compiled(_Key(schedule))
         factors = slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
         duration = stretched(duration, factors if jitter is None else factors * jitter.factors(len(duration)))
         end = compiled.run(duration, handover.take(order.stage.take(compiled.need, mode="clip")))
-    else:
-        end = compiled.run_by_stage(table, handover, duration)
-    return PipelineRun(order, end - duration, end, compiled.remote, compiled.need, handover)
+    elif (folded := _folded(_Key(schedule))) is not None:
+        end = folded[0].unfold(folded[1].run_by_stage(table, handover))
+    if end is None:
+        end = _compiled(_Key(schedule)).run_by_stage(table, handover, duration)
+    return PipelineRun(order, end - duration, end, handover)
 
 
 class _Key:
@@ -197,9 +211,22 @@ def _compiled(key: _Key) -> CompiledOrder:
     return CompiledOrder(order_of(key.schedule))
 
 
+@lru_cache(maxsize=16)
+def _folded(key: _Key) -> tuple[Fold, CompiledOrder] | None:
+    """Return a long schedule without most of its steady part; None where there is no such part, or something lacks."""
+    folded = fold(order_of(key.schedule))
+    if folded is None:
+        return None
+    try:
+        return folded, CompiledOrder(folded.order)
+    except ValueError:  # that of the whole schedule names the right action
+        return None
+
+
 def forget_orders() -> None:
     """Drop the orders that are kept to simulate a schedule again; programs that measure want to start from nothing."""
     _compiled.cache_clear()
+    _folded.cache_clear()
 
 
 def _tables(times: ActionTimes, unit_s: float, num_stages: int) -> tuple[Ints, Ints]:
