@@ -7,23 +7,28 @@ from simulator.codec import Codec, MeasuredCodec, codec_work
 from simulator.cost import (
     all_gather_s,
     all_reduce_s,
+    all_to_all_s,
     broadcast_s,
     bus_bytes_per_s,
     compute_s,
     hierarchical_all_gather_s,
     hierarchical_all_reduce_s,
+    hierarchical_all_to_all_s,
     message_s,
     reduce_scatter_s,
 )
 from simulator.fit import fit_link, fit_steps, leave_one_size_out
 from simulator.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.gpt_experts import mix_experts
 from simulator.hardware import cluster, device, link, names
 from simulator.jitter import Uneven
 from simulator.llama import LlamaSizes, llama_workload
+from simulator.measured import Measured
 from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.memory_fit import DoesNotFitError, check_fit, smallest_change
 from simulator.models_by_name import model_by_name
 from simulator.pipeline import CompiledOrder, Jitter, PipelineRun, order_of, peak_in_flight, simulate_schedule
+from simulator.placement import Placed, axes_inside_nodes, rank_orders
 from simulator.step import Step, closed_form_bubble, simulate
 from simulator.sweep import (
     BucketSweep,
@@ -43,9 +48,11 @@ __all__ = [
     "DoesNotFitError",
     "Jitter",
     "LlamaSizes",
+    "Measured",
     "MeasuredCodec",
     "Memory",
     "PipelineRun",
+    "Placed",
     "Step",
     "Uneven",
     "UnitSweep",
@@ -53,6 +60,8 @@ __all__ = [
     "adam_state_bytes",
     "all_gather_s",
     "all_reduce_s",
+    "all_to_all_s",
+    "axes_inside_nodes",
     "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
@@ -69,15 +78,18 @@ __all__ = [
     "gpt_workload",
     "hierarchical_all_gather_s",
     "hierarchical_all_reduce_s",
+    "hierarchical_all_to_all_s",
     "leave_one_size_out",
     "link",
     "llama_workload",
     "memory_of",
     "message_s",
+    "mix_experts",
     "model_by_name",
     "names",
     "order_of",
     "peak_in_flight",
+    "rank_orders",
     "reduce_scatter_s",
     "simulate",
     "simulate_schedule",

@@ -99,10 +99,10 @@ class MeasuredCodec:
         Raises:
             ValueError: the plan has another compression or another number of replicas.
         """
-        if (self.compression, self.num_ranks) != (plan.compression, plan.data):
+        if (self.compression, self.num_ranks) != (plan.compression, plan.copies):
             raise ValueError(
                 f"the codec was measured for {self.compression} among {self.num_ranks} ranks; the plan has "
-                f"{plan.compression} among {plan.data}: measure that one, or leave codec out to use counted work"
+                f"{plan.compression} among {plan.copies}: measure that one, or leave codec out to use counted work"
             )
 
 

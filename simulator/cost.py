@@ -147,6 +147,27 @@ def hierarchical_all_gather_s(
     return across + all_gather_s(num_bytes, ranks_per_node, intra_node)
 
 
+def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of an all-to-all of num_bytes on each rank, of which 1/n goes to each: (n-1)/n S leave it.
+
+    Cost: n - 1 messages of S/n, one after the other.
+    """
+    return reduce_scatter_s(num_bytes, num_ranks, link)
+
+
+def hierarchical_all_to_all_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
+    _check_bytes(num_bytes)
+    n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
+    inside, across = ranks_per_node - 1, n - ranks_per_node
+    return max(
+        steps_s(num_bytes, Steps(inside, inside / n), intra_node),
+        steps_s(num_bytes, Steps(across, across / n), inter_node),
+    )
+
+
 def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:
     """Return the bus bandwidth of an all-reduce as nccl-tests prints it: 2(n-1)/n S / time."""
     return all_reduce_steps(num_ranks).bytes_factor * num_bytes / seconds

@@ -2,17 +2,22 @@
 
 Symbols: B micro-batch, s sequence, h hidden, l layers, a heads, V vocabulary; the feed-forward part is 4h wide. The
 embedding is tied to the head: its parameters sit in the first layer. The last norm is left out, as in the sources.
+
+Each block says what ranks can share of it (see `distlab.plan.regions`): heads of attention, width of the feed-forward
+part, positions of the rest. `simulator.gpt_experts` puts mixtures of experts in place of the feed-forward parts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from distlab.plan.records import Layer, Work, Workload
+from distlab.plan.records import Attention, Layer, Region, Work, Workload
 from simulator.memory_formulas import activation_bytes_per_layer
 
-BLOCK_KERNELS = 12  # 2 norms, 4 products of weights, 2 of attention, softmax, GELU, 2 additions
+PASSES = ("forward", "input_gradient", "weight_gradient")
+LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
 ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
 
 
@@ -50,18 +55,28 @@ def gpt_workload(
     block = _block(h, s, batch, num_heads)
     blocks = tuple(replace(block, name=f"block {index}") for index in range(num_layers))
     layers = (_embedding(h, s, batch, vocab_size), *blocks, _head(h, s, batch, vocab_size))
-    num_parameters = sum(layer.num_parameters for layer in layers)
-    tensors = sum(len(layer.parameter_sizes) for layer in layers)
     return Workload(
-        name=f"GPT {num_parameters / 1e9:.3g}B" if num_parameters >= 1e8 else f"GPT {num_parameters / 1e6:.3g}M",
+        name=gpt_name(layers),
         layers=layers,
         bytes_per_parameter=bytes_per_parameter,
-        optimizer=Work(memory_bytes=ADAM_BYTES * num_parameters, num_kernels=tensors),
+        optimizer=adam_work(layers),
         optimizer_bytes_per_parameter=8,
         samples=batch,
         master_bytes_per_parameter=4 if bytes_per_parameter == 2 else 0,
         activation_element_bytes=2,
     )
+
+
+def gpt_name(layers: Sequence[Layer]) -> str:
+    """Name a GPT by its size."""
+    num_parameters = sum(layer.num_parameters for layer in layers)
+    return f"GPT {num_parameters / 1e9:.3g}B" if num_parameters >= 1e8 else f"GPT {num_parameters / 1e6:.3g}M"
+
+
+def adam_work(layers: Sequence[Layer]) -> Work:
+    """Return the work of one update of all parameters, a kernel a tensor."""
+    tensors = sum(len(layer.parameter_sizes) for layer in layers)
+    return Work(memory_bytes=ADAM_BYTES * sum(layer.num_parameters for layer in layers), num_kernels=tensors)
 
 
 def gpt_num_parameters(hidden_size: int, num_layers: int, sequence_length: int, vocab_size: int) -> int:
@@ -110,18 +125,26 @@ def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
         activation_bytes=batch * s * 8 + batch * s * h,  # token numbers, and the mask of dropout
         output_bytes=output,
         tensor_parameters=vocab_size * h,
+        parameter_axes=("tensor", ""),
+        regions=(Region("embedding", output_bytes=output),),
+        splits_positions=True,
+        sequence_calls=(("all_gather", s * h),),
     )
 
 
 def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     flops = 2.0 * batch * s * h * vocab_size
     logits = batch * s * vocab_size * 4
+    forward, weights = Work(flops, 2 * logits, 3), Work(flops, 0, 1)
+    tokens = batch * s * LOSS_BYTES
     return Layer(
         name="head and loss",
         parameter_sizes=(),
-        forward=Work(flops, 2 * logits, 3),
-        input_gradient=Work(flops, 2 * logits, 3),
-        weight_gradient=Work(flops, 0, 1),
+        forward=forward,
+        input_gradient=forward,
+        weight_gradient=weights,
+        regions=(Region("head", forward, forward, weights, 2 * batch * s * h, 0, weights, (tokens, 2 * tokens)),),
+        splits_positions=True,
         activation_bytes=batch * s * h * 4 + logits,  # inputs of the last norm and of the head
         logits_bytes=logits,
         output_bytes=0,
@@ -129,24 +152,68 @@ def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
 
 
 def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
-    weights = 24.0 * batch * s * h * h
-    scores = 4.0 * batch * s * s * h
     kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
-    divided = 3 * h * h + 3 * h + h * h + 4 * h * h + 4 * h + 4 * h * h  # by columns with their biases, or by rows
+    output = 2 * batch * s * h
+    scores, score_bytes = 4.0 * batch * s * s * h, 5 * batch * s * s * num_heads
     attention: tuple[tuple[int, ...], ...] = ((h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,))
     feed_forward = ((h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,))
+    axes = ("", "", "tensor", "tensor", "tensor", "")  # by columns with their biases, or by rows
+    sizes = tuple(math.prod(shape) for shape in (*attention, *feed_forward))
+    regions = (_attention(h, s, batch, num_heads), _feed_forward(h, s, batch))
+    whole = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
+    outside = [Work(memory_bytes=20 * batch * s * h, num_kernels=4)] * 2 + [Work()]  # norms and sums, whose inputs stay
+    forward, inputs, weights = (inside + rest for inside, rest in zip(whole, outside, strict=True))
     return Layer(
         name="block",
-        parameter_sizes=tuple(math.prod(shape) for shape in (*attention, *feed_forward)),
+        parameter_sizes=sizes,
         parameter_shapes=(*attention, *feed_forward),
-        forward=Work(weights + scores, 2 * kept, BLOCK_KERNELS),
-        input_gradient=Work(weights + 2 * scores, 2 * kept, BLOCK_KERNELS + 2),
-        weight_gradient=Work(weights, 0, 4),
+        forward=forward,
+        input_gradient=inputs,
+        weight_gradient=weights,
         activation_bytes=kept,
-        output_bytes=batch * s * h * 2,
+        output_bytes=output,
         tensor_activation_bytes=kept - 10 * batch * s * h,
-        score_bytes=5 * batch * s * s * num_heads,
-        score_forward=Work(scores, 2 * 5 * batch * s * s * num_heads, 5),  # two products, scale, softmax, dropout
-        input_bytes=2 * batch * s * h,
-        tensor_parameters=divided,
+        score_bytes=score_bytes,
+        score_forward=Work(scores, 2 * score_bytes, 5),  # two products, scale, softmax, dropout
+        input_bytes=output,
+        tensor_parameters=sum(size for size, axis in zip(sizes, axes * 2, strict=True) if axis),
+        regions=regions,
+        splits_positions=True,
+        parameter_axes=axes * 2,
+        sequence_calls=(("all_reduce", 2 * h), ("all_reduce", 2 * h)),
     )
+
+
+def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
+    """Return attention: products of 3h and h, scores between them; 8 s B h bytes kept, and 5 a s^2 B of scores."""
+    weights, scores = 8.0 * batch * s * h * h, 4.0 * batch * s * s * h
+    inner = 2 * 5 * batch * s * s * num_heads
+    stream = 2 * 8 * batch * s * h + inner
+    states = 2 * batch * s * h
+    return Region(
+        "attention",
+        forward=Work(weights + scores, stream, 5),
+        input_gradient=Work(weights + 2 * scores, stream, 7),
+        weight_gradient=Work(weights, 0, 2),
+        input_bytes=states,
+        output_bytes=states,
+        beside=Work(weights * 3 / 4, 0, 1),
+        attention=Attention(
+            num_heads,
+            num_heads,
+            s,
+            query_bytes=states,
+            key_value_bytes=2 * states,
+            key_value_gradient_bytes=4 * states,  # float32
+            forward=Work(scores, inner, 3),
+            backward=Work(2 * scores, inner, 5),
+        ),
+    )
+
+
+def _feed_forward(h: int, s: int, batch: int) -> Region:
+    """Return two products of 4h with a GELU between; 16 s B h bytes kept."""
+    weights, states = 16.0 * batch * s * h * h, 2 * batch * s * h
+    work = Work(weights, 2 * 16 * batch * s * h, 3)
+    half = Work(weights / 2, 0, 1)
+    return Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half)

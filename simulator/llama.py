@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from distlab.plan.records import Layer, Work, Workload
-from simulator.gpt import ADAM_BYTES
-
-BLOCK_KERNELS = 14  # 2 norms, 5 products of weights in attention with rotations, softmax, 3 of feed-forward, gate, sums
+from distlab.plan.records import Attention, Layer, Region, Work, Workload
+from simulator.gpt import ADAM_BYTES, LOSS_BYTES, PASSES
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,27 @@ def _embedding(sizes: LlamaSizes, tokens: int) -> Layer:
         activation_bytes=tokens * 8,  # token numbers
         output_bytes=output,
         tensor_parameters=elements,
+        parameter_axes=("tensor",),
+        regions=(Region("embedding", output_bytes=output),),
+        splits_positions=True,
     )
 
 
 def _head(sizes: LlamaSizes, tokens: int) -> Layer:
     h, flops, logits = sizes.hidden_size, 2.0 * tokens * sizes.hidden_size * sizes.vocab_size, tokens * sizes.vocab_size
+    forward, weights = Work(flops, 8 * logits, 4), Work(flops, 0, 1)
+    sums = (LOSS_BYTES * tokens, 2 * LOSS_BYTES * tokens)
     return Layer(
         name="head and loss",
         parameter_sizes=(h, sizes.vocab_size * h),
         parameter_shapes=((h,), (sizes.vocab_size, h)),
-        forward=Work(flops, 8 * logits, 4),
-        input_gradient=Work(flops, 8 * logits, 4),
-        weight_gradient=Work(flops, 0, 1),
+        forward=forward,
+        input_gradient=forward,
+        weight_gradient=weights,
+        parameter_axes=("", "tensor"),
+        regions=(Region("head", forward, forward, weights, 2 * tokens * h, 0, weights, sums),),
+        splits_positions=True,
+        sequence_calls=(("all_reduce", h),),
         activation_bytes=4 * tokens * h + 4 * logits,
         logits_bytes=4 * logits,
         output_bytes=0,
@@ -130,22 +137,62 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int) -> Layer:
     attention = ((h,), (h, h), (shared, h), (shared, h), (h, h))
     shapes = (*attention, (h,), (f, h), (f, h), (h, f))
     matrices = 2 * h * h + 2 * h * shared + 3 * h * f
-    weights, scores = 2.0 * tokens * matrices, 4.0 * tokens * sequence * h
     score_bytes = 2 * sizes.num_heads * sequence * tokens
     divided = tokens * (4 * h + 4 * shared + 8 * f) + score_bytes
-    kept = divided + 8 * tokens * h
+    regions = (_attention(sizes, sequence, tokens), _feed_forward(sizes, tokens))
+    inside = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
+    norms = Work(memory_bytes=2 * 8 * tokens * h, num_kernels=4)  # and sums
     return Layer(
         name="block",
         parameter_sizes=tuple(math.prod(shape) for shape in shapes),
         parameter_shapes=shapes,
-        forward=Work(weights + scores, 2 * kept, BLOCK_KERNELS),
-        input_gradient=Work(weights + 2 * scores, 2 * kept, BLOCK_KERNELS + 2),
-        weight_gradient=Work(weights, 0, 7),
-        activation_bytes=kept,
+        forward=inside[0] + norms,
+        input_gradient=inside[1] + norms,
+        weight_gradient=inside[2],
+        activation_bytes=divided + 8 * tokens * h,
         output_bytes=2 * tokens * h,
         tensor_activation_bytes=divided,
         score_bytes=score_bytes,
-        score_forward=Work(scores, 2 * score_bytes, 3),  # two products and the softmax
+        score_forward=Work(4.0 * tokens * sequence * h, 2 * score_bytes, 3),  # two products and the softmax
         input_bytes=2 * tokens * h,
         tensor_parameters=matrices,
+        regions=regions,
+        splits_positions=True,
+        parameter_axes=tuple("tensor" if len(shape) == 2 else "" for shape in shapes),
+        sequence_calls=(("all_reduce", h), ("all_reduce", h)),
     )
+
+
+def _attention(sizes: LlamaSizes, sequence: int, tokens: int) -> Region:
+    """Return attention: products of h, twice g h and h, scores between them; 3 kernels inside, 4 in backward."""
+    h, shared = sizes.hidden_size, sizes.key_value_size
+    inputs, output = 2.0 * tokens * h * (h + 2 * shared), 2.0 * tokens * h * h
+    scores, score_bytes = 4.0 * tokens * sequence * h, 2 * sizes.num_heads * sequence * tokens
+    stream = 2 * (tokens * (4 * h + 4 * shared) + score_bytes)
+    return Region(
+        "attention",
+        forward=Work(inputs + output + scores, stream, 7),
+        input_gradient=Work(inputs + output + 2 * scores, stream, 8),
+        weight_gradient=Work(inputs + output, 0, 4),
+        input_bytes=2 * tokens * h,
+        output_bytes=2 * tokens * h,
+        beside=Work(inputs, 0, 3),
+        attention=Attention(
+            sizes.num_heads,
+            sizes.num_key_value_heads,
+            sequence,
+            query_bytes=2 * tokens * h,
+            key_value_bytes=4 * tokens * shared,
+            key_value_gradient_bytes=8 * tokens * shared,  # float32
+            forward=Work(scores, 2 * score_bytes, 3),
+            backward=Work(2 * scores, 2 * score_bytes, 4),
+        ),
+    )
+
+
+def _feed_forward(sizes: LlamaSizes, tokens: int) -> Region:
+    """Return the three products of the gated part; 8 f bytes a token kept."""
+    weights = 6.0 * tokens * sizes.hidden_size * sizes.feed_forward_size
+    states, each = 2 * tokens * sizes.hidden_size, Work(weights, 16 * tokens * sizes.feed_forward_size, 3)
+    inputs = replace(each, num_kernels=4)
+    return Region("feed-forward", each, inputs, Work(weights, 0, 3), states, states, Work(weights * 2 / 3, 0, 2))

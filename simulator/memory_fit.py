@@ -169,7 +169,11 @@ def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: i
 def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, Plan, int]]:
     sharding = plan.sharding
     recomputes = RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
-    stages = range(sharding.stage, 4) if plan.data > 1 and plan.compression is None else (sharding.stage,)
+    stages = (
+        range(sharding.stage, 4 if plan.expert == 1 else 3)
+        if plan.copies > 1 and plan.compression is None
+        else (sharding.stage,)
+    )
     has_host = device.host_memory_bytes is not None
     offloads = OFFLOADS[OFFLOADS.index(sharding.offload) :] if has_host else (sharding.offload,)
     replicas = sorted({sharding.replicas, 1})
@@ -207,7 +211,7 @@ def split_samples(workload: Workload, split: int) -> Workload:
         return workload
 
     def part(work: Work) -> Work:
-        return Work(work.matmul_flops / split, work.memory_bytes / split, work.num_kernels)
+        return work.times(1 / split)
 
     def smaller(layer: Layer) -> Layer:
         return replace(
@@ -222,6 +226,9 @@ def split_samples(workload: Workload, split: int) -> Workload:
             input_bytes=layer.input_bytes // split,
             logits_bytes=layer.logits_bytes // split,
             widest_bytes=layer.widest_bytes // split,
+            score_forward=part(layer.score_forward),
+            regions=tuple(region.part(split) for region in layer.regions),
+            experts=layer.experts and layer.experts.part(split),
         )
 
     layers = tuple(smaller(layer) for layer in workload.layers)

@@ -6,13 +6,15 @@ what is held over a step has the shape of a saw.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Plan, Workload
+from distlab.plan.records import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS
+from simulator.local import local_layers
 from simulator.memory_kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
 from simulator.memory_states import count_states
 from simulator.memory_units import unit_bytes
@@ -100,7 +102,10 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
     """
     table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
     widths = widths_of(workload, plan)
+    layers = workload.layers[cut[0] : cut[1]]
+    experts = _experts(layers, table, plan)
     parameters = _divided(table["num_parameters"], table["tensor_parameters"], plan.tensor)
+    parameters = parameters - table["expert_parameters"] + experts
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     kept, again = _kept(table, plan, widths.activations)
@@ -113,7 +118,6 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
         kept[:, LOGITS] = 0.0
     _add_temporary(table, plan, widths, again, forward, backward)
     between = np.zeros(num_kinds)
-    layers = workload.layers[cut[0] : cut[1]]
     if plan.sharding.stage == 3:
         units = unit_bytes(layers, parameters, largest, plan, widths)
         forward[:, BUFFERS] += units.forward
@@ -126,7 +130,8 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
         # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
-    states = count_states(layers, parameters, plan, widths, units)
+    own = local_layers(layers, replace(plan, tensor=1)) if plan.expert > 1 else layers
+    states = count_states(own, (parameters, experts), plan, widths, units)
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(
@@ -151,6 +156,15 @@ def _whole(values: Floats) -> Ints:
 def _divided(whole: Floats, part: Floats, ranks: int) -> Floats:
     """Return what a rank holds of `whole` where `part` of it is cut over the ranks."""
     return whole - part + np.ceil(part / ranks)
+
+
+def _experts(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan) -> Floats:
+    """Return the elements of experts on the ranks that have most of them [L]."""
+    shares = [
+        layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 1.0
+        for layer in layers
+    ]
+    return np.asarray(table["expert_parameters"] * np.array(shares), np.float64)
 
 
 def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, Floats]:
@@ -206,9 +220,13 @@ def _update(table: dict[str, Floats], plan: Plan, widths: Widths, always: Floats
 
 
 def _add_context(table: dict[str, Floats], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
-    """Add the keys and values that a rank of context parallelism receives, and in backward their gradients."""
+    """Add the keys and values that a rank of context parallelism receives, and in backward their gradients.
+
+    All-to-alls receive queries too, and the same in backward; what was traded goes.
+    """
     if plan.context > 1:
         states = widths.activations * table["input_bytes"] * (table["score_bytes"] > 0)
-        received = 2 * states / (plan.context * plan.tensor)
-        forward[:, BUFFERS] += received
-        backward[:, BUFFERS] += 2 * received
+        each = states / (plan.context * plan.tensor)
+        counts = (2, 4) if plan.context_kind == "ring" else (3, 3)
+        forward[:, BUFFERS] += counts[0] * each
+        backward[:, BUFFERS] += counts[1] * each

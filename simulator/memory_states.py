@@ -37,21 +37,28 @@ class States(NamedTuple):
 
 
 def count_states(
-    layers: Sequence[Layer], parameters: Floats, plan: Plan, widths: Widths, units: UnitBytes | None
+    layers: Sequence[Layer], elements: tuple[Floats, Floats], plan: Plan, widths: Widths, units: UnitBytes | None
 ) -> States:
     """Count the states of some layers.
 
     Args:
         layers: in forward order.
-        parameters: elements of each on a rank [L].
+        elements: of each layer on a rank: all parameters, and of these its experts' [L]. Experts have fewer copies to
+            share their states out over.
         plan: how they are held.
         widths: bytes of an element.
         units: under stage 3, what units hold.
     """
-    sharding = plan.sharding
-    ranks = sharding.num_shards(plan.data)
+    sharding, (parameters, experts) = plan.sharding, elements
+    ranks = sharding.num_shards(plan.copies)
     whole = float(parameters.sum())
-    shard = units.shard if units else float(np.ceil(whole / ranks))
+    if units:
+        shard = units.shard
+    elif plan.expert > 1 and experts.any():
+        few = sharding.num_shards(plan.data * plan.context)
+        shard = float(np.ceil((whole - experts.sum()) / ranks) + np.ceil(experts.sum() / few))
+    else:
+        shard = float(np.ceil(whole / ranks))
     always = np.zeros(len(KINDS))
     always[PARAMETERS] = (shard if sharding.stage == 3 else whole) * widths.parameter
     always[OPTIMIZER] = (shard if sharding.stage else whole) * widths.optimizer
@@ -59,7 +66,7 @@ def count_states(
     gradients = (shard if sharding.stage >= 2 else whole) * widths.gradient
     passed = _passed(parameters)
     arriving = np.zeros(len(passed))
-    if plan.data > 1 and sharding.stage < 3:
+    if plan.copies > 1 and sharding.stage < 3:
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
         two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while another travels
         two /= plan.tensor
@@ -115,4 +122,6 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
 
 def _in_buckets(plan: Plan) -> bool:
     """Whether gradients, or under stage 2 their shard, live in flat buffers all the time."""
-    return plan.data > 1 and plan.sharding.stage < 3 and (plan.sharding.stage > 0 or plan.gradient_sync == "overlapped")
+    return (
+        plan.copies > 1 and plan.sharding.stage < 3 and (plan.sharding.stage > 0 or plan.gradient_sync == "overlapped")
+    )

@@ -59,7 +59,7 @@ def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, pla
         widths: bytes of an element.
     """
     sharding = plan.sharding
-    ranks, prefetch = sharding.num_shards(plan.data), sharding.prefetch
+    ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
     units = units_of(layers, sharding.unit_layers)
     padded = [float(np.ceil(parameters[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
     root = sum(size for unit, size in zip(units, padded, strict=True) if unit.is_root)

@@ -1,22 +1,27 @@
 """Shards: what gathering, scattering and offloading cost in the groups of ranks that share one set of shards.
 
-With `replicas` in the plan the ranks of a data-parallel group form several sets (hybrid sharding). Neighbouring ranks,
+Ranks with equal copies of the parameters share them out: replicas, and with them ranks that split the positions. With
+`replicas` in the plan these ranks form several sets (hybrid sharding). Neighbouring ranks,
 which share a node where they fit, hold one set: they gather and scatter. Ranks with the same shard in different sets
 then sum what they hold of the gradients, 1/s of the bytes, over the slower links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from distlab.plan.records import Cluster, Link, Plan, Workload
+from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.sharding import DTYPE_BYTES
 from simulator.cost import all_reduce_s, all_reduce_steps, message_s
-from simulator.syncs import Group, Transfer
+from simulator.groups import Group, Links, group_of
+from simulator.layout import COPIES, Layout
+from simulator.syncs import Transfer
 from simulator.units import to_ns
 
+Rows = tuple[tuple[int, ...], ...]
 FAULT_BYTES = 6  # one for each code of a gradient: used, unused, sparse, twice, moved, not finite
 
 
@@ -36,21 +41,21 @@ def number_bytes(workload: Workload, plan: Plan) -> NumberBytes:
 
 @dataclass(frozen=True)
 class Shards:
-    """The data-parallel ranks of a stage: sets of `num_shards` neighbours, `replicas` of them.
+    """The ranks of a stage with equal copies: sets of `num_shards`, `replicas` of them.
 
     Attributes:
         cluster: where they are.
-        first_rank: of the stage.
+        copies: groups of ranks with equal copies, those that sit alike in their nodes once.
         num_shards: ranks that one set of shards is spread over.
         replicas: sets.
         links: a line of its own for a kind of call, and for its part on the computing rank, where one was measured.
     """
 
     cluster: Cluster
-    first_rank: int
+    copies: Rows
     num_shards: int
     replicas: int = 1
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
 
     def padded(self, num_elements: int) -> int:
         """Return the elements of a flat buffer that is cut into equal shards."""
@@ -87,10 +92,10 @@ class Shards:
 
         Cost: FAULT_BYTES a tensor, summed by a ring.
         """
-        num_ranks, num_bytes = self.num_shards * self.replicas, FAULT_BYTES * num_tensors
-        group = Group(self._cluster("all_reduce"), self.first_rank, num_ranks)
-        time_ns = group.exchange_ns("all_reduce", num_bytes)
-        return Transfer("all_reduce", num_bytes, time_ns, group.sent_bytes("all_reduce", num_bytes))
+        num_bytes = FAULT_BYTES * num_tensors
+        groups = self._groups(self.copies)
+        time_ns = max(group.exchange_ns("all_reduce", num_bytes) for group in groups)
+        return Transfer("all_reduce", num_bytes, time_ns, groups[0].sent_bytes("all_reduce", num_bytes))
 
     def host_copy(self, num_elements: int, bytes_each: int) -> Transfer:
         """Return the copy of a shard between a device and its host."""
@@ -99,30 +104,45 @@ class Shards:
 
     def _in_a_set(self, kind: str, num_bytes: int) -> Transfer:
         """Cost a ring in a set; of several sets the slowest counts, since all of them wait for one another."""
-        cluster, per_node = self._cluster(kind), self.cluster.devices_per_node
-        places = {(self.first_rank + index * self.num_shards) % per_node for index in range(self.replicas)}
-        groups = [Group(cluster, place, self.num_shards) for place in places]
+        groups = self._groups(self._sets)
         share = num_bytes // self.num_shards if kind == "all_gather" else num_bytes
         times_ns = [group.exchange_ns(kind, share) for group in groups]
         return Transfer(kind, num_bytes, max(times_ns), groups[0].sent_bytes(kind, share))
 
     def _across_sets(self, shard_bytes: int) -> Transfer:
-        """Cost the ring of the ranks that hold one shard; they are `num_shards` apart."""
-        cluster, per_node = self._cluster("all_reduce"), self.cluster.devices_per_node
-        last = self.first_rank + self.num_shards * self.replicas - 1
-        crosses = self.first_rank // per_node != last // per_node
-        links = [cluster.inter_node, cluster.intra_node][: 2 if crosses and self.num_shards < per_node else 1]
-        chosen = links if crosses else [cluster.intra_node]
-        seconds = max(all_reduce_s(shard_bytes, self.replicas, link) for link in chosen)
+        """Cost the ring of the ranks that hold one shard; the slowest of several counts here too.
+
+        One that spans nodes, with neighbours in one of them, is as slow as the slower of its links.
+        """
+        links = [own] if (own := self.links.get("all_reduce")) else []
+        for group in () if links else self._groups(self._rings):
+            links += [group.cluster.inter_node] * (not group.is_in_one_node)
+            links += [group.cluster.intra_node] * (group.is_in_one_node or group.ranks_per_node != 1)
+        seconds = max(all_reduce_s(shard_bytes, self.replicas, link) for link in set(links))
         sent = all_reduce_steps(self.replicas).bytes_factor * shard_bytes
         return Transfer("all_reduce", shard_bytes, to_ns(seconds), sent)
 
-    def _cluster(self, kind: str) -> Cluster:
-        link = self.links.get(kind)
-        return self.cluster if link is None else replace(self.cluster, intra_node=link, inter_node=link)
+    @cached_property
+    def _sets(self) -> Rows:
+        starts = range(0, self.num_shards * self.replicas, self.num_shards)
+        return self._moved([ranks[start : start + self.num_shards] for ranks in self.copies for start in starts])
+
+    @cached_property
+    def _rings(self) -> Rows:
+        places = range(self.num_shards)
+        return self._moved([ranks[place :: self.num_shards] for ranks in self.copies for place in places])
+
+    def _moved(self, rows: Sequence[tuple[int, ...]]) -> Rows:
+        """Return the ranks of groups moved to the first node, those that sit alike in their nodes once."""
+        per_node = self.cluster.devices_per_node
+        return tuple(sorted({tuple(rank - row[0] // per_node * per_node for rank in row) for row in rows}))
+
+    def _groups(self, rows: Rows) -> list[Group]:
+        return [group_of(self.cluster, row, self.links) for row in rows]
 
 
-def shards_of(cluster: Cluster, plan: Plan, stage: int = 0, links: Mapping[str, Link] | None = None) -> Shards:
-    """Return the sets of shards of a pipeline stage's ranks."""
-    num_shards = plan.sharding.num_shards(plan.data)
-    return Shards(cluster, stage * plan.data, num_shards, plan.sharding.replicas, links or {})
+def shards_of(layout: Layout, pipeline: int = 0, *, axes: Sequence[str] = COPIES) -> Shards:
+    """Return the sets of shards of the ranks at a place in the pipeline: those along `axes` have equal copies."""
+    rows, plan = layout.rows(axes, pipeline), layout.plan
+    num_shards = plan.sharding.num_shards(len(rows[0]))
+    return Shards(layout.cluster, rows, num_shards, plan.sharding.replicas, layout.links)

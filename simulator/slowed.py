@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from simulator.jitter import slow_factors
+from simulator.pass_line import Piece
 from simulator.stages import Stage
 from simulator.syncs import Sync
 from simulator.times import layer_times
@@ -22,16 +23,26 @@ def slowed(stages: Sequence[Stage], slow_ranks: Mapping[int, float] | None, num_
 
 
 def _slow(stage: Stage, factor: float) -> Stage:
+    forward, backward, inputs = (
+        layer_times(times, factor) for times in (stage.forward_ns, stage.backward_ns, stage.input_gradient_ns)
+    )
+    weights, pieces = stage.weight_gradient_ns, stage.pieces
+    if pieces:
+        passes = [
+            [_slow_pass(*layer, factor) for layer in zip(times, calls, strict=True)]
+            for times, calls in zip(stage.passes_ns, pieces, strict=True)
+        ]
+        forward, backward, inputs, weights = (tuple(time for time, _ in each) for each in passes)
+        pieces = tuple(tuple(calls for _, calls in each) for each in passes)
+    else:
+        inputs = tuple(min(whole, part) for whole, part in zip(backward, inputs, strict=True))
     return replace(
         stage,
-        forward_ns=layer_times(stage.forward_ns, factor),
-        backward_ns=layer_times(stage.backward_ns, factor),
-        input_gradient_ns=tuple(
-            min(whole, part)
-            for whole, part in zip(
-                layer_times(stage.backward_ns, factor), layer_times(stage.input_gradient_ns, factor), strict=True
-            )
-        ),
+        forward_ns=forward,
+        backward_ns=backward,
+        input_gradient_ns=inputs,
+        weight_gradient_ns=weights,
+        pieces=pieces,
         optimizer_ns=round(stage.optimizer_ns * factor),
         syncs=tuple(_slow_sync(sync, factor) for sync in stage.syncs),
         units=tuple(
@@ -45,6 +56,21 @@ def _slow(stage: Stage, factor: float) -> Stage:
             for unit in stage.units
         ),
     )
+
+
+def _slow_pass(duration_ns: int, pieces: Sequence[Piece], factor: float) -> tuple[int, tuple[Piece, ...]]:
+    """Stretch the work of a pass with calls inside; what was exposed of a call stays as long as it was.
+
+    Error: a call that stuck out of the work beside it does so as far as before, though that work takes longer.
+    """
+    spare = sum(piece.exposed_ns for piece in pieces)
+    waited, moved = 0, []
+    for piece in pieces:
+        begin = round((piece.start_ns - waited) * factor) + waited
+        end = round((piece.end_ns - waited - piece.exposed_ns) * factor) + waited + piece.exposed_ns
+        waited += piece.exposed_ns
+        moved.append(piece._replace(start_ns=begin, end_ns=end))
+    return round((duration_ns - spare) * factor) + spare, tuple(moved)
 
 
 def _slow_sync(sync: Sync, factor: float) -> Sync:

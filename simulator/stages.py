@@ -1,8 +1,8 @@
 """Stages: what each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
 
-Ranks are numbered by the pipeline's rank, then by replica: rank = pipeline rank x data + replica. So the replicas of a
-stage, which exchange the most, sit next to each other and share a node where they fit. Where a rank of the pipeline has
-several stages, two neighbouring stages may share it; they hand over in memory.
+Ranks are numbered by a mesh (see `simulator.layout`). Where a rank of the pipeline has several stages, two neighbouring
+stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take equal time: one of
+them stands for all, with the calls that it makes inside of passes (see `simulator.exchanges`).
 
 With sharding each rank updates its own 1/N of the parameters. Stages 1 and 2 scatter each bucket of gradients and
 gather its parameters after the update; stage 3 has units in place of buckets.
@@ -10,17 +10,20 @@ gather its parameters after the update; stage 3 has units in place of buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from distlab.plan.partition import balance
-from distlab.plan.records import Cluster, Layer, Link, Plan, Work, Workload
+from distlab.plan.records import Layer, Link, Plan, Work, Workload
 from simulator.codec import MeasuredCodec
 from simulator.cost import compute_s, message_s
-from simulator.shards import Shards, number_bytes, shards_of
-from simulator.syncs import Group, Sync, Transfer, make_syncs
+from simulator.layout import COPIES, EXPERT_COPIES, Layout
+from simulator.local import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
+from simulator.pass_line import INSIDE, Piece
+from simulator.shards import NumberBytes, Shards, number_bytes, shards_of
+from simulator.syncs import Sync, Transfer, make_syncs
 from simulator.units import to_ns
 from simulator.units_of_sharding import UnitTimes, scattered, time_units, units_of
 
@@ -30,10 +33,12 @@ class Stage:
     """One stage: its layers, and how long each part of a step takes on one rank.
 
     Attributes:
-        layers: in forward order.
-        forward_ns: of each layer, one micro-batch.
+        layers: in forward order, with the parameters that a rank has.
+        forward_ns: of each layer, one micro-batch, calls inside of the pass included.
         backward_ns: of each layer, one micro-batch (I and W together).
         input_gradient_ns: of each layer, one micro-batch: I alone, with what is computed again before it.
+        weight_gradient_ns: of each layer, one micro-batch: W alone; what I leaves of B where it is not given.
+        pieces: calls inside of each layer's F, B, I and W, where ranks share layers; else empty.
         rank: rank of the pipeline that has the stage.
         syncs: all-reduces of gradients, in the order in which they start.
         optimizer_ns: updating the stage's parameters.
@@ -58,12 +63,17 @@ class Stage:
     faults: Transfer | None = None
     input_gradient_ns: tuple[int, ...] = ()
     rank: int = 0
+    weight_gradient_ns: tuple[int, ...] = ()
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
 
     @cached_property
     def passes_ns(self) -> tuple[tuple[int, ...], ...]:
-        """Time of each layer in an F, B, I and W: what one does not take of the backward, the other does."""
-        weights = (back - mine for back, mine in zip(self.backward_ns, self.input_gradient_ns, strict=True))
-        return self.forward_ns, self.backward_ns, self.input_gradient_ns, tuple(weights)
+        """Time of each layer in an F, B, I and W.
+
+        I and W may take longer than B, where a call of the backward hides behind work that is W's.
+        """
+        left = (back - mine for back, mine in zip(self.backward_ns, self.input_gradient_ns, strict=True))
+        return self.forward_ns, self.backward_ns, self.input_gradient_ns, self.weight_gradient_ns or tuple(left)
 
     @property
     def num_parameters(self) -> int:
@@ -73,60 +83,81 @@ class Stage:
 
 def make_stages(
     workload: Workload,
-    cluster: Cluster,
-    plan: Plan,
+    layout: Layout,
     home: Sequence[int],
     *,
     codec: MeasuredCodec | None = None,
-    links: Mapping[str, Link] | None = None,
 ) -> tuple[Stage, ...]:
     """Cut the model into stages of nearly equal time and cost each on the cluster.
 
     Args:
         workload: the model.
-        cluster: what it runs on.
-        plan: how.
+        layout: the plan on its cluster.
         home: rank of the pipeline of each stage.
         codec: measured times of compression.
-        links: a link of its own for each kind of sharding's calls that was measured.
 
     Raises:
-        ValueError: the plan needs more ranks than the cluster has, or more stages than the model has layers.
+        ValueError: there are more stages than the model has layers.
     """
-    if plan.world_size > cluster.num_devices:
-        raise ValueError(
-            f"the plan needs {plan.data} (data) x {plan.pipeline} (pipeline) = {plan.world_size} ranks; cluster "
-            f"{cluster.name!r} has {cluster.num_devices} devices; lower a degree or use a larger cluster"
-        )
-    check_enough_layers(workload, plan, len(home))
-    device, each = cluster.device, number_bytes(workload, plan)
-    forward = [to_ns(compute_s(layer.forward, device)) for layer in workload.layers]
-    backward = [to_ns(compute_s(_backward(layer, plan.recompute), device)) for layer in workload.layers]
-    weights = [to_ns(compute_s(layer.weight_gradient, device)) for layer in workload.layers]
-    inputs = [max(0, back - weight) for back, weight in zip(backward, weights, strict=True)]
-    cuts = _cut([f + b for f, b in zip(forward, backward, strict=True)], len(home))
+    check_enough_layers(workload, layout.plan, len(home))
+    at = _times_at_places(workload, layout)
+    each = number_bytes(workload, layout.plan)
+    cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(home))
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        layers, shards = workload.layers[first:stop], shards_of(cluster, plan, home[index], links)
-        syncs: tuple[Sync, ...] = ()
-        if plan.sharding.stage < 3:
-            group = Group(cluster, home[index] * plan.data, plan.data)
-            syncs = make_syncs(layers, each.gradient, group=group, plan=plan, codec=codec)
-        if plan.sharding.stage in (1, 2):
-            syncs = scattered(syncs, shards, each, plan.sharding.offload)
-        units = units_of(layers, plan.sharding.unit_layers) if plan.sharding.stage == 3 else ()
-        stages.append(
-            _stage(
-                workload,
-                shards,
-                plan,
-                _Place(index, tuple(home)),
-                (first, stop),
-                times_ns=(forward[first:stop], backward[first:stop], inputs[first:stop]),
-                exchange=(syncs, time_units(units, shards, each, plan)),
-            )
-        )
+        place, whole = _Place(index, tuple(home)), workload.layers[first:stop]
+        layers, shards = local_layers(whole, layout.plan), shards_of(layout, home[index])
+        syncs = _syncs(layers, layout, shards, each, home[index], codec=codec)
+        units = units_of(layers, layout.plan.sharding.unit_layers) if layout.plan.sharding.stage == 3 else ()
+        exchange = (syncs, time_units(units, shards, each, layout.plan))
+        times = at[home[index]][first:stop]
+        before = workload.layers[first - 1] if first else None
+        stages.append(_stage(workload, layout, place, (layers, before), times=times, shards=shards, exchange=exchange))
     return tuple(stages)
+
+
+def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes]]:
+    """Cost the layers at each rank of the pipeline: once for those whose groups all cost alike."""
+    known: dict[object, list[LayerTimes]] = {}
+    found = []
+    for place in range(layout.plan.pipeline):
+        seats = tuple(tuple(group.seat for group in layout.groups((axis,), place)) for axis in INSIDE)
+        if seats not in known:
+            known[seats] = time_layers(workload, layout, place)
+        found.append(known[seats])
+    return found
+
+
+def _syncs(
+    layers: tuple[Layer, ...],
+    layout: Layout,
+    shards: Shards,
+    each: NumberBytes,
+    pipeline: int,
+    *,
+    codec: MeasuredCodec | None,
+) -> tuple[Sync, ...]:
+    """Return what ranks with equal copies exchange; experts have fewer copies, and buckets of their own."""
+    plan = layout.plan
+    found: list[Sync] = []
+    if plan.sharding.stage == 3:
+        return ()
+    kinds: list[tuple[tuple[str, ...], tuple[Layer, ...], Shards]] = [(COPIES, layers, shards)]
+    if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
+        own = shards_of(layout, pipeline, axes=EXPERT_COPIES)
+        kinds = [
+            (COPIES, of_experts(layers, experts=False), shards),
+            (EXPERT_COPIES, of_experts(layers, experts=True), own),
+        ]
+    for axes, parts, sets in kinds:
+        group = layout.slowest(axes, pipeline)
+        syncs = make_syncs(parts, each.gradient, group=group, plan=plan, codec=codec)
+        if plan.sharding.stage:
+            syncs = scattered(syncs, sets, each, plan.sharding.offload)
+        if axes == EXPERT_COPIES:
+            syncs = tuple(replace(sync, name=f"{sync.name} of experts") for sync in syncs)
+        found += syncs
+    return tuple(sorted(found, key=lambda sync: -sync.layer)) if len(kinds) > 1 else tuple(found)
 
 
 def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None:
@@ -150,23 +181,21 @@ class _Place(NamedTuple):
     number: int
     home: tuple[int, ...]
 
-    def link_behind(self, cluster: Cluster, plan: Plan) -> Link | None:
-        """Return the link to the stage behind: None where there is none, or where it is on the same rank."""
+    def link_behind(self, layout: Layout) -> Link | None:
+        """Return the link to the stage behind: None where there is none, or where it is on the same rank.
+
+        Where only some of the ranks cross nodes the step waits for those.
+        """
         here, there = self.home[self.number], self.home[min(self.number + 1, len(self.home) - 1)]
-        return None if here == there else _boundary_link(cluster, plan, here, there)
+        if here == there:
+            return None
+        if (own := layout.links.get("send")) is not None:
+            return own
+        return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
 
-    def link_before(self, cluster: Cluster, plan: Plan) -> Link | None:
+    def link_before(self, layout: Layout) -> Link | None:
         """Return the link to the stage before, or None likewise."""
-        return None if self.number == 0 else _Place(self.number - 1, self.home).link_behind(cluster, plan)
-
-
-def sent_bytes(stage: Stage, plan: Plan) -> float:
-    """Return the bytes that one rank of the stage sends in a step: gradients by a ring, messages to its neighbours.
-
-    What sharding's own calls send is theirs to say.
-    """
-    messages = plan.num_microbatches * (stage.send_forward_bytes + stage.send_backward_bytes)
-    return sum(sync.sent_bytes for sync in stage.syncs) + messages
+        return None if self.number == 0 else _Place(self.number - 1, self.home).link_behind(layout)
 
 
 def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -175,69 +204,61 @@ def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
     return balance(costs, num_stages)
 
 
-def _backward(layer: Layer, recompute: str) -> Work:
-    """Return the work of a backward, with the part of forward that runs again before it."""
-    work = layer.input_gradient + layer.weight_gradient
-    if recompute == "full" and layer.input_bytes:
-        return work + layer.forward
-    return work + layer.score_forward if recompute == "selective" else work
-
-
-def _update_ns(workload: Workload, layers: tuple[Layer, ...], shards: Shards, plan: Plan, num_tensors: int) -> int:
+def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, num_tensors: int) -> int:
     """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
-    num_parameters = sum(layer.num_parameters for layer in layers)
-    share = num_parameters / workload.num_parameters if workload.num_parameters else 0.0
-    share /= shards.num_shards if plan.sharding.stage else 1
+    plan, device = layout.plan, layout.cluster.device
+    experts = sum(layer.expert_parameters for layer in layers) if plan.expert > 1 else 0
+    num_parameters = sum(layer.num_parameters for layer in layers) - experts
+    own = float(num_parameters + experts)
+    if plan.sharding.stage:
+        own = num_parameters / plan.sharding.num_shards(plan.copies)
+        own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
+    share = own / workload.num_parameters if workload.num_parameters else 0.0
     tensors = sum(len(layer.parameter_sizes) for layer in workload.layers)
     kernels = round(workload.optimizer.num_kernels * (num_tensors / tensors if tensors else 0.0))
     work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
     if plan.sharding.offload != "none":
-        return to_ns(work.memory_bytes / shards.cluster.device.host_memory_bytes_per_s)
-    return to_ns(compute_s(work, shards.cluster.device))
+        return to_ns(work.memory_bytes / device.host_memory_bytes_per_s)
+    return to_ns(compute_s(work, device))
 
 
 def _stage(
     workload: Workload,
-    shards: Shards,
-    plan: Plan,
+    layout: Layout,
     place: _Place,
-    cut: tuple[int, int],
+    own: tuple[tuple[Layer, ...], Layer | None],
     *,
-    times_ns: tuple[list[int], list[int], list[int]],
+    times: Sequence[LayerTimes],
+    shards: Shards,
     exchange: tuple[tuple[Sync, ...], tuple[UnitTimes, ...]],
 ) -> Stage:
-    layers, cluster = workload.layers[cut[0] : cut[1]], shards.cluster
-    behind, before = place.link_behind(cluster, plan), place.link_before(cluster, plan)
-    forward_bytes = 0 if behind is None else layers[-1].output_bytes
-    backward_bytes = 0 if before is None else workload.layers[cut[0] - 1].output_bytes
+    (layers, last_before), plan = own, layout.plan
+    behind, before = place.link_behind(layout), place.link_before(layout)
+    forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan)
+    backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan)
     syncs, units = exchange
     num_tensors = len(units) if units else sum(len(layer.parameter_sizes) for layer in layers)
+    update_ns = _update_ns(workload, layers, layout, num_tensors)
     faults = None
     if plan.sharding.stage in (1, 2):
         faults = shards.faults(num_tensors) if syncs else None
-        num_tensors = -(-num_tensors // shards.num_shards)
+        update_ns = _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards))
+    forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
+    pieces = tuple(zip(*(each.pieces for each in times), strict=True)) if is_shared(plan) else ()
     return Stage(
         layers=layers,
-        forward_ns=tuple(times_ns[0]),
-        backward_ns=tuple(times_ns[1]),
+        forward_ns=forward,
+        backward_ns=backward,
         syncs=syncs,
-        optimizer_ns=_update_ns(workload, layers, shards, plan, num_tensors),
+        optimizer_ns=update_ns,
         send_forward_ns=0 if behind is None else to_ns(message_s(forward_bytes, behind)),
         send_backward_ns=0 if before is None else to_ns(message_s(backward_bytes, before)),
         send_forward_bytes=forward_bytes,
         send_backward_bytes=backward_bytes,
         units=units,
         faults=faults,
-        input_gradient_ns=tuple(times_ns[2]),
+        input_gradient_ns=inputs,
         rank=place.home[place.number],
+        weight_gradient_ns=weights if pieces else (),
+        pieces=pieces,
     )
-
-
-def _boundary_link(cluster: Cluster, plan: Plan, here: int, there: int) -> Link:
-    """Return the link between two ranks; where only some replicas cross nodes the step waits for those."""
-    crosses = any(
-        (here * plan.data + replica) // cluster.devices_per_node
-        != (there * plan.data + replica) // cluster.devices_per_node
-        for replica in range(plan.data)
-    )
-    return cluster.inter_node if crosses else cluster.intra_node

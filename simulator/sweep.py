@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from distlab.plan.compression import Compression
 from distlab.plan.records import Cluster, Link, Plan, Protocol, Workload
 from simulator.codec import MeasuredCodec
+from simulator.layout import COPIES, Layout
+from simulator.measured import Measured
 from simulator.step import simulate
-from simulator.syncs import Group
 
 NUM_SIZES = 33
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 1e5, 1e15
@@ -80,7 +81,7 @@ def sweep_buckets(
     chosen = tuple(sorted(set(bucket_sizes(workload) if sizes is None else sizes)))
     if not chosen:
         raise ValueError("there are no bucket sizes; pass at least one, in bytes, or None")
-    steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), codec=codec) for size in chosen]
+    steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), measured=Measured(codec)) for size in chosen]
     return BucketSweep(
         chosen,
         tuple(len(step.stages[0].syncs) for step in steps),
@@ -97,7 +98,8 @@ def with_bucket_bytes(plan: Plan, bucket_bytes: int) -> Plan:
 
 def replica_link(cluster: Cluster, plan: Plan) -> Link:
     """Return the link that decides how fast replicas exchange: between nodes where any replicas are in several."""
-    groups = [Group(cluster, stage * plan.data, plan.data) for stage in range(plan.pipeline)]
+    layout = Layout(cluster, plan)
+    groups = [group for place in range(plan.pipeline) for group in layout.groups(COPIES, place)]
     return cluster.intra_node if all(group.is_in_one_node for group in groups) else cluster.inter_node
 
 
@@ -142,7 +144,10 @@ def break_even_bytes_per_s(
 
     def pays(bytes_per_s: float) -> bool:
         on = with_bandwidth(cluster, plan, bytes_per_s)
-        return simulate(workload, on, compressed, codec=codec).duration_s < simulate(workload, on, plain).duration_s
+        return (
+            simulate(workload, on, compressed, measured=Measured(codec)).duration_s
+            < simulate(workload, on, plain).duration_s
+        )
 
     low, high = SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S
     if pays(high):
@@ -211,7 +216,7 @@ def sweep_compression(
 
     def durations(compression: Compression | None) -> tuple[float, ...]:
         chosen, codec = replace(plan, compression=compression), codecs.get(compression) if compression else None
-        return tuple(simulate(workload, each, chosen, codec=codec).duration_s for each in clusters)
+        return tuple(simulate(workload, each, chosen, measured=Measured(codec)).duration_s for each in clusters)
 
     lines = []
     for each in compressions:

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from distlab.plan.buckets import assign_buckets
 from distlab.plan.compression import Exchange, exchanges
-from distlab.plan.records import Cluster, Layer, Plan, Work
+from distlab.plan.records import Layer, Plan, Work
 from simulator.codec import CodecTimes, MeasuredCodec, codec_times
-from simulator.cost import (
-    all_gather_s,
-    all_reduce_s,
-    all_reduce_steps,
-    compute_s,
-    hierarchical_all_gather_s,
-    hierarchical_all_reduce_s,
-    reduce_scatter_s,
-    reduce_scatter_steps,
-)
+from simulator.cost import compute_s
+from simulator.groups import Group
 from simulator.units import to_ns
 
 
@@ -97,50 +90,6 @@ class Sync:
     load: Transfer | None = None
 
 
-class Group(NamedTuple):
-    """Consecutive ranks of a cluster that exchange gradients: the replicas of one stage."""
-
-    cluster: Cluster
-    first_rank: int
-    num_ranks: int
-
-    def exchange_ns(self, kind: str, num_bytes: float) -> int:
-        """Return the time of a call with num_bytes on each rank: in one node a ring, over whole nodes hierarchical.
-
-        A group that spans nodes without filling them runs a ring over the slower of the two links.
-        """
-        num_ranks, per_node = self.num_ranks, self.cluster.devices_per_node
-        one, many = _COSTS[kind]
-        whole = num_bytes * num_ranks if kind == "all_gather" else num_bytes
-        intra, inter = self.cluster.intra_node, self.cluster.inter_node
-        if self.is_in_one_node:
-            return to_ns(one(whole, num_ranks, intra))
-        if self.first_rank % per_node == 0 and num_ranks % per_node == 0:
-            return to_ns(many(whole, per_node, num_ranks // per_node, intra_node=intra, inter_node=inter))
-        return to_ns(max(one(whole, num_ranks, link) for link in (intra, inter)))
-
-    @property
-    def is_in_one_node(self) -> bool:
-        """Whether no message leaves a node."""
-        per_node = self.cluster.devices_per_node
-        return self.first_rank // per_node == (self.first_rank + self.num_ranks - 1) // per_node
-
-    def sent_bytes(self, kind: str, num_bytes: float) -> float:
-        """Return what a rank sends for a call with num_bytes on each rank, by a ring."""
-        if kind == "all_gather":
-            return (self.num_ranks - 1) * num_bytes
-        if kind == "reduce_scatter":
-            return reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
-        return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
-
-
-_COSTS = {
-    "all_reduce": (all_reduce_s, hierarchical_all_reduce_s),
-    "all_gather": (all_gather_s, hierarchical_all_gather_s),
-    "reduce_scatter": (reduce_scatter_s, hierarchical_all_gather_s),  # the same steps, the other way round
-}
-
-
 def make_syncs(
     layers: Sequence[Layer],
     bytes_per_parameter: int,
@@ -153,22 +102,28 @@ def make_syncs(
     shapes = [shape for layer in layers for shape in layer.shapes]
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
     owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
-    if plan.data == 1 or not sizes:
+    if group.num_ranks == 1 or not sizes:
         return ()
+
+    @cache  # blocks are alike, and so are most buckets
+    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+        copies = _copies(num_bytes, num_tensors, plan.gradient_sync)
+        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
+        travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+        return pack, unpack, *travel
 
     def sync(what: str, parameters: tuple[int, ...]) -> Sync:
         num_bytes = sum(sizes[index] for index in parameters)
-        device = group.cluster.device
-        pack, unpack = (compute_s(work, device) for work in _copies(num_bytes, len(parameters), plan.gradient_sync))
+        pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
         plain = Sync(
             name=f"all_reduce {what}",
             num_bytes=num_bytes,
             layer=min(owner[index] for index in parameters),
-            pack_ns=to_ns(pack),
-            duration_ns=group.exchange_ns("all_reduce", num_bytes),
-            unpack_ns=to_ns(unpack),
+            pack_ns=pack_ns,
+            duration_ns=duration_ns,
+            unpack_ns=unpack_ns,
             gradient_bytes=num_bytes,
-            sent_bytes=group.sent_bytes("all_reduce", num_bytes),
+            sent_bytes=sent_bytes,
             num_tensors=len(parameters),
         )
         if plan.compression is None:
@@ -178,7 +133,7 @@ def make_syncs(
             times = codec.times(num_bytes)
         else:
             extra = {"num_ranks": group.num_ranks, "bytes_per_element": bytes_per_parameter}
-            times = codec_times(plan.compression, bucket, device=device, **extra)
+            times = codec_times(plan.compression, bucket, device=group.cluster.device, **extra)
         return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
 
     everything = tuple(range(len(sizes)))

@@ -40,8 +40,7 @@ class Call(NamedTuple):
     microbatch: int = -1
 
 
-@dataclass(frozen=True)
-class SyncTimes:
+class SyncTimes(NamedTuple):
     """Start and end, in nanoseconds, of the parts of one bucket's way to the mean.
 
     Attributes:

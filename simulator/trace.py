@@ -5,7 +5,8 @@ from the end of the last backward until the gradients are averaged) and "optimiz
 "all_reduce" for each bucket, with its bytes, or what compression sends in its place. In detail (`layer_trace`) the
 compute lane shows each bucket's "encode" and "decode" too. With sharding, gathers and scatters have lanes of their own,
 "gather" and "scatter", and copies to and from the host share the lane "host" with its update. Messages between stages
-have a lane for each direction.
+have a lane for each direction. Ranks that share layers send inside of passes, on the lanes "tensor", "context" and
+"expert".
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Plan
 from distlab.trace import Span, Trace
 from simulator.orders import LETTERS, F
+from simulator.pieces import pieces_trace, waits_within
 from simulator.stages import Stage
 from simulator.syncs import Sync
 from simulator.times import SyncTimes, Timing, layer_times
@@ -26,23 +27,31 @@ Ints = NDArray[np.int64]
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-def step_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
-    """Return the spans of all ranks."""
+def step_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
+    """Return the spans of all ranks; `ranks` has a row of numbers for each rank of the pipeline [P, R]."""
     closing = _closing(stages, timing) + _sharding_calls(timing)
     parts = [_passes(timing), _messages(stages, timing), Trace.from_spans(closing)]
-    return _on_all_ranks(Trace.concatenate(parts), plan.data)
+    if any(stage.pieces for stage in stages):
+        parts.append(pieces_trace(stages, timing, layer_rows(stages, timing)))
+    return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
-def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
-    """Return the spans of all ranks, each pass cut into its layers, each all-reduce with its copies."""
-    rows = layer_rows(stages, timing) if timing.layers is None else timing.layers
+def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
+    """Return the spans of all ranks, each pass cut into its layers, each all-reduce with its copies.
+
+    A layer's pass is cut where it waits for a call inside of it ("wait for ...", of kind "wait"), so that what the
+    compute lane shows as work is work.
+    """
+    rows = layer_rows(stages, timing)
     order = timing.order
     spans = []
     for action, layer, start, end in rows.tolist():
         number, kind = int(order.stage[action]), LETTERS[order.kind[action]]
         name = f"{PASSES[kind]} {stages[number].layers[layer].name}"
         microbatch = int(order.microbatch[action])
-        spans.append(Span(stages[number].rank, "compute", name, kind, start, end, 0, number, microbatch))
+        for begin, stop, wait in waits_within(stages[number], int(order.kind[action]), layer, (start, end)):
+            what = (f"wait for {wait}", "wait") if wait else (name, kind)
+            spans.append(Span(stages[number].rank, "compute", *what, begin, stop, 0, number, microbatch))
     for number, (stage, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
         for sync, times in zip(stage.syncs, syncs, strict=True):
             spans += _copies(stage.rank, sync, times, number) + exchanges(stage.rank, sync, times, number)
@@ -50,7 +59,10 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, plan: Plan) -> Trace:
     spans += _sharding_calls(timing)
     spans += [Span(rank, *pack[:6], rank, pack.microbatch) for rank, packs in enumerate(timing.packs) for pack in packs]
     kept = [span for span in spans if span.end_ns > span.start_ns]
-    return _on_all_ranks(Trace.concatenate([Trace.from_spans(kept), _messages(stages, timing)]), plan.data)
+    parts = [Trace.from_spans(kept), _messages(stages, timing)]
+    if any(stage.pieces for stage in stages):
+        parts.append(pieces_trace(stages, timing, rows))
+    return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
 def _passes(timing: Timing) -> Trace:
@@ -171,6 +183,8 @@ def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
 
     Forward in order, backward from the last layer, copies of a last backward between.
     """
+    if timing.layers is not None:
+        return timing.layers
     order, last = timing.order, timing.last_actions.tolist()
     rows = []
     columns = (order.stage.tolist(), order.kind.tolist(), timing.start_ns.tolist(), timing.end_ns.tolist())
@@ -188,13 +202,14 @@ def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _on_all_ranks(trace: Trace, num_replicas: int) -> Trace:
-    """Give every replica of a stage that stage's spans: rank = stage x data + replica."""
-    if num_replicas == 1:
+def _on_all_ranks(trace: Trace, ranks: Ints) -> Trace:
+    """Give all ranks that run a stage that stage's spans."""
+    num_ranks = ranks.shape[1]
+    if num_ranks == 1:
         return trace
     columns = {
-        field: np.tile(getattr(trace, field), num_replicas)
+        field: np.tile(getattr(trace, field), num_ranks)
         for field in ("lane", "name", "kind", "start_ns", "end_ns", "num_bytes", "stage", "microbatch")
     }
-    replicas = [trace.rank * np.int32(num_replicas) + np.int32(replica) for replica in range(num_replicas)]
-    return Trace(rank=np.concatenate(replicas), **columns, words=trace.words)
+    numbers = ranks.astype(np.int32)[trace.rank].T.reshape(-1)
+    return Trace(rank=numbers, **columns, words=trace.words)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
-from distlab.plan.records import GRADIENT_SYNCS, RECOMPUTES, SCHEDULES, Plan
+from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, RECOMPUTES, SCHEDULES, Plan
 from distlab.plan.schedules import SCHEDULES as FAMILIES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS, Precision, Sharding
 
@@ -28,6 +28,10 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     for name, (default, what) in SIZES.items():
         text = f"{what} (default {default}, or the model's)"
         command.add_argument(f"--{name}", type=whole_number(what), metavar="N", help=text)
+    what = "experts in each block (default 1: no mixture; sizes only)"
+    command.add_argument("--experts", type=whole_number("experts"), default=1, metavar="N", help=what)
+    what = "experts that a token goes to"
+    command.add_argument("--top-k", type=whole_number("experts"), default=1, metavar="K", help=what)
     what = "samples in a micro-batch"
     command.add_argument("--microbatch", type=whole_number(what), default=1, metavar="N", help=what)
 
@@ -57,11 +61,17 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--gradients", choices=DTYPE_BYTES, help="type that gradients are kept in (default float32)")
     command.add_argument("--no-master", action="store_true", help="keep no float32 copy of the parameters")
-    command.add_argument("--tensor", type=whole_number("ranks"), default=1, metavar="N", help="ranks a layer (memory)")
     command.add_argument(
-        "--context", type=whole_number("ranks"), default=1, metavar="N", help="ranks a sequence (memory)"
+        "--tensor", type=whole_number("ranks"), default=1, metavar="N", help="ranks that split a layer"
     )
-    command.add_argument("--sequence-parallel", action="store_true", help="split between layers too (memory)")
+    what = "ranks that split a sequence"
+    command.add_argument("--context", type=whole_number("ranks"), default=1, metavar="N", help=what)
+    what = "how they attend to all of it (default ring)"
+    command.add_argument("--context-kind", choices=CONTEXT_KINDS, default="ring", help=what)
+    what = "ranks that split the experts; each is a replica too"
+    command.add_argument("--expert", type=whole_number("ranks"), default=1, metavar="N", help=what)
+    what = "tensor ranks split the sequence between layers"
+    command.add_argument("--sequence-parallel", action="store_true", help=what)
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
@@ -70,15 +80,19 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     Raises:
         ValueError: there is no such model, sizes are given beside a name, or they make no sense together.
     """
-    from simulator import gpt_workload, model_by_name
+    from simulator import gpt_workload, mix_experts, model_by_name
 
     if arguments.model:
         given = [f"--{name}" for name in SIZES if name != "sequence" and getattr(arguments, name) is not None]
         if given:
             raise ValueError(f"--model {arguments.model} has its own sizes; leave out {', '.join(given)}")
+        if arguments.experts > 1:
+            raise ValueError(
+                f"--model {arguments.model} has no experts; describe a model with sizes, or drop --experts"
+            )
         return model_by_name(arguments.model, microbatch_size=arguments.microbatch, sequence_length=arguments.sequence)
     sizes = {name: getattr(arguments, name) or default for name, (default, _) in SIZES.items()}
-    return gpt_workload(
+    workload = gpt_workload(
         hidden_size=sizes["hidden"],
         num_layers=sizes["layers"],
         num_heads=sizes["heads"],
@@ -86,6 +100,8 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
         vocab_size=sizes["vocabulary"],
         microbatch_size=arguments.microbatch,
     )
+    mixed = arguments.experts > 1 or arguments.top_k > 1
+    return mix_experts(workload, arguments.experts, top_k=arguments.top_k) if mixed else workload
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -117,5 +133,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         recompute=arguments.recompute,
         tensor=arguments.tensor,
         context=arguments.context,
+        context_kind=arguments.context_kind,
+        expert=arguments.expert,
         sequence_parallel=arguments.sequence_parallel,
     )

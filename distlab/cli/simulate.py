@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
+from distlab.plan.axes import AXES, check_order
 from distlab.plan.records import Cluster, Plan, Workload
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
 
-NOT_TIMED = "not simulated: layers or sequences split over ranks, or a pipeline with stage 2 or 3"
+NOT_TIMED = "not simulated: a pipeline, or a backward in two parts, with stage 2 or 3; or experts with stage 3"
 SHOWN = 8
 
 
@@ -26,6 +27,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     add_plan_arguments(command)
+    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
+    command.add_argument("--order", metavar="AXIS,...", help=what)
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
@@ -41,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     plan, workload = plan_of(arguments), workload_of(arguments)
     cluster = find_cluster(arguments.cluster, plan.world_size)
-    step = simulate(workload, cluster, plan) if is_timed(plan) else None
+    step = simulate(workload, cluster, plan, order=order_of(arguments)) if is_timed(plan) else None
     memory = step.memory if step else memory_of(workload, plan)
     if step is None and (arguments.timeline or arguments.trace):
         raise ValueError(f"--timeline and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
@@ -60,12 +63,23 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the order of the axes that the flags describe: those not named come first, as they are by default.
+
+    Raises:
+        ValueError: an axis is unknown, or named twice.
+    """
+    given = arguments.order.split(",") if arguments.order else []
+    rest = [axis for axis in AXES if axis not in given]
+    return check_order([*rest, *given])
+
+
 def is_timed(plan: Plan) -> bool:
     """Return whether `simulate` gives the plan's step a time."""
     sums_each_pass = plan.sharding.stage == 2 and plan.num_microbatches > 1
     shards_passes = plan.sharding.stage == 3 or sums_each_pass
     one_stage = plan.pipeline * plan.stages_per_rank == 1 and plan.schedule in ("gpipe", "one_f_one_b")
-    return plan.tensor == plan.context == 1 and (one_stage or not shards_passes)
+    return (one_stage or not shards_passes) and (plan.expert == 1 or plan.sharding.stage < 3)
 
 
 def save_pictures(
@@ -107,7 +121,10 @@ def facts(step: Step) -> dict[str, object]:
         "duration_s": step.duration_s,
         "samples_per_s": step.samples_per_s,
         "bubble_fraction": step.bubble_fraction,
+        "utilization": step.utilization,
         "exposed_communication_s": step.exposed_communication_s,
+        "exposed_s_by_axis": dict(step.exposed_by_axis),
+        "sent_bytes_by_axis": dict(step.sent_bytes_by_axis),
         "sent_bytes_per_rank": list(step.sent_bytes_per_rank),
     }
 
@@ -139,7 +156,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     from simulator.units import format_bytes, format_s
 
     used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
-    degrees = {"data": plan.data, "pipeline": plan.pipeline, "tensor": plan.tensor, "context": plan.context}
+    degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
     rows = [
         ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
@@ -151,8 +168,15 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
         rows += [
             ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples a second"),
             ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
+            ("utilization", f"{step.utilization:.1%} of the devices' matrix products"),
             ("exposed communication", format_s(step.exposed_communication_s)),
             ("sent by a rank", format_bytes(max(step.sent_bytes_per_rank))),
+        ]
+        waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
+        rows += [
+            (f"  {axis}", f"{format_bytes(sent[axis])} sent, {format_s(waits[axis])} exposed")
+            for axis in waits
+            if sent[axis]
         ]
     else:
         rows.append(("step", NOT_TIMED))

@@ -53,6 +53,8 @@ def deepspeed_config(
 def deepspeed_notes(plan: Plan) -> tuple[str, ...]:
     """Say what of the plan the configuration does not hold, and where it goes instead."""
     sharding, precision, notes = plan.sharding, plan.precision, []
+    if plan.expert > 1:
+        notes.append(f"expert={plan.expert}: in code, deepspeed.moe.layer.MoE(..., ep_size={plan.expert})")
     if plan.pipeline > 1:
         notes.append(
             f"pipeline={plan.pipeline}: in code, PipelineModule(layers, num_stages={plan.pipeline}); its schedule is "

@@ -41,7 +41,7 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
 def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
     """Say what of the plan the code does not do."""
     sharding, precision, notes = plan.sharding, plan.precision, []
-    for name in ("pipeline", "tensor", "context"):
+    for name in ("pipeline", "tensor", "context", "expert"):
         if getattr(plan, name) > 1:
             notes.append(f"{name}={getattr(plan, name)}: not here; give fully_shard the data axis of a larger mesh")
     if plan.compression is not None:

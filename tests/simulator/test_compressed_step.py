@@ -19,6 +19,7 @@ from distlab.plan.records import (
     Work,
 )
 from simulator import (
+    Measured,
     MeasuredCodec,
     all_gather_s,
     all_reduce_s,
@@ -83,7 +84,7 @@ def test_encoding_and_decoding_take_what_is_counted_or_measured():
     work = codec_work(compression, shapes, num_ranks=3)
     assert counted - plain == pytest.approx(compute_s(work.encode, DEVICE) + compute_s(work.decode, DEVICE), abs=5e-9)
     codec = MeasuredCodec(compression, 3, 1e-3, 1e-8, 2e-3, 3e-8)
-    measured = simulate(workload, free, Plan(data=3, compression=compression), codec=codec).duration_s
+    measured = simulate(workload, free, Plan(data=3, compression=compression), measured=Measured(codec)).duration_s
     assert measured - plain == pytest.approx(3e-3 + 4e-8 * 40_000, abs=5e-9)
 
 
@@ -196,7 +197,7 @@ def test_both_roads_agree_and_no_lane_does_two_things(compression, sync, data, s
 def test_senseless_questions_are_refused():
     codec = MeasuredCodec(Compression("sign"), 4, 0.0, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="measured for .*sign.* among 4 ranks; the plan has None among 4"):
-        simulate(WORKLOAD, cluster_of(4), Plan(data=4), codec=codec)
+        simulate(WORKLOAD, cluster_of(4), Plan(data=4), measured=Measured(codec))
     with pytest.raises(ValueError, match="encode_s is -1"):
         MeasuredCodec(Compression("sign"), 4, -1, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="bandwidth above zero"):

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan.records import Contention, Link, Plan, Protocol
+from distlab.plan.records import Contention, Link, Protocol
 from distlab.plan.sharding import Precision
-from simulator import gpt_workload, simulate
+from simulator import Measured, gpt_workload, simulate
 from simulator.cost import all_gather_s, all_reduce_s
 from simulator.units import to_ns
 from simulator.units_of_sharding import units_of
@@ -155,13 +155,17 @@ def test_what_measured_calls_cost_the_computing_rank():
     names = ("all_gather start", "reduce_scatter start", "reduce_scatter sum")
     links = dict.fromkeys(names, part)
     each = to_ns(1e-3 + 320_000 / 1e9)
-    plain, step = (simulate(workload, cluster_of(4), plan_of(3), links=more) for more in (None, links))
+    plain, step = (
+        simulate(workload, cluster_of(4), plan_of(3), measured=Measured(links=more or {})) for more in (None, links)
+    )
     for name, count in (("start", 4), ("sum", 2)):
         spans = [s for s in spans_of(step, "compute") if s.name.startswith(name)]
         assert [s.end_ns - s.start_ns for s in spans] == [each] * count
         assert not [s for s in spans_of(plain, "compute") if s.name.startswith(name)]
     assert spans_of(step, "gather")[0].start_ns == each
-    plain, step = (simulate(workload, cluster_of(4), plan_of(1), links=more) for more in (None, links))
+    plain, step = (
+        simulate(workload, cluster_of(4), plan_of(1), measured=Measured(links=more or {})) for more in (None, links)
+    )
     for name in ("pack", "unpack"):
         ours, free = (next(s for s in spans_of(x, "compute") if s.name == f"{name} bucket 1") for x in (step, plain))
         assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
@@ -266,17 +270,15 @@ def test_precision_sets_the_bytes_on_the_wire():
 
 def test_links_of_their_own_for_measured_calls():
     workload, cluster = workload_of([1, 1]), cluster_of(4)
-    step = simulate(workload, cluster, plan_of(3), links={"all_gather": FAST})
+    step = simulate(workload, cluster, plan_of(3), measured=Measured(links={"all_gather": FAST}))
     assert spans_of(step, "gather")[0].end_ns == to_ns(all_gather_s(320_000, 4, FAST))
     assert spans_of(step, "scatter")[0].duration_s == pytest.approx(all_gather_s(320_000, 4, SLOW))
 
 
 def test_what_is_not_timed_is_refused():
     workload = workload_of([1, 1])
-    with pytest.raises(ValueError, match="memory_of counts the rest"):
-        simulate(workload, cluster_of(8), Plan(data=4, tensor=2))
-    with pytest.raises(ValueError, match="memory_of counts the rest"):
-        simulate(workload, cluster_of(8), Plan(data=4, context=2))
+    with pytest.raises(ValueError, match="beside expert=2: experts and the other parameters"):
+        simulate(workload, cluster_of(8), replace(plan_of(3), expert=2))
     with pytest.raises(ValueError, match="pipeline=1, or use stage 1"):
         simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2))
     with pytest.raises(ValueError, match="each of 4 micro-batches would sum them over the ranks"):

@@ -1,0 +1,127 @@
+"""Layout and placement: who shares a node, and which order of the axes is fastest."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.plan import AXES, Plan
+from distlab.plan.records import Link, Protocol
+from simulator import Jitter, Uneven, axes_inside_nodes, gpt_workload, rank_orders, simulate
+from simulator.cost import all_to_all_s, hierarchical_all_reduce_s, hierarchical_all_to_all_s
+from simulator.groups import Group, group_of
+from simulator.layout import COPIES, Layout
+from simulator.units import to_ns
+from tests.simulator.step_cases import LINK, cluster_of
+
+SLOW = Link("slow", (Protocol(2e-5, 1e7),))
+TWO_NODES = cluster_of(8, per_node=4, slow=SLOW)
+GPT = gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64, vocab_size=96)
+
+
+def test_ranks_some_way_apart_use_both_wires():
+    group = group_of(TWO_NODES, (0, 2, 4, 6))
+    assert group == Group(TWO_NODES, 0, 4, (2, 2))
+    both = {"intra_node": LINK, "inter_node": SLOW}
+    assert group.exchange_ns("all_reduce", 1e6) == to_ns(hierarchical_all_reduce_s(1e6, 2, 2, **both))
+    assert group.exchange_ns("all_to_all", 1e6) == to_ns(hierarchical_all_to_all_s(1e6, 2, 2, **both))
+    apart = group_of(TWO_NODES, (1, 5))
+    assert apart.exchange_ns("all_to_all", 1e6) == to_ns(all_to_all_s(1e6, 2, SLOW))
+    assert apart.hop_ns(1e6) == group.hop_ns(1e6) == to_ns(2e-5 + 0.1)
+    assert group_of(TWO_NODES, (4, 5, 6)) == Group(TWO_NODES, 4, 3)
+    uneven = group_of(TWO_NODES, (0, 2, 4))
+    assert (uneven.in_nodes, uneven.ranks_per_node) == ((2, 1), 0)
+
+
+def test_an_all_to_all_over_nodes_takes_the_slower_of_two_wires():
+    inside, across = 1e-5 + 1e6 / 4 / 1e8, 2 * 2e-5 + 2e6 / 4 / 1e7
+    assert hierarchical_all_to_all_s(1e6, 2, 2, intra_node=LINK, inter_node=SLOW) == pytest.approx(max(inside, across))
+
+
+def test_groups_of_a_layout_follow_its_order():
+    plan = Plan(data=2, tensor=2, pipeline=2)
+    layout = Layout(TWO_NODES, plan)
+    assert layout.ranks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layout.crosses_nodes(0, 1)
+    assert axes_inside_nodes(TWO_NODES, plan) == ("data", "tensor")
+    other = ("data", "expert", "context", "tensor", "pipeline")
+    assert Layout(TWO_NODES, plan, other).ranks.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert not Layout(TWO_NODES, plan, other).crosses_nodes(0, 1)
+    assert axes_inside_nodes(TWO_NODES, plan, other) == ("tensor", "pipeline")
+    assert [group.in_nodes for group in Layout(TWO_NODES, plan, other).groups(COPIES)] == [(1, 1)]
+
+
+@pytest.mark.parametrize("jitter", [None, Jitter(0.1)])
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind, jitter):
+    plan = Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind)
+    step = simulate(GPT, TWO_NODES, plan, uneven=Uneven(jitter=jitter))
+    spans = [span for span in step.layer_trace if span.rank == 0 and span.lane == "compute"]
+    waits = [span for span in spans if span.kind == "wait"]
+    exposed = sum(step.exposed_by_axis[axis] for axis in ("tensor", "context"))
+    assert exposed > 0
+    assert sum(span.end_ns - span.start_ns for span in waits) == pytest.approx(exposed * 1e9, abs=len(waits))
+    whole = [span for span in step.trace if span.rank == 0 and span.lane == "compute"]
+    first = [sum(span.end_ns - span.start_ns for span in row if span.microbatch == 0) for row in (spans, whole)]
+    assert first[0] == first[1]  # passes are cut, not shortened
+
+
+def test_tensor_parallelism_belongs_inside_nodes():
+    plan = Plan(data=2, tensor=4, num_microbatches=4)
+    found = rank_orders(GPT, TWO_NODES, plan)
+    assert [placed.order[-1] for placed in found] == ["tensor", "data"]
+    assert found[0].step.duration_s < found[1].step.duration_s
+    assert sorted(found[0].order) == sorted(AXES)
+    one_wire = rank_orders(GPT, cluster_of(8), plan)
+    assert one_wire[0].step.duration_s == one_wire[1].step.duration_s
+
+
+def test_three_axes_have_six_orders_and_the_first_is_best():
+    found = rank_orders(GPT, TWO_NODES, Plan(data=2, tensor=2, pipeline=2, num_microbatches=2))
+    times = [placed.step.duration_s for placed in found]
+    assert len({placed.order for placed in found}) == 6
+    assert times == sorted(times)
+
+
+def test_the_order_numbers_the_ranks_of_a_trace():
+    plan = Plan(pipeline=2, tensor=2, num_microbatches=2)
+    order = ("data", "expert", "context", "tensor", "pipeline")
+    trace = simulate(GPT, cluster_of(4), plan, order=order).trace
+    stages = {rank: {span.stage for span in trace if span.rank == rank and span.lane == "tensor"} for rank in range(4)}
+    assert stages == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
+
+
+def test_a_lane_for_each_axis_and_spans_that_stay_in_their_passes():
+    plan = Plan(data=2, context=2, tensor=2, pipeline=2, num_microbatches=2, schedule="zb_h1")
+    step = simulate(GPT, cluster_of(16), plan)
+    for trace in (step.trace, step.layer_trace):
+        assert {"tensor", "context", "send forward", "communication"} <= {span.lane for span in trace}
+    passes = [span for span in step.trace if span.lane == "compute" and span.rank == 0 and span.kind in "FBIW"]
+    for span in (span for span in step.trace if span.lane in ("tensor", "context") and span.rank == 0):
+        assert any(one.start_ns <= span.start_ns and span.end_ns <= one.end_ns for one in passes)
+    shown = sum(span.num_bytes for span in step.trace if span.lane == "context" and span.rank == 0)
+    assert shown == step.sent_bytes_by_axis["context"]  # a hop sends what it carries
+    exposed = step.exposed_by_axis
+    waits = exposed["data"] + exposed["context"] + exposed["tensor"]
+    assert step.exposed_communication_s == pytest.approx(waits)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
+def test_without_shared_layers_a_pipeline_is_what_it_was(schedule):
+    """Layers that declare what could be shared, and layers that do not: the same step to the nanosecond."""
+    plain = replace(GPT, layers=tuple(replace(layer, regions=(), parameter_axes=()) for layer in GPT.layers))
+    plan = Plan(data=2, pipeline=2, num_microbatches=4, schedule=schedule, sequence_parallel=True)
+    steps = [simulate(workload, TWO_NODES, plan) for workload in (GPT, plain)]
+    assert steps[0].duration_s == steps[1].duration_s
+    assert not any(stage.pieces for stage in steps[0].stages)
+    assert {axis: value for axis, value in steps[0].exposed_by_axis.items() if axis in ("tensor", "context")} == {
+        "tensor": 0.0,
+        "context": 0.0,
+    }
+
+
+def test_utilization_counts_useful_products_of_all_ranks():
+    alone, many = (simulate(GPT, cluster_of(8), plan) for plan in (Plan(), Plan(data=2, expert=2, tensor=2)))
+    useful = sum(GPT.matmul_flops)
+    assert alone.utilization == pytest.approx(useful / (1e12 * alone.duration_s))
+    assert many.utilization == pytest.approx(4 * useful / (8e12 * many.duration_s))
+    assert many.samples_per_s == pytest.approx(4 * GPT.samples / many.duration_s)

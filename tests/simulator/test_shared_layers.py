@@ -1,0 +1,223 @@
+"""Layers that ranks share: times and bytes of their passes, worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.plan.records import Contention, Link, Plan, Protocol, Work
+from simulator import Measured, gpt_workload, memory_of, mix_experts, simulate
+from simulator.cost import all_gather_s, all_reduce_s, all_to_all_s, compute_s, message_s
+from simulator.jitter import Uneven
+from simulator.pass_line import side_by_side
+from simulator.units import to_ns
+from tests.simulator.step_cases import DEVICE, LINK, cluster_of
+
+B, S, H, A, V = 2, 64, 32, 4, 96
+SIZES = {"hidden_size": H, "num_heads": A, "sequence_length": S, "vocab_size": V, "microbatch_size": B}
+DENSE = gpt_workload(num_layers=3, **SIZES)
+MIXED = mix_experts(gpt_workload(num_layers=3, **SIZES), 4, top_k=2)
+FREE = Link("free", (Protocol(0.0, 1e15),))
+BLOCK = DENSE.layers[1]
+STATES = 2 * B * S * H  # bytes of a tensor between two regions
+NEAR = pytest.approx
+
+
+def step_of(plan, workload=DENSE, **options):
+    return simulate(workload, cluster_of(64, **options), plan)
+
+
+def seconds(work, factor=1.0):
+    return compute_s(work.times(factor), DEVICE)
+
+
+def outside(name):
+    inside = sum((getattr(region, name) for region in BLOCK.regions), Work())
+    return getattr(BLOCK, name).without(inside)
+
+
+def near(nanoseconds, expected_s):
+    """Equal, but for the rounding of each of a handful of parts to a nanosecond."""
+    return abs(nanoseconds - to_ns(expected_s)) <= 12
+
+
+def test_tensor_parallel_divides_regions_and_sums_their_outputs():
+    stage = step_of(Plan(tensor=2)).stages[0]
+    inside = sum(compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
+    travel = all_reduce_s(STATES, 2, LINK)
+    assert near(stage.forward_ns[1], seconds(outside("forward")) + inside + 2 * travel)
+    both = BLOCK.input_gradient + BLOCK.weight_gradient
+    rest = both.without(outside("input_gradient")).without(outside("weight_gradient"))
+    hidden = sum(min(travel, compute_s(region.beside.times(0.5), DEVICE)) for region in BLOCK.regions)
+    alone = (
+        seconds(outside("input_gradient")) + seconds(outside("weight_gradient")) + compute_s(rest.times(0.5), DEVICE)
+    )
+    assert near(stage.backward_ns[1], alone + 2 * travel - hidden)
+    assert near(stage.input_gradient_ns[1] + stage.weight_gradient_ns[1], alone + 2 * travel)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("recompute", "elements"), [("none", 8), ("selective", 8), ("full", 12)])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_sends_eight_times_its_states_or_twelve_with_full_recompute(ranks, recompute, elements, split):
+    plan = Plan(tensor=ranks, recompute=recompute, sequence_parallel=split, num_microbatches=3)
+    sent = step_of(plan).sent_bytes_by_axis["tensor"]
+    share = 3 * (ranks - 1) / ranks
+    ends = 4 * STATES + 12 * 2 * B * S  # embedding and head; the loss' three numbers a token, 4 bytes, twice around
+    norms = (2 * 3 * 4 * H + S * H) * 2 if split else 0  # two sums of 2 H a layer; the positions' gradient
+    assert sent == NEAR(share * (3 * elements * STATES + ends + norms), rel=1e-12)
+
+
+def test_sequence_parallel_gathers_and_scatters_and_divides_what_is_outside():
+    whole, split = (step_of(Plan(tensor=2, sequence_parallel=on)) for on in (False, True))
+    kinds = {piece.kind for layer in split.stages[0].pieces[0][:-1] for piece in layer}
+    assert kinds == {"all_gather", "reduce_scatter"}
+    inside = sum(compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
+    calls = 4 * all_gather_s(STATES, 2, LINK)
+    assert near(split.stages[0].forward_ns[1], seconds(outside("forward"), 0.5) + inside + calls)
+    assert split.memory.of("activations") < whole.memory.of("activations")
+
+
+@pytest.mark.parametrize("link", [LINK, FREE], ids=["slow", "free"])
+def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
+    ranks = 4
+    stage = step_of(Plan(context=ranks), link=link).stages[0]
+    attention = BLOCK.regions[0].attention
+    part = compute_s(attention.forward.times(1 / ranks**2), DEVICE)
+    hop = message_s(2 * STATES / ranks, link)
+    expected = [*[max(part, hop)] * (ranks - 1), part]
+    rest = BLOCK.forward.without(attention.forward).times(1 / ranks)
+    assert near(stage.forward_ns[1], compute_s(rest, DEVICE) + sum(expected))
+    hops = [piece for piece in stage.pieces[0][1] if piece.axis == "context"]
+    assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
+    back = [piece.num_bytes for piece in stage.pieces[1][1]]
+    assert sorted(back) == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
+
+
+def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
+    stage = step_of(Plan(context=4, context_kind="all_to_all")).stages[0]
+    travel = all_to_all_s(3 * STATES / 4, 4, LINK) + all_to_all_s(STATES / 4, 4, LINK)
+    assert near(stage.forward_ns[1], compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
+    sent = step_of(Plan(context=4, context_kind="all_to_all")).sent_bytes_by_axis["context"]
+    assert sent == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
+
+
+def test_one_process_a_ring_and_all_to_alls_compute_equal_shares_of_attention():
+    """One kernel under one mask: where messages are free no kind of context parallelism gains on the others."""
+    ranks, plain = 4, replace(DEVICE, kernel_s=0.0)  # a ring runs a kernel a step
+    cluster = replace(cluster_of(ranks, link=FREE), device=plain)
+    alone, *shared = (
+        simulate(DENSE, cluster, Plan(context=n, context_kind=kind)).stages[0]
+        for n, kind in ((1, "ring"), (ranks, "ring"), (ranks, "all_to_all"))
+    )
+    for stage in shared:
+        for number in range(4):  # F, B, I and W
+            assert abs(alone.passes_ns[number][1] - ranks * stage.passes_ns[number][1]) <= 12 * ranks
+
+
+def test_experts_exchange_rows_twice_forward_and_twice_backward():
+    ranks, block = 2, MIXED.layers[1]
+    stage = step_of(Plan(expert=ranks), MIXED).stages[0]
+    rows = block.experts.row_bytes
+    assert rows == 2 * STATES  # two experts a token
+    pieces = [piece for piece in stage.pieces[0][1] if piece.axis == "expert"]
+    assert [(piece.kind, piece.num_bytes) for piece in pieces] == [
+        ("all_reduce", 8 * (2 * 4 + 1)),
+        ("all_to_all", 8 * (4 + 4 * ranks)),
+        ("all_to_all", rows),
+        ("all_to_all", rows),
+    ]
+    travel = sum(all_to_all_s(piece.num_bytes, ranks, LINK) for piece in pieces[1:])
+    travel += all_reduce_s(pieces[0].num_bytes, ranks, LINK)
+    fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
+    assert near(stage.forward_ns[1], compute_s(fewer, DEVICE) + travel)
+    back = [piece.num_bytes for piece in stage.pieces[1][1] if piece.axis == "expert"]
+    assert back == [rows, rows, 8 * (2 * 4 + 1)]
+
+
+def test_experts_are_divided_and_have_fewer_copies():
+    plan = Plan(data=2, expert=2)
+    step = step_of(plan, MIXED)
+    experts = sum(layer.expert_parameters for layer in MIXED.layers)
+    assert step.stages[0].num_parameters == MIXED.num_parameters - experts // 2
+    dense = (MIXED.num_parameters - experts) * 2
+    assert step.sent_bytes_by_axis["data"] == NEAR(2 * 3 / 4 * dense + 2 * 1 / 2 * experts / 2 * 2)
+    assert {sync.name.endswith("of experts") for sync in step.stages[0].syncs} == {True, False}
+    held = [memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
+    assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
+
+
+def test_uneven_experts_make_the_fullest_rank_count():
+    """Of three experts the first of two ranks has two: 4/3 of an even load, and one expert's kernels less than all."""
+    three = mix_experts(gpt_workload(num_layers=1, **SIZES), 3)
+    one, two = (step_of(Plan(expert=n), three, link=FREE).stages[0].forward_ns[1] for n in (1, 2))
+    experts = three.layers[1].experts
+    more = compute_s(replace(experts.forward.times(1 / 3), num_kernels=0), DEVICE)
+    assert near(two - one + to_ns(experts.kernels_each * DEVICE.kernel_s), more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("all_reduce", Plan(tensor=2)),
+        ("all_gather", Plan(tensor=2, sequence_parallel=True)),
+        ("reduce_scatter", Plan(tensor=2, sequence_parallel=True)),
+        ("all_to_all", Plan(expert=2)),
+        ("all_to_all", Plan(context=2, context_kind="all_to_all")),
+        ("send", Plan(context=2)),
+        ("send", Plan(pipeline=2)),
+        ("all_reduce", Plan(data=2, gradient_sync="flat")),
+    ],
+)
+def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
+    """Another line for one kind: what a cluster whose links are all that line has in calls of the kind, and no more."""
+    slow = Link("slow", (Protocol(1e-2, 1e6),))
+    found = []
+    for link, own in ((LINK, {kind: slow}), (slow, {kind: slow}), (LINK, {})):
+        step = simulate(MIXED, cluster_of(4, link=link, slow=link), plan, measured=Measured(links=own))
+        spans = [span for span in step.trace if span.kind == kind and span.num_bytes]
+        found.append(sorted(round((span.end_ns - span.start_ns) / 1e3) for span in spans))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0]
+    assert sum(found[0]) > 2 * sum(found[2])
+
+
+def test_nothing_is_divided_that_a_layer_does_not_declare():
+    plain = replace(DENSE, layers=tuple(replace(x, regions=(), splits_positions=False) for x in DENSE.layers))
+    alone, shared = (step_of(plan, plain) for plan in (Plan(), Plan(tensor=2, context=2)))
+    assert shared.stages[0].forward_ns == alone.stages[0].forward_ns
+    assert shared.sent_bytes_by_axis["tensor"] == shared.sent_bytes_by_axis["context"] == 0
+
+
+def test_contention_slows_what_runs_at_once():
+    both = Contention(2.0, 1.5)
+    assert side_by_side(100, 40, Contention()) == (100, 40)
+    assert side_by_side(100, 40, both) == (130, 60)  # 60 at half speed: 30 done, 70 left
+    assert side_by_side(10, 40, both) == (20, 47)  # 20 at two thirds: 13.3 done, 26.7 left
+
+
+def test_a_slow_rank_computes_longer_and_waits_as_long():
+    plan = Plan(tensor=2, pipeline=2)
+    fast, slow = (
+        simulate(DENSE, cluster_of(4), plan, uneven=Uneven(slow_ranks=ranks)).stages[0] for ranks in ({}, {0: 2.0})
+    )
+    for before, after, pieces, moved in zip(
+        fast.forward_ns, slow.forward_ns, fast.pieces[0], slow.pieces[0], strict=True
+    ):
+        wait = sum(piece.exposed_ns for piece in pieces)
+        assert after == 2 * (before - wait) + wait
+        assert [piece.exposed_ns for piece in moved] == [piece.exposed_ns for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        (Plan(tensor=3), "3 .tensor. ranks cannot divide 4 heads"),
+        (Plan(tensor=2, context=4, context_kind="all_to_all"), r"2 \(tensor\) x 4 \(context, all-to-all\)"),
+        (Plan(context=3), "multiple of 6 positions; got 64"),
+        (Plan(tensor=4, context=32, sequence_parallel=True), "cannot divide 2 positions"),
+        (Plan(tensor=4, data=32), r"32 \(data\) x 1 \(pipeline\) x 4 \(tensor\) = 128 ranks"),
+    ],
+)
+def test_what_does_not_divide_is_refused(plan, match):
+    with pytest.raises(ValueError, match=match):
+        step_of(plan)
