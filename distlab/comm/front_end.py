@@ -120,13 +120,13 @@ class FrontEnd:
         self._library = self._functional = None
 
     def _install_operators(self) -> None:
-        self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
             if packet is not None:
                 kernel = self._operator(packet.default, operation)
                 self._library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
-        self._functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+        self._functional = torch.library.Library("_c10d_functional", "IMPL")
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         self._functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
 

@@ -276,7 +276,7 @@ def _agent(parent: int, folder: Path, arguments: Sequence[str]) -> int:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
     threading.Thread(target=_end_with, args=(parent, folder), name="lifeline", daemon=True).start()
     try:
-        torchrun.run(torchrun.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
+        torchrun.run(torchrun.parse_args(list(arguments)))
     except ChildFailedError as error:
         ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
         (folder / _ENDED).write_text(json.dumps(ended))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
             dist.broadcast(values, group=group, group_src=0)
             parameter.copy_(values)
     for block in model.blocks:
-        block.attention = ContextParallelAttention(block.attention, partial(KINDS[kind], group=group))
+        block.attention = ContextParallelAttention(cast(Attention, block.attention), partial(KINDS[kind], group=group))
     model.position_embedding = PlacedPositions(model.position_embedding, group)
     model.register_forward_pre_hook(partial(_check_tokens, group=group, check=check), with_kwargs=True)
     return model
@@ -119,7 +120,8 @@ class ContextParallelAttention(Attention):
         heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # [B, S/n, 3, A, H/A]
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, A, S/n, H/A]
         mixed = self._mix(query, key, value, dropout=self.dropout if self.training else 0.0)
-        return self.output(mixed.transpose(1, 2).flatten(-2))  # [B, S/n, H]
+        y: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))  # [B, S/n, H]
+        return y
 
 
 class PlacedPositions(nn.Embedding):

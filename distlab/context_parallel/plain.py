@@ -60,6 +60,7 @@ def plain_ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Proce
     rank, num_ranks = group_rank(group), dist.get_world_size(group)
     length = num_ranks * query.shape[-2]
     mine = zigzag_positions(length, num_ranks, rank)
+    mean: Tensor  # of the values that were seen so far
     key_value = torch.stack([key, value])
     for step in range(num_ranks):
         if step:

@@ -123,7 +123,7 @@ def exchange_rows(rows: Tensor, give: Sequence[int], take: Sequence[int], group:
     Cost: one all-to-all of the rows forward and one of the arrived rows backward; what stays here is part of both.
     Error: exact: bytes are copied.
     """
-    arrived: Tensor = _Exchange.apply(rows, _anchor(rows), list(give), list(take), group)
+    arrived: Tensor = _Exchange.apply(rows, _anchor(rows), list(give), list(take), group)  # type: ignore[no-untyped-call]
     return arrived
 
 
@@ -133,7 +133,7 @@ def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: any, the same on all ranks.
     Cost: one all-reduce forward, one backward.
     """
-    total: Tensor = _SumOverRanks.apply(tensor, _anchor(tensor), group)
+    total: Tensor = _SumOverRanks.apply(tensor, _anchor(tensor), group)  # type: ignore[no-untyped-call]
     return total
 
 

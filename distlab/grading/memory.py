@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 _weak: Any = StorageWeakRef
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Follow the storages that operators make."""
 
     def __init__(self, known: set[int]) -> None:

@@ -1,8 +1,8 @@
 """Tensor parallelism: every layer cut over a group of ranks, which work on the same samples.
 
 Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `travel`). Then
-`linear` (column- and row-parallel layers), `attention` (its heads split), `vocabulary` (embedding, and cross-entropy
-that never gathers the scores).
+`linear` (column- and row-parallel layers), `attention` (its heads split; `grouped` where there are fewer heads of keys
+and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
 
 Then what makes it good: `overlap` (the exchange beside a matrix product), `sequence` (what lies between the regions,
 split by positions), `dropout` (masks that must be equal, and those that must not), `norm` (gradients' norm, with what
@@ -25,6 +25,7 @@ from distlab.tensor_parallel.functions import (
     split_sequence,
     sum_gradients,
 )
+from distlab.tensor_parallel.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from distlab.tensor_parallel.norm import clip_tensor_parallel_, tensor_parallel_norm
 from distlab.tensor_parallel.parallelize import ParallelGPT, full_state_dict, load_full_state_dict, parallelize
@@ -39,6 +40,7 @@ __all__ = [
     "RowParallelLinear",
     "SequenceParallelNorm",
     "SequenceParallelPositions",
+    "SharedKeyValueLinear",
     "Split",
     "SplitDropout",
     "VocabularyParallelEmbedding",

@@ -7,6 +7,9 @@ as one piece and rank 0 of two gets all queries and half of the keys. Each of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.p2p import group_rank
 from distlab.models import Attention
 from distlab.tensor_parallel.dropout import own_random
+from distlab.tensor_parallel.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 
 
@@ -22,7 +26,8 @@ class ParallelAttention(nn.Module):
     """Causal attention with A/t heads on each rank.
 
     With fewer heads of keys and values than of queries (grouped queries), head i of the queries reads head
-    i // (A/K) of the keys; a rank has A/t and K/t of them, and those fit.
+    i // (A/K) of the keys; a rank has A/t and K/t of them, and those fit. With fewer than ranks, some ranks share a
+    head: see `SharedKeyValueLinear`, whose parameters are named `query` and `key_value`.
 
     Shapes: x [B, S, H] -> [B, S, H]; with sequence_parallel both [B, S/t, H]
     Cost: an all-reduce of [B, S, H] forward and one backward: 4 (t-1)/t B S H elements sent a rank; as much with
@@ -39,7 +44,8 @@ class ParallelAttention(nn.Module):
         sequence_parallel: ranks hold parts of the sequence before and after.
 
     Raises:
-        ValueError: t does not divide the heads, or the layers' features are not those of the heads.
+        ValueError: t does not divide the heads, nor the heads of keys and values t, or the layers' features are not
+            those of the heads.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class ParallelAttention(nn.Module):
         agree_on("the heads of a ParallelAttention", group, heads=num_heads, key_value_heads=num_shared)
         check_heads(num_heads, num_shared, group)
         num_ranks, self.group, self.dropout = dist.get_world_size(group), group, dropout
+        self.mix: Callable[..., Tensor] | None = None
         self.head_size = output.in_features // num_heads
         wanted = (num_heads + 2 * num_shared) * self.head_size
         if output.in_features % num_heads or query_key_value.out_features != wanted:
@@ -66,11 +73,17 @@ class ParallelAttention(nn.Module):
                 f"layer of {output.in_features} inputs, need a layer of {wanted} features for query, key and value; it "
                 f"has {query_key_value.out_features}"
             )
-        self.num_heads, self.num_shared = num_heads // num_ranks, num_shared // num_ranks  # of this rank
+        self.num_heads, self.num_shared = num_heads // num_ranks, max(1, num_shared // num_ranks)  # of this rank
         sections = [count * self.head_size for count in (num_heads, num_shared, num_shared)]
-        self.query_key_value = ColumnParallelLinear.from_full(
-            query_key_value, group, sections=sections, sequence_parallel=sequence_parallel
-        )
+        self.query_key_value: nn.Module
+        if num_shared < num_ranks:
+            self.query_key_value = SharedKeyValueLinear(
+                query_key_value, num_heads, num_shared, group, sequence_parallel=sequence_parallel
+            )
+        else:
+            self.query_key_value = ColumnParallelLinear.from_full(
+                query_key_value, group, sections=sections, sequence_parallel=sequence_parallel
+            )
         self.output = RowParallelLinear.from_full(output, group, sequence_parallel=sequence_parallel)
 
     @classmethod
@@ -95,16 +108,18 @@ class ParallelAttention(nn.Module):
         """Attend causally with the own heads, and add up what all ranks' heads found."""
         made = self.query_key_value(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, (A + 2K)/t, S, d]
         query, key, value = made.split([self.num_heads, self.num_shared, self.num_shared], dim=1)
-        return self.output(self._mix(query, key, value).transpose(1, 2).flatten(-2))  # [B, S, H] or [B, S/t, H]
+        y: Tensor = self.output(self._mix(query, key, value).transpose(1, 2).flatten(-2))  # [B, S, H] or [B, S/t, H]
+        return y
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the mixed values, [B, A/t, S, d]."""
-        grouped = self.num_shared != self.num_heads
-        if not self.training or not self.dropout:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        with own_random(query.device, self.group):
+        dropout = self.dropout if self.training else 0.0
+        with own_random(query.device, self.group) if dropout else nullcontext():
+            if self.mix is not None:
+                return self.mix(query, key, value, dropout=dropout)
+            grouped = self.num_shared != self.num_heads
             return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=grouped, dropout_p=self.dropout
+                query, key, value, is_causal=True, enable_gqa=grouped, dropout_p=dropout
             )
 
 
@@ -119,9 +134,13 @@ def check_heads(num_heads: int, num_shared: int, group: ProcessGroup | None) -> 
         raise ValueError(
             f"rank {rank}: {num_heads} heads cannot share {num_shared} of keys and values; pass a number that divides"
         )
-    for count, what in ((num_heads, "heads"), (num_shared, "heads of keys and values")):
-        if count % num_ranks:
-            raise ValueError(
-                f"rank {rank}: {count} {what} cannot be split over {num_ranks} ranks; use a number of ranks that "
-                f"divides {count}, or a multiple of {num_ranks} {what}"
-            )
+    if num_heads % num_ranks:
+        raise ValueError(
+            f"rank {rank}: {num_heads} heads cannot be split over {num_ranks} ranks; use a number of ranks that "
+            f"divides {num_heads}, or a multiple of {num_ranks} heads"
+        )
+    if num_shared % num_ranks and num_ranks % num_shared:
+        raise ValueError(
+            f"rank {rank}: {num_shared} heads of keys and values can neither be split over {num_ranks} ranks nor be "
+            f"shared by them evenly; use a multiple or a divisor of {num_ranks} heads"
+        )

@@ -48,7 +48,8 @@ def copy_to_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [...] -> [...]
     Cost: nothing forward; backward an all-reduce of x: 2 (t-1)/t of its bytes.
     """
-    return _Copy.apply(x, group)
+    y: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -58,7 +59,8 @@ def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost: forward an all-reduce of x: 2 (t-1)/t of its bytes; nothing backward.
     Error: as a sum in another order.
     """
-    return _Reduce.apply(x, group)
+    y: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -67,7 +69,8 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., S/t, H] -> [..., S, H]
     Cost: an all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole's bytes: together f's.
     """
-    return _GatherSequence.apply(x, group)
+    y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -80,7 +83,8 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Ten
         ValueError: the ranks do not divide S.
     """
     check_sequence(x, group, what="reduce_scatter_sequence")
-    return _ReduceScatterSequence.apply(x, group)
+    y: Tensor = _ReduceScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -93,7 +97,8 @@ def split_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         ValueError: the ranks do not divide S.
     """
     check_sequence(x, group, what="split_sequence")
-    return _SplitSequence.apply(x, group)
+    y: Tensor = _SplitSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def join_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -105,7 +110,8 @@ def join_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., S/t, H] -> [..., S, H]
     Cost: an all-gather forward, (t-1)/t of the whole's bytes; nothing backward.
     """
-    return _JoinSequence.apply(x, group)
+    y: Tensor = _JoinSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def join_features(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -114,7 +120,8 @@ def join_features(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., H/t] -> [..., H]
     Cost: an all-gather forward, (t-1)/t of the whole's bytes; nothing backward.
     """
-    return _JoinSequence.apply(x.unsqueeze(-1), group).squeeze(-1)  # features in the place of positions
+    y: Tensor = _JoinSequence.apply(x.unsqueeze(-1), group)  # type: ignore[no-untyped-call]  # features in the place of positions
+    return y.squeeze(-1)
 
 
 def add_once(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -125,7 +132,8 @@ def add_once(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [...] -> [...]
     Cost: nothing is sent.
     """
-    return _Once.apply(x, group)
+    y: Tensor = _Once.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
@@ -134,7 +142,8 @@ def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) 
     Shapes: any
     Cost: backward one all-reduce of all of them.
     """
-    return _SumGradients.apply(group, *tensors)
+    same: tuple[Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return same
 
 
 class _Copy(Function):

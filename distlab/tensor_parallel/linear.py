@@ -17,6 +17,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import agree
 from distlab.comm.p2p import group_rank
+from distlab.plain_part import is_replaced
 from distlab.tensor_parallel.functions import (
     add_once,
     copy_to_ranks,
@@ -61,13 +63,18 @@ class ColumnParallelLinear(nn.Module):
         splits: how its parameters are cut.
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
-        overlap: backward sums x's gradient beside the weight's product.
+        overlap: backward sums x's gradient beside the weight's product; not where something else takes the place of
+            `plain_part`.
         regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
             gathered again: another all-gather, and 1/t of the memory.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    plain_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -119,13 +126,17 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Make this rank's features."""
         _check_input(self, x, self.in_features)
-        if self.overlap:
+        if self.overlap and not is_replaced(self):
             region = Region(self.group, self.sequence_parallel, self.regather)
             y = column_linear(x, self.weight, self.bias, region)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
-            y = F.linear(begin(x, self.group), self.weight, self.bias)  # [..., S, O/t]
+            y = self.plain_part(begin(x, self.group))  # [..., S, O/t]
         return join_features(y, self.group) if self.join_output else y
+
+    def plain_part(self, x: Tensor) -> Tensor:
+        """Make this rank's features of what the ranks begin with; see `distlab.plain_part`."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -150,11 +161,16 @@ class RowParallelLinear(nn.Module):
         splits: how its parameters are cut; the bias is not.
         sequence_parallel: give each rank a part of the sequence.
         num_parts: without sequence_parallel, sum in so many parts, each beside the product of the next.
-        overlap: off, each exchange is a function of its own, as `functions` has it.
+        overlap: off, or where something else takes the place of `plain_part`, each exchange is a function of its own,
+            as `functions` has it.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    plain_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -194,11 +210,14 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Make all features of the sum."""
         _check_input(self, x, self.in_features // dist.get_world_size(self.group))
-        if self.overlap and not self.sequence_parallel:
+        if self.overlap and not self.sequence_parallel and not is_replaced(self):
             return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
-        bias = None if self.bias is None else add_once(self.bias, self.group)
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
-        return end(F.linear(x, self.weight, bias), self.group)
+        return end(self.plain_part(x), self.group)
+
+    def plain_part(self, x: Tensor) -> Tensor:
+        """Make this rank's summand of all features; see `distlab.plain_part`."""
+        return F.linear(x, self.weight, None if self.bias is None else add_once(self.bias, self.group))
 
 
 def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -229,7 +248,7 @@ def take_parts(module: nn.Module, full: nn.Module) -> None:
     Raises:
         ValueError: ranks disagree on the parameters.
     """
-    group = module.group
+    group, splits = cast(Any, module).group, cast(dict[str, Split], module.splits)
     num_ranks, rank = dist.get_world_size(group), group_rank(group)
     shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in full.named_parameters()}
     agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=shapes)
@@ -238,8 +257,8 @@ def take_parts(module: nn.Module, full: nn.Module) -> None:
             module.register_parameter(name, None)
             continue
         values = from_first_rank(parameter, group)
-        if name in module.splits:
-            values = module.splits[name].cut(values, num_ranks, rank)
+        if name in splits:
+            values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
 
@@ -248,7 +267,7 @@ def _take(module: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> 
     take_parts(module, full)
 
 
-def _check_input(module: nn.Module, x: Tensor, features: int) -> None:
+def _check_input(module: ColumnParallelLinear | RowParallelLinear, x: Tensor, features: int) -> None:
     if x.shape[-1] != features:
         raise ValueError(
             f"rank {group_rank(module.group)}: {type(module).__name__} got {list(x.shape)}; expected {features} "

@@ -45,7 +45,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region
         reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, beside the product
         that makes x's gradient.
     """
-    return _ColumnLinear.apply(*_cast(x, weight, bias), region)
+    y: Tensor = _ColumnLinear.apply(*_cast(x, weight, bias), region)  # type: ignore[no-untyped-call]
+    return y
 
 
 def row_linear(
@@ -56,7 +57,8 @@ def row_linear(
     Shapes: x [..., I/t], weight [O, I/t], bias [O] -> [..., O]
     Cost: forward num_parts all-reduces, together 2 (t-1)/t of the output's bytes; nothing backward.
     """
-    return _RowLinear.apply(*_cast(x, weight, bias), group, num_parts)
+    y: Tensor = _RowLinear.apply(*_cast(x, weight, bias), group, num_parts)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _ColumnLinear(Function):

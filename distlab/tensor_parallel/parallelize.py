@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
-from distlab.models import GPT, Block
+from distlab.models import GPT, Block, FeedForward
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.dropout import SplitDropout
-from distlab.tensor_parallel.functions import join_features
+from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts
 from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
 from distlab.tensor_parallel.split import Split
@@ -44,8 +44,9 @@ def parallelize(
 ) -> ParallelGPT:
     """Split a GPT over the ranks of a group; rank 0's weights count.
 
-    Heads, feed-forward features and vocabulary are split; norms and positions are whole on every rank. Make optimizers
-    and wrappers from what is returned; the model that was given is used up.
+    Heads, feed-forward features and vocabulary are split; norms and positions are whole on every rank. Of a mixture of
+    experts the features of each expert that is here are split; its router is whole. Make optimizers and wrappers from
+    what is returned; the model that was given is used up.
 
     Args:
         model: the same on all ranks but for its weights.
@@ -164,12 +165,35 @@ def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bo
     block.attention_norm = _whole(block.attention_norm, group, sequence_parallel)
     block.attention = ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel)
     block.feed_forward_norm = _whole(block.feed_forward_norm, group, sequence_parallel)
-    inner = block.feed_forward
-    inner.widen = ColumnParallelLinear.from_full(inner.widen, group, sequence_parallel=sequence_parallel)
-    inner.output = RowParallelLinear.from_full(inner.output, group, sequence_parallel=sequence_parallel)
+    if isinstance(block.feed_forward, FeedForward):
+        _split_feed_forward(block.feed_forward, group, sequence_parallel)
+    else:
+        _split_mixture(block.feed_forward, group, sequence_parallel)
     if sequence_parallel:
         block.dropout = SplitDropout(block.dropout.p, group)
     return block
+
+
+def _split_feed_forward(inner: FeedForward, group: ProcessGroup | None, sequence_parallel: bool) -> None:
+    inner.widen = ColumnParallelLinear.from_full(inner.widen, group, sequence_parallel=sequence_parallel)
+    inner.output = RowParallelLinear.from_full(inner.output, group, sequence_parallel=sequence_parallel)
+
+
+def _split_mixture(mixture: nn.Module, group: ProcessGroup | None, sequence_parallel: bool) -> None:
+    """Split every feed-forward layer inside a mixture; what chooses among them stays whole, and works on all positions.
+
+    A choice depends on the whole of a token, and every rank must make the same one: then each has some features of the
+    same rows, as in any other feed-forward layer.
+    """
+    experts = [module for module in mixture.modules() if isinstance(module, FeedForward)]
+    inside = {inner for expert in experts for inner in expert.modules()}
+    for module in [module for module in mixture.modules() if module not in inside and module._parameters]:
+        _whole(module, group, sequence_parallel=False)
+    for expert in experts:
+        _split_feed_forward(expert, group, sequence_parallel=False)
+    if sequence_parallel:  # hooks, so that names stay
+        mixture.register_forward_pre_hook(lambda _, inputs: join_sequence(inputs[0], group))
+        mixture.register_forward_hook(lambda _, inputs, output: split_sequence(output, group))
 
 
 def _whole(module: nn.Module, group: ProcessGroup | None, sequence_parallel: bool) -> nn.Module:

@@ -39,6 +39,9 @@ class SequenceParallelNorm(nn.Module):
         splits: none: every rank holds both parameters whole.
     """
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(self, norm: nn.LayerNorm, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.shape, self.eps = group, norm.normalized_shape, norm.eps
@@ -47,7 +50,7 @@ class SequenceParallelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each position."""
-        parameters = [p for p in (self.weight, self.bias) if p is not None]
+        parameters: list[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
         if any(p.requires_grad for p in parameters) and dist.get_world_size(self.group) > 1:
             parameters = list(sum_gradients(parameters, self.group))
         weight, bias = (*parameters, None, None)[:2]  # a norm without a weight has no bias either
@@ -67,6 +70,8 @@ class SequenceParallelPositions(nn.Module):
     Raises:
         ValueError: forward: the ranks do not divide S.
     """
+
+    weight: nn.Parameter
 
     def __init__(self, embedding: nn.Embedding, group: ProcessGroup | None = None) -> None:
         super().__init__()

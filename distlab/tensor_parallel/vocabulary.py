@@ -48,6 +48,11 @@ class VocabularyParallelEmbedding(nn.Module):
             of the vocabulary (looked for on the CPU only; a GPU would have to be waited for).
     """
 
+    weight: nn.Parameter
+    plain_kind: type[nn.Module] | None = nn.Embedding
+    padding_idx = max_norm = None  # options of an nn.Embedding that a part cannot keep
+    sparse = scale_grad_by_freq = False
+
     def __init__(
         self, embedding: nn.Embedding, group: ProcessGroup | None = None, *, sequence_parallel: bool = False
     ) -> None:
@@ -67,11 +72,15 @@ class VocabularyParallelEmbedding(nn.Module):
         """Look the own tokens up and add up."""
         check_tokens(tokens, self.num_embeddings, self.group)
         if dist.get_world_size(self.group) == 1:
-            return F.embedding(tokens, self.weight)
+            return self.plain_part(tokens)
         index, here = own_tokens(tokens, len(self.weight), self.group)
-        x = F.embedding(index, self.weight) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
+        x = self.plain_part(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
         return end(x, self.group)
+
+    def plain_part(self, tokens: Tensor) -> Tensor:
+        """Look rows of this rank up; see `distlab.plain_part`."""
+        return F.embedding(tokens, self.weight)
 
 
 def vocabulary_parallel_cross_entropy(
@@ -106,7 +115,8 @@ def vocabulary_parallel_cross_entropy(
             f"{num_ranks} ranks need logits {[*targets.shape, width]}"
         )
     check_tokens(targets, vocab_size, group, ignore_index=ignore_index)
-    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), group, vocab_size, ignore_index)
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), group, vocab_size, ignore_index)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _CrossEntropy(Function):
@@ -132,7 +142,8 @@ class _CrossEntropy(Function):
         counts = targets != ignore_index
         ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), index, here, counts)
         ctx.dtype = logits.dtype
-        return (total.log() - wanted).masked_fill(~counts, 0.0).sum().div(counts.sum()).to(logits.dtype)
+        each: Tensor = (total.log() - wanted).masked_fill(~counts, 0.0)
+        return each.sum().div(counts.sum()).to(logits.dtype)
 
     @staticmethod
     @once_differentiable

@@ -1,5 +1,8 @@
 """A split GPT trains like one process, however it is split, and repeats bit for bit."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from distlab.rng import generator
 from distlab.tensor_parallel import clip_tensor_parallel_, full_state_dict, load_full_state_dict, parallelize
 
 CONFIG = GPTConfig(vocab_size=257, context=13, num_layers=2, num_heads=12, hidden_size=24, tied=True)
+SHORT = replace(CONFIG, num_layers=1)  # for 3 and 4 ranks, that share two cores and wait at each exchange
 UNTIED = GPTConfig(vocab_size=257, context=12, num_layers=1, num_heads=12, hidden_size=12, tied=False)
 LENGTH = 12  # 2, 3 and 4 ranks divide it, and it is shorter than the context
 WAYS = {
@@ -71,15 +75,19 @@ RUNS = {
     "sgd": (("whole sequences", "sgd"), {"clip": True}),
     "adam": (("sequence parallel", "adam"), {}),
 }
-MORE = {
-    2: {
+SHORT_RUNS = {f"short {name}": (way, options | {"config": SHORT}) for name, (way, options) in RUNS.items()}
+BY_WORLD_SIZE = {
+    1: RUNS,
+    2: RUNS
+    | {
         "sgd, in parts": (("in parts", "sgd"), {"clip": True}),
         "sgd, sequence parallel": (("sequence parallel", "sgd"), {"clip": True}),
         "sgd, gathered again": (("gathered again", "sgd"), {"clip": True}),
         "adam, again": (("sequence parallel", "adam"), {}),
         "adam, recomputed": (("whole sequences", "adam"), {"recomputed": True}),
     },
-    3: {"untied": (("sequence parallel", "sgd"), {"config": UNTIED})},
+    3: SHORT_RUNS | {"untied": (("sequence parallel", "sgd"), {"config": UNTIED})},
+    4: SHORT_RUNS,
 }
 
 
@@ -88,22 +96,27 @@ def difference(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks do; threads for a model this small only wait for each other
-    found = {
-        "sgd": train("alone", "sgd", clip=True),
-        "adam": train("alone", "adam"),
-        "untied": train("alone", "sgd", config=UNTIED),
+@cache
+def oracles(pool):
+    """Train alone, on a rank: it has one thread, as the ranks have that train together."""
+    runs = {
+        "sgd": (("alone", "sgd"), {"clip": True}),
+        "adam": (("alone", "adam"), {}),
+        "short sgd": (("alone", "sgd"), {"clip": True, "config": SHORT}),
+        "short adam": (("alone", "adam"), {"config": SHORT}),
+        "untied": (("alone", "sgd"), {"config": UNTIED}),
     }
-    torch.set_num_threads(threads)
-    return found
+    return pool.run(several, runs)[0]
+
+
+@pytest.fixture
+def alone(ranks):
+    return oracles(ranks(1))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process_and_repeat(ranks, alone, world_size):
-    results = ranks(world_size).run(several, RUNS | MORE.get(world_size, {}))
+    results = ranks(world_size).run(several, BY_WORLD_SIZE[world_size])
     for found in results:
         for name, (state, losses) in found.items():
             expected, expected_losses = alone[name.partition(",")[0]]

@@ -1,0 +1,106 @@
+"""Query, key and value where there are fewer heads of keys and values than ranks: some ranks then need the same head.
+
+Queries are split as ever. Keys and values are few, so every rank keeps their whole weight, and makes the one head that
+its queries read. A head's gradient is then spread over the ranks that read it: it is summed, as a norm's is between two
+parts of a sequence, and the weight stays the same on all.
+
+Symbols: t ranks; A heads of queries and K of keys and values, K divides t; d features a head; H features of the input.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.functions import sum_gradients
+from distlab.tensor_parallel.linear import ColumnParallelLinear, take_parts
+from distlab.tensor_parallel.overlap import Region, column_linear
+from distlab.tensor_parallel.split import Split
+
+
+class SharedKeyValueLinear(nn.Module):
+    """Makes A/t heads of queries on each rank, and the head of keys and of values that they read.
+
+    Shapes: x [..., H] -> [..., (A/t + 2) d]; with sequence_parallel x is [..., S/t, H]
+    Cost: as a `ColumnParallelLinear`, and backward an all-reduce of the gradients of key and value, 2 K d (H + 1)
+        elements: 2 (t-1)/t of them sent a rank. Each rank keeps all 2 K d H weights of key and value, where 2 d H would
+        do: up to t/2 heads more.
+    Error: as a ColumnParallelLinear's; gradients of key and value are sums over ranks, in another order.
+
+    Args:
+        layer: the full layer, of (A + 2 K) d features; rank 0's counts.
+        num_heads: A; a multiple of t.
+        num_shared: K; t is a multiple.
+        group: the ranks.
+        sequence_parallel: ranks hold parts of the sequence before.
+
+    Raises:
+        ValueError: ranks disagree on the layer.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Linear,
+        num_heads: int,
+        num_shared: int,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.head_size = layer.out_features // (num_heads + 2 * num_shared)
+        queries = num_heads * self.head_size
+        first, rest = _rows_of(layer, slice(queries)), _rows_of(layer, slice(queries, None))
+        self.query = ColumnParallelLinear.from_full(first, group)
+        self.query.plain_kind = None  # it keeps the weight, and is not called
+        self.key_value = _Whole(rest, group)
+        self.own_head = group_rank(group) * num_shared // dist.get_world_size(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Make the own heads of queries, then the head of keys, then that of values."""
+        mine = [self._own_rows(parameter) for parameter in self._summed()]
+        weight, *bias = (torch.cat(both) for both in zip(self._of_queries(), mine, strict=True))
+        region = Region(self.group, self.sequence_parallel, False)
+        return column_linear(x, weight, bias[0] if bias else None, region)
+
+    def _of_queries(self) -> list[Tensor]:
+        return [parameter for parameter in (self.query.weight, self.query.bias) if parameter is not None]
+
+    def _summed(self) -> list[Tensor]:
+        """Return the parameters of key and value, their gradients summed over ranks: each uses its own rows of them."""
+        parameters: list[Tensor] = [p for p in (self.key_value.weight, self.key_value.bias) if p is not None]
+        if any(p.requires_grad for p in parameters) and dist.get_world_size(self.group) > 1:
+            return list(sum_gradients(parameters, self.group))
+        return parameters
+
+    def _own_rows(self, parameter: Tensor) -> Tensor:
+        """Take the rows of this rank's head: [2 K d, ...] -> [2 d, ...]."""
+        keys_and_values: Tensor = parameter.unflatten(0, (2, -1, self.head_size))  # [2, K, d, ...]
+        return keys_and_values[:, self.own_head].flatten(0, 1)
+
+
+class _Whole(nn.Module):
+    """Parameters of a linear layer that every rank holds whole."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Linear, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group
+        self.splits: dict[str, Split] = {}
+        take_parts(self, layer)
+
+
+def _rows_of(layer: nn.Linear, rows: slice) -> nn.Linear:
+    """Return some output features of a layer as a layer."""
+    weight = layer.weight[rows].detach().clone()
+    part = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None, device="meta")
+    part.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+    if layer.bias is not None:
+        part.bias = nn.Parameter(layer.bias[rows].detach().clone(), requires_grad=layer.bias.requires_grad)
+    return part
