@@ -9,7 +9,8 @@ convolutions) compute only their input's gradient on that walk, and note what th
 their output. W multiplies the notes. Read in this order:
 
 1. `LinearPlainly`: the idea on one screen.
-2. `SplitBackward`: the same for the layers of any module (`distlab.pipeline.layers` has a rule for each kind).
+2. `SplitBackward`: the same for the layers of any module (`distlab.pipeline.layers` has a rule for each kind), and for
+   the plain part of tensor-parallel ones: what they send backward is sent in I, and W sends nothing.
 
 A norm's weight gradient falls out of the pass that makes its input's, so it stays in I, like that of every parameter
 that no layer with a rule owns; `report` says which and why.
@@ -17,15 +18,15 @@ that no layer with a rule owns; `report` says which and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from distlab.pipeline.layers import RULES, LayerRule, Notes, Sums, rule_of
+from distlab.pipeline.layers import LayerRule, Notes, Sums, place_of, rule_of
 
 
 class LinearPlainly(torch.autograd.Function):
@@ -114,7 +115,8 @@ class SplitBackward:
     What is passed as gradients, and the module's inputs, must not be written before the weight gradients are made.
 
     Args:
-        module: its layers' `forward` is replaced until `close()`; parameters, names and hooks stay.
+        module: its layers' `forward` (`plain_part` of those that have one) is replaced until `close()`; parameters,
+            names and hooks stay.
 
     Cost: I and W together at most 1.05 times one full backward. Between them, the input of each deferred layer and the
         gradient of its output stay in memory (`WeightWork.num_bytes`); what else forward kept is freed in I.
@@ -139,7 +141,10 @@ class SplitBackward:
             sum(p.numel() for p in module.parameters() if p.requires_grad),
         )
         for layer in self._layers:
-            layer.forward = partial(_forward, self, RULES[type(layer)], layer)
+            place, rule = place_of(layer), rule_of(layer)
+            assert rule is not None, "layers without a rule were not chosen"
+            part = _Part(layer, rule, getattr(layer, place))
+            setattr(layer, place, partial(_forward, self, part))
 
     def input_gradient(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> WeightWork:
         """Run I: inputs that are leaves get their `.grad`, and parameters whose gradient cannot wait get theirs.
@@ -167,9 +172,9 @@ class SplitBackward:
         self.input_gradient(outputs, gradients).run()
 
     def close(self) -> None:
-        """Give the layers their own `forward` back."""
+        """Give the layers their own methods back."""
         for layer in self._layers:
-            vars(layer).pop("forward", None)
+            vars(layer).pop(place_of(layer), None)
         self._layers = []
 
     def note(self, notes: Notes) -> None:
@@ -202,6 +207,14 @@ def prepare_split(module: nn.Module) -> SplitBackward:
     return SplitBackward(module)
 
 
+class _Part(NamedTuple):
+    """A layer that was chosen, its rule, and the method that `_forward` stands in for."""
+
+    layer: Any
+    rule: LayerRule
+    compute: Callable[[Tensor], Any]
+
+
 class _Layer(torch.autograd.Function):
     """A layer with a rule: forward as ever, backward only down to its input, and a note.
 
@@ -210,29 +223,32 @@ class _Layer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, split: SplitBackward, rule: LayerRule, layer: Any) -> Any:
-        ctx.save_for_backward(x, layer.weight.detach())
-        ctx.split, ctx.rule, ctx.layer = split, rule, layer
-        y = type(layer).forward(layer, x)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, split: SplitBackward, part: _Part) -> Any:
+        ctx.save_for_backward(x, part.layer.weight.detach())
+        ctx.split, ctx.part = split, part
+        y = part.compute(x)
         # Linear may return a view, which the next layer could not change in place; nobody else has what it views.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
+        layer, rule, _ = ctx.part
         wanted = ctx.needs_input_grad[0]
-        from_input = ctx.rule.input_gradient(ctx.layer, x, weight, gradient) if wanted else None
-        ctx.split.note(Notes(ctx.rule, ctx.layer, x, gradient))
-        return from_input, None, None, None, None
+        from_input = rule.input_gradient(layer, x, weight, gradient) if wanted else None
+        ctx.split.note(Notes(rule, layer, x, gradient))
+        return from_input, None, None, None
 
 
-def _forward(split: SplitBackward, rule: LayerRule, layer: Any, x: Tensor) -> Any:
-    """Stand in for a layer's forward."""
-    own = layer._parameters.values()  # this runs in every forward pass: parameters() takes longer than a small layer
+def _forward(split: SplitBackward, part: _Part, x: Tensor) -> Any:
+    """Stand in for a layer's forward, or its plain part."""
+    own = (
+        part.layer._parameters.values()
+    )  # this runs in every forward pass: parameters() takes longer than a small layer
     if not (torch.is_grad_enabled() and any(parameter is not None and parameter.requires_grad for parameter in own)):
-        return type(layer).forward(layer, x)
+        return part.compute(x)
     anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-    return _Layer.apply(x, anchor, split, rule, layer)  # type: ignore[no-untyped-call]
+    return _Layer.apply(x, anchor, split, part)  # type: ignore[no-untyped-call]
 
 
 def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -241,7 +257,7 @@ def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
     kept: dict[str, str] = {}
     for name, layer in module.named_modules():
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-        if isinstance(vars(layer).get("forward"), partial) and vars(layer)["forward"].func is _forward:
+        if getattr(vars(layer).get(place_of(layer)), "func", None) is _forward:
             raise ValueError(f"{name or 'the module'} makes its backward in two parts already; close() the first split")
         if own and (reason := _reason(layer)):
             kept[name] = reason
@@ -255,7 +271,7 @@ def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
 
 def _reason(layer: nn.Module) -> str | None:
     rule = rule_of(layer)
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) or place_of(layer) in vars(layer):
         return "its forward was replaced"
     return f"{type(layer).__name__} has no rule" if rule is None else rule.refuses(layer)
 

@@ -40,6 +40,7 @@ class Execution:
         results: by micro-batch, the loss or the output; on the last stage's rank.
         failure: the action that raised, and what; the rest of the route computes nothing.
         on_stage_complete: called with a stage's number when its last gradient of the step is there.
+        on_failure: called with what was raised, once; what it raises itself ends the route at once.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Execution:
         self.results: dict[int, Any] = {}
         self.failure: tuple[Action, Exception] | None = None
         self.on_stage_complete: Callable[[int], None] | None = None
+        self.on_failure: Callable[[Exception], None] | None = None
 
     def run(self) -> None:
         """Run all actions and wait until everything is sent."""
@@ -159,7 +161,7 @@ class Execution:
             with self._span(action):
                 result = compute()
         except Exception as error:  # whatever a stage raises: see distlab.pipeline.faults
-            self.failure = action, error
+            self._fail(action, error)
             return None
         self.order.append(action)
         return result
@@ -171,7 +173,14 @@ class Execution:
         try:
             self.on_stage_complete(action.stage)
         except Exception as error:  # to the other ranks this is one like any other
-            self.failure = self.failure or (action, error)
+            self._fail(action, error)
+
+    def _fail(self, action: Action, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = action, error
+        if self.on_failure is not None:
+            self.on_failure(error)
 
     def _span(self, action: Action) -> AbstractContextManager[Any]:
         if self._spans is None:

@@ -1,6 +1,8 @@
 """The layers whose weight gradient can wait, a rule for each: what I computes, what W computes.
 
-A rule holds for one exact type. A subclass may compute something else, so it has none.
+A rule holds for one exact type. A subclass may compute something else, so it has none. But a layer that sends
+something before and after such a computation may say so itself (`distlab.plain_part`): the rule then holds for the
+middle, and what is sent backward is sent in I.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from distlab.plain_part import HasPlainPart
 
 
 class Notes(NamedTuple):
@@ -99,9 +103,10 @@ class LinearRule:
     def weight_gradients(self, notes: Notes, sums: Sums) -> None:
         """Multiply what went in with what came back."""
         layer = notes.layer
-        gradient = notes.gradient.reshape(-1, layer.out_features)  # [N, O]
+        num_outputs, num_inputs = layer.weight.shape  # of this rank: a parallel layer has more in all
+        gradient = notes.gradient.reshape(-1, num_outputs)  # [N, O]
         if layer.weight.requires_grad:
-            x = notes.x.reshape(-1, layer.in_features).to(gradient.dtype)  # [N, I]
+            x = notes.x.reshape(-1, num_inputs).to(gradient.dtype)  # [N, I]
             sums.add_product(layer.weight, gradient.t(), x)
         if layer.bias is not None and layer.bias.requires_grad:
             sums.add(layer.bias, gradient.sum(0))
@@ -125,7 +130,7 @@ class EmbeddingRule:
         layer = notes.layer
         padding = -1 if layer.padding_idx is None else layer.padding_idx
         rows = torch.ops.aten.embedding_dense_backward(
-            notes.gradient, notes.x, layer.num_embeddings, padding, layer.scale_grad_by_freq
+            notes.gradient, notes.x, len(layer.weight), padding, layer.scale_grad_by_freq
         )
         sums.add(layer.weight, rows)
 
@@ -166,8 +171,17 @@ RULES: dict[type[nn.Module], LayerRule] = {
 
 
 def rule_of(layer: nn.Module) -> LayerRule | None:
-    """Return the rule of a layer's exact type, if its weight is still its own parameter (weight norm takes it away)."""
-    return RULES.get(type(layer)) if "weight" in layer._parameters else None
+    """Return the rule of a layer's exact type, or of its plain part.
+
+    Its weight must still be its own parameter (weight norm takes it away).
+    """
+    kind = layer.plain_kind if isinstance(layer, HasPlainPart) else type(layer)
+    return None if kind is None or "weight" not in layer._parameters else RULES.get(kind)
+
+
+def place_of(layer: nn.Module) -> str:
+    """Return the method of a layer that computes what its rule parts."""
+    return "plain_part" if isinstance(layer, HasPlainPart) else "forward"
 
 
 def _convolution_backward(layer: Any, x: Tensor, weight: Tensor, gradient: Tensor, wanted: list[bool]) -> Any:

@@ -9,7 +9,7 @@ random numbers are left as they were; what else a module's forward and its hooks
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
+from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.shapes import Layout, put_together, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.plan.schedules import Schedule
@@ -62,6 +63,7 @@ def negotiate(
     *,
     device: torch.device,
     group: ProcessGroup | None = None,
+    on_failure: Callable[[Exception], None] | None = None,
 ) -> list[Layout]:
     """Try all stages in order and return, on every rank, what each of them makes of a micro-batch.
 
@@ -71,6 +73,7 @@ def negotiate(
         inputs: of stage 0; read on its rank.
         device: where this rank computes.
         group: ranks of the pipeline.
+        on_failure: called with what a stage raised on this rank, before the others hear of it.
 
     Cost: two broadcasts a stage, of some hundred bytes; once for each set of shapes.
 
@@ -84,12 +87,33 @@ def negotiate(
         if owner == rank:
             given = layouts[-1] if number else inputs
             assert given is not None, "inputs were checked on the rank of stage 0"
-            text = _answer(stages[number], given, rank, device)
+            text = _answer(stages[number], given, rank, device, on_failure=on_failure)
         answer = json.loads(broadcast_text(text, owner, group))
         if isinstance(answer, str):
             raise ValueError(answer)
         layouts.append(Layout.from_json(answer))
     return layouts
+
+
+def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGroup | None = None) -> None:
+    """Refuse, on every rank, a batch with other numbers of inputs and of targets.
+
+    Args:
+        sizes: how many of either this rank was given, by "inputs" and "targets".
+        home: the rank of each stage.
+        group: ranks of the pipeline.
+
+    Raises:
+        ValueError: naming both.
+    """
+    known: dict[str, int] = {}
+    for text in gather_texts(json.dumps(sizes), group):
+        known |= json.loads(text)
+    if len(set(known.values())) > 1:
+        raise ValueError(
+            f"a batch of {known['inputs']} inputs (rank {home[0]}) has {known['targets']} targets (rank {home[-1]}); "
+            "pass as many of both"
+        )
 
 
 def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) -> str:
@@ -104,12 +128,21 @@ def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) ->
     return data.cpu().numpy().tobytes().decode()
 
 
-def _answer(stage: Stage, given: Layout, rank: int, device: torch.device) -> str:
+def _answer(
+    stage: Stage,
+    given: Layout,
+    rank: int,
+    device: torch.device,
+    *,
+    on_failure: Callable[[Exception], None] | None,
+) -> str:
     """Return a stage's layout as JSON, or as JSON text what is wrong."""
     source = f"stage {stage.number - 1} gives" if stage.number else "the inputs have"
     try:
         return json.dumps(try_out(stage, given, device).to_json())
     except Exception as error:  # whatever a module raises: the other ranks must hear of it
+        if on_failure is not None:
+            on_failure(error)
         return json.dumps(
             f"rank {rank}: stage {stage.number} ({type(stage.module).__name__}) cannot run on what {source}, {given}: "
             f"{type(error).__name__}: {error}. Nothing has run; give the stage inputs of the shape that it wants"

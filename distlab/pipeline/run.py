@@ -20,8 +20,8 @@ from distlab.comm.agree import agree, group_device
 from distlab.comm.p2p import group_rank
 from distlab.pipeline.batch import Batch, cut_batch, join
 from distlab.pipeline.execute import Execution, Loss, mean_of
-from distlab.pipeline.faults import gather_numbers, gather_texts, raise_together, refuse_together
-from distlab.pipeline.negotiate import check_schedule, negotiate, wrong_stages
+from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
+from distlab.pipeline.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
 from distlab.pipeline.route import Route, forward_only, route_of
 from distlab.pipeline.shapes import Layout
 from distlab.pipeline.stage import Stage
@@ -45,8 +45,9 @@ class Pipeline:
             optimizer.step()
 
     Every rank calls the same methods at the same time. A stage's module is called with what the stage before it
-    returns: a tuple becomes its positional arguments, anything else its one argument. Tensors in tuples, lists and
-    dicts, of any shapes and dtypes, may be handed over; floating ones that depend on parameters get gradients.
+    returns: a tuple becomes its positional arguments, anything else (a NamedTuple, too) its one argument. Tensors in
+    tuples, lists and dicts, of any shapes and dtypes, may be handed over; floating ones that depend on parameters get
+    gradients.
 
     Args:
         stages: the modules of this rank's stages, by number.
@@ -63,6 +64,8 @@ class Pipeline:
         on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete (those
             of tied parameters are when `step` returns), so that they can be averaged over other pipelines while this
             one goes on. After a failure it is called all the same, with incomplete ones: others wait for it.
+        on_failure: set it to be called at once with what a stage of this rank raised. What it raises itself ends the
+            step here, and the other ranks are told nothing: for ranks whom others wait for inside of a stage.
         splits: how each stage's backward pass is parted in I and W, where the schedule does that.
 
     Cost: B s h elements sent for each boundary between ranks and each micro-batch of B samples [s, h], in each
@@ -114,6 +117,7 @@ class Pipeline:
         self.order: list[Action] = []
         self.peak_in_flight = 0
         self.on_stage_complete: Callable[[int], None] | None = None
+        self.on_failure: Callable[[Exception], None] | None = None
         self.splits = {number: stage.split.report for number, stage in self._stages.items() if stage.split is not None}
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -217,7 +221,7 @@ class Pipeline:
         """Run a route; whatever happens, no micro-batch is left behind."""
         wire = Wire(route, layouts, self._group, device=self._device, channels=self._channels, spans=self._spans)
         execution = Execution(self._stages, route, wire, layouts=layouts, batch=batch, loss=loss, spans=self._spans)
-        execution.on_stage_complete = self.on_stage_complete
+        execution.on_stage_complete, execution.on_failure = self.on_stage_complete, self.on_failure
         self._state = "in a step"
         try:
             execution.run()
@@ -275,20 +279,12 @@ class Pipeline:
         numbers = tuple(gather_numbers(number, self._group))
         if numbers not in self._known:
             refuse_together(problem, self._group)
-            self._check_sizes(batch.sizes)
-            home = self._route.home
-            layouts = negotiate(self._stages, home, batch.layout, device=self._device, group=self._group)
+            home, group = self._route.home, self._group
+            check_sizes(batch.sizes, home, group)
+            layouts = negotiate(
+                self._stages, home, batch.layout, device=self._device, group=group, on_failure=self.on_failure
+            )
             if len(self._known) >= MOST_SHAPES:
                 self._known.clear()
             self._known[numbers] = layouts
         return self._known[numbers]
-
-    def _check_sizes(self, sizes: dict[str, int]) -> None:
-        known: dict[str, int] = {}
-        for text in gather_texts(json.dumps(sizes), self._group):
-            known |= json.loads(text)
-        if len(set(known.values())) > 1:
-            raise ValueError(
-                f"a batch of {known['inputs']} inputs (rank {self._route.home[0]}) has {known['targets']} targets "
-                f"(rank {self._last_rank}); pass as many of both"
-            )

@@ -203,12 +203,14 @@ def raised_elsewhere(world_size):
     found["not a number"] = told(pipeline.step, inputs, targets)
     modules = [Moody() if stage == 0 else Fragile() for stage in range(world_size)]
     found["other shape"] = told(build(schedule, modules).step, inputs, targets)
-    pipeline = build(schedule)
+    pipeline, heard = build(schedule), []
+    pipeline.on_failure = lambda error: heard.append(type(error))  # returns, so others are told as ever
     pipeline.on_stage_complete = lambda stage: 1 // (stage - 1)  # one of them raises
     found["callback"] = told(pipeline.step, inputs, targets)
     for number, stage in pipeline._stages.items():
         stage.module.calls, stage.module.breaks = 0, ("F", 1) if number == 0 else None
     found["evaluate"] = told(pipeline.evaluate, inputs)
+    assert heard == {0: [ArithmeticError], 1: [ZeroDivisionError]}.get(dist.get_rank(), []), "whose failure it was"
     found["mean of nothing"] = told(pipeline.mean_loss, None)
     return found
 

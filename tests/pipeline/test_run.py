@@ -1,6 +1,7 @@
 """Pipeline computes what one process does, whatever stages hand to each other, and does it in the plan's order."""
 
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,15 @@ NUM_MICROBATCHES = 4
 OWN_ORDER = "0F0,0F1,0I0,0W0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1I1,1F2,1B2,1W1,1F3,1B3"
 
 
+class States(NamedTuple):
+    """What the first stage hands over, among other things."""
+
+    each: torch.Tensor
+    mean: torch.Tensor
+
+
 class First(nn.Module):
-    """Makes a dict of a tuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
+    """Makes a dict of a NamedTuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +37,13 @@ class First(nn.Module):
     def forward(self, tokens, scale):
         x = self.embedding(tokens)
         mask = (tokens % 2).to(x.dtype).unsqueeze(-1)
-        return {"states": (x * scale, x.mean(1)), "tokens": tokens, "mask": mask, "unused": self.unused(x), "n": 3}
+        return {
+            "states": States(x * scale, x.mean(1)),
+            "tokens": tokens,
+            "mask": mask,
+            "unused": self.unused(x),
+            "n": 3,
+        }
 
 
 class Second(nn.Module):
@@ -39,10 +53,10 @@ class Second(nn.Module):
         self.frozen = nn.Linear(6, 5).requires_grad_(False)
 
     def forward(self, value):
-        (x, mean), tokens = value["states"], value["tokens"]
+        states, tokens = value["states"], value["tokens"]
         assert not value["mask"].requires_grad
         assert tokens.dtype == torch.int64
-        return self.layer(torch.tanh(x)) * value["mask"], self.frozen(mean) / value["n"]
+        return self.layer(torch.tanh(states.each)) * value["mask"], self.frozen(states.mean) / value["n"]
 
 
 class Third(nn.Module):
