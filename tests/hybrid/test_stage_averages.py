@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.measure.pipeline_replicas import StageAverages, pipeline_groups
+from distlab.comm.groups import mesh_groups
+from distlab.hybrid import StageAverages
 from distlab.pipeline import Pipeline
+from distlab.plan import Mesh
 from distlab.plan.schedules import make_schedule
 from distlab.rng import generator
 
@@ -37,7 +39,8 @@ def optimizer_of(parameters):
 
 
 def train(name, stages_per_rank, num_replicas):
-    pipeline_group, replica_group = pipeline_groups(num_replicas)
+    groups = mesh_groups(Mesh([("pipeline", 2), ("data", num_replicas)]))
+    pipeline_group, replica_group = groups["pipeline"], groups["data"]
     rank, replica = dist.get_rank(pipeline_group), dist.get_rank(replica_group)
     schedule = make_schedule(name, 2, NUM_MICROBATCHES, stages_per_rank=stages_per_rank)
     modules = stages_of(schedule.num_stages, seed=replica)  # other weights in each replica
@@ -59,6 +62,8 @@ def train(name, stages_per_rank, num_replicas):
         averages.finish()
         optimizer.step()
     pipeline.close()
+    for group in groups.values():
+        dist.destroy_process_group(group)
     weights = {number: [p.detach() for p in module.parameters()] for number, module in own.items()}
     return weights, losses, calls[: len(own)]
 
@@ -89,11 +94,3 @@ def test_two_pipelines_of_two_ranks_equal_one_process(ranks):
                     assert (found - wanted).abs().max() <= 1e-10, (name, rank, number)
         means = [sum(pair) / 2 for pair in zip(results[0][name][1], results[1][name][1], strict=True)]
         assert means == pytest.approx(losses, abs=1e-10)
-
-
-def test_ranks_that_make_no_equal_pipelines_are_refused(ranks):
-    def refuse():
-        with pytest.raises(ValueError, match="2 ranks do not make 3 equal pipelines"):
-            pipeline_groups(3)
-
-    ranks(2).run(refuse)

@@ -1,0 +1,189 @@
+"""One GPT made parallel on all axes: each technique changes the model a little, and leaves all names as they were.
+
+The order is not free. Each line needs what the lines before it made, and none undoes them:
+
+1. expert: the rank keeps its own experts of each mixture (whole layers, which the next step splits);
+2. tensor: attention by heads, feed-forward layers (of experts too) by features, vocabulary by tokens;
+3. context: what mixes positions goes over ranks, with the heads that tensor left here; positions are looked up by
+   where they stand in the whole sequence;
+4. recompute: blocks as they are now, so that what they send in forward they send again in backward;
+5. stages: the rank keeps its own blocks. With sequence_parallel a stage hands B S/t H elements to the next;
+6. sharding, of whatever is here now: see `shards`.
+
+The loss belongs to the last stage. There each rank of a tensor group has the scores of its own tokens, and of a context
+group those of its own positions: it is the mean over these, and ranks have as many each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.context_parallel import context_parallel, position_ids
+from distlab.context_parallel.parallelize import KINDS
+from distlab.expert_parallel import ExpertParallel, expert_parallel
+from distlab.hybrid.layout import Layout
+from distlab.hybrid.rules import mixtures_in
+from distlab.models import GPT
+from distlab.pipeline import TiedParameter, find_tied, split_gpt
+from distlab.plan import Plan
+from distlab.plan.schedules import Schedule, make_schedule
+from distlab.recompute import recompute_blocks
+from distlab.tensor_parallel import parallelize, splits_of, vocabulary_parallel_cross_entropy
+
+
+class Holding(NamedTuple):
+    """How a parameter lies on the mesh.
+
+    Attributes:
+        is_expert: it belongs to an expert, so ranks along the expert axis have others.
+        is_split: each rank along the tensor axis has a part of it; else all have it whole.
+        is_copy: another stage has it too, and comes first (a tied weight).
+    """
+
+    is_expert: bool
+    is_split: bool
+    is_copy: bool = False
+
+
+@dataclass
+class Built:
+    """What a rank has of the model.
+
+    Attributes:
+        stages: its modules by number of the stage: one, the whole model, without a pipeline.
+        loss: of the last stage's output and the targets, the mean over them.
+        schedule: of the pipeline; None without one.
+        tied: weights that several stages use.
+        holdings: by name in the whole model, each parameter that is here.
+        shapes: by name, all tensors of the whole model's state.
+    """
+
+    stages: dict[int, nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    schedule: Schedule | None = None
+    tied: tuple[TiedParameter, ...] = ()
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
+    """Make a GPT parallel as a layout says; the first rank's weights count, and the model is used up.
+
+    Args:
+        model: equal on all ranks but for its values; `rules.problem_of` found nothing.
+        layout: of this rank.
+        balance: weight of the mixtures' mean balance loss in each micro-batch's loss.
+    """
+    plan = layout.plan
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    share_weights(model, layout.everyone)
+    if mixtures_in(model) and plan.copies > 1:
+        expert_parallel(model, layout.groups["expert"], balance_over=layout.beside)
+    if balance:
+        _add_balance(model, balance / plan.num_microbatches)
+    experts = {id(p) for m in model.modules() if isinstance(m, ExpertParallel) for p in m.experts.parameters()}
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in experts}
+    if plan.tensor > 1:
+        model = parallelize(model, layout.groups["tensor"], sequence_parallel=plan.sequence_parallel)
+    if plan.context > 1:
+        _spread_positions(model, layout.groups["context"], plan)
+    if plan.recompute != "none":
+        recompute_blocks(model, part="attention" if plan.recompute == "selective" else None)
+    split = {id(model.get_parameter(name)) for name in splits_of(model)}
+    holdings = {
+        name: Holding(name in names, id(parameter) in split)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    loss = _loss_of(model, layout)
+    built = Built({0: model}, loss, holdings=holdings, shapes=shapes)
+    return built if plan.pipeline == 1 else _keep_stages(model, layout, built)
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, group: ProcessGroup) -> None:
+    """Give all ranks the first one's parameters; nothing is sent in a group of one.
+
+    Cost: a broadcast of each parameter, once.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    for parameter in model.parameters():
+        values = parameter.contiguous()  # a backend sends one block of memory
+        dist.broadcast(values, group=group, group_src=0)
+        parameter.copy_(values)
+
+
+def _spread_positions(model: GPT, group: ProcessGroup, plan: Plan) -> None:
+    """Let attention look at the positions of all ranks, and the embedding know which ones are here."""
+    if plan.tensor == 1:
+        context_parallel(model, group, plan.context_kind, check=False)
+        return
+    for block in model.blocks:  # these have some of the heads, and split layers around them
+        block.attention.mix = partial(KINDS[plan.context_kind], group=group)  # type: ignore[union-attr]
+    model.position_embedding.register_forward_pre_hook(partial(_placed, group=group))
+
+
+def _placed(_: nn.Module, inputs: tuple[Tensor], *, group: ProcessGroup) -> Tensor:
+    """Turn 0, 1, 2, ... into the positions of the whole sequence that are here."""
+    (positions,) = inputs
+    return position_ids(len(positions) * dist.get_world_size(group), group).to(positions.device)
+
+
+def _loss_of(model: GPT, layout: Layout) -> Callable[[Any, Any], Tensor]:
+    if layout.plan.tensor == 1:
+        return GPT.loss
+    # Not the model's own method: that would keep all stages in memory.
+    return partial(vocabulary_parallel_cross_entropy, group=layout.groups["tensor"], vocab_size=model.config.vocab_size)
+
+
+def _keep_stages(model: GPT, layout: Layout, built: Built) -> Built:
+    """Cut the model, keep this rank's stages, and let the rest go."""
+    plan, place = layout.plan, layout.coordinates["pipeline"]
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
+    modules = split_gpt(model, schedule.num_stages)
+    tied = tuple(find_tied(modules))
+    own = {number: modules[number] for number, home in enumerate(schedule.home) if home == place}
+    later = {name for one in tied for name in one.names[1:]}  # the first stage that has it counts
+    here = [name for module in own.values() for name, _ in module.named_parameters()]
+    holdings = {name: built.holdings[name]._replace(is_copy=name in later) for name in here}
+    return replace(built, stages=own, schedule=schedule, tied=tied, holdings=holdings)
+
+
+def _add_balance(model: nn.Module, weight: float) -> None:
+    """Add the mean balance loss of all mixtures to whatever loss comes, on whichever stage they are."""
+    mixtures = [module for module in model.modules() if hasattr(module, "balance_loss")]
+    for mixture in mixtures:
+        mixture.register_forward_hook(partial(_with_balance, weight=weight / len(mixtures)))
+
+
+def _with_balance(mixture: nn.Module, _: Any, output: Tensor, *, weight: float) -> Tensor:
+    balance = mixture.balance_loss
+    if balance is None or not torch.is_grad_enabled():
+        return output
+    added: Tensor = _AddLoss.apply(output, balance, weight)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _AddLoss(torch.autograd.Function):
+    """Pass an activation on, and in backward give a loss beside it its own gradient.
+
+    A mixture in the first stage of a pipeline is far from the loss. But a sum of losses has the sum of their gradients,
+    so it is enough that the second one's begins here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight, ctx.like = weight, loss.new_empty(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, torch.full_like(ctx.like, ctx.weight), None

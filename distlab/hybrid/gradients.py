@@ -1,0 +1,193 @@
+"""Which gradient is summed over which ranks, and when: forget a line of this table and training goes on, but wrongly.
+
+A rank's loss is the mean over its own samples and positions; the batch's is the mean of these over data, expert and
+context (n = d e c ranks; all have as many tokens). So gradients are averaged over those, and everything else that has
+to be summed was summed by the layers themselves, in backward:
+
+| parameter                                | over data, context | over expert      | over tensor  | over stages |
+|------------------------------------------|--------------------|------------------|--------------|-------------|
+| split by tensor (weights of attention)   | mean               | mean             | another part | another one |
+| whole on tensor ranks (norms, positions) | mean               | mean             | equal (1)    | another one |
+| an expert's                              | sum, / n           | / n only (2)     | another part | another one |
+| tied: token embedding and output         | mean               | mean             | another part | sum (3)     |
+
+1. Each rank has the whole gradient; with sequence_parallel its layers summed it, over the positions of all.
+2. The expert's one owner along this axis has heard from everybody's tokens: its gradient is the sum already.
+3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.tied`); only then can
+   it be averaged: what was on its way before would lack the other's part.
+
+Means are exchanged while backward computes: without a pipeline in buckets (`distlab.data_parallel`), with one stage by
+stage, as soon as the stage's last micro-batch has passed. Sharded states send halves of it: see `shards`.
+
+Symbols: n copies of what is no expert, m of an expert: d c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distlab.data_parallel.bucketed import DataParallel
+from distlab.hybrid.build import Built
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, tied_parameters, told_apart
+from distlab.hybrid.layout import Layout
+from distlab.hybrid.stage_averages import StageAverages
+from distlab.pipeline import Pipeline
+from distlab.trace import SpanWriter
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Gradient(NamedTuple):
+    """A gradient, or the piece of it that is here.
+
+    Attributes:
+        name: of the parameter in the whole model.
+        values: complete: of the batch of all ranks.
+        counts: whether this rank is the one of all that hold equal copies that counts it in the norm.
+    """
+
+    name: str
+    values: Tensor
+    counts: bool
+
+
+class Exchange(Protocol):
+    """Makes gradients those of the whole batch, and updates what this rank has to update.
+
+    Attributes:
+        optimizers: made of this rank's parameters, or pieces.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        """Let the backward passes inside keep their gradients; all but a step's last stand here."""
+
+    def finish(self) -> None:
+        """End the step's exchange: gradients are those of the whole batch."""
+
+    def gradients(self) -> Iterator[Gradient]:
+        """Yield what is here, each piece once."""
+
+    def update(self) -> None:
+        """Update, and bring new values to whoever needs them."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class ParameterBag(nn.Module):
+    """Some of a model's parameters, under the names that they have there: for what takes a module."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in named.items():
+            self.register_parameter(name.replace(".", "/"), parameter)
+
+    def named_parameters(self, *args: object, **options: object) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield them by their real names."""
+        for name, parameter in self._parameters.items():
+            assert parameter is not None, "none was put in"
+            yield name.replace("/", "."), parameter
+
+
+class WholeGradients:
+    """Stage 0: every rank keeps whole gradients and updates all that it holds.
+
+    Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        layout: Layout,
+        make_optimizer: MakeOptimizer,
+        *,
+        pipeline: Pipeline | None = None,
+        spans: SpanWriter | None = None,
+    ) -> None:
+        self._layout, self._built = layout, built
+        self.named = named_parameters(built.stages)
+        dense, experts = told_apart(self.named, built, layout)
+        self._replicas: list[tuple[DataParallel, int]] = []
+        self._averages: StageAverages | None = None
+        if pipeline is not None and layout.plan.copies > 1:
+            self._averages = StageAverages(
+                pipeline,
+                built.stages,
+                layout.copies,
+                experts=list(experts.values()),
+                expert_group=layout.expert_copies,
+                late=tied_parameters(self.named, built),
+            )
+        elif layout.plan.copies > 1:
+            self._replicas = list(_replicas(dense, experts, layout, spans))
+        self.optimizers = [make_optimizer([p for p in self.named.values() if p.requires_grad])]
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        """See `Exchange`."""
+        if not self._replicas:
+            return nullcontext()
+        stack = ExitStack()
+        for replicas, _ in self._replicas:
+            stack.enter_context(replicas.no_sync())
+        return stack
+
+    def finish(self) -> None:
+        """See `Exchange`."""
+        if self._averages is not None:
+            self._averages.finish()
+        for replicas, also_divide in self._replicas:
+            replicas.synchronize()
+            if also_divide > 1:
+                divide_(replicas.module.parameters(), also_divide)
+
+    def gradients(self) -> Iterator[Gradient]:
+        """See `Exchange`."""
+        for name, parameter in self.named.items():
+            if parameter.grad is not None:
+                yield Gradient(name, parameter.grad, counts_here(self._built, self._layout, name))
+
+    def update(self) -> None:
+        """See `Exchange`."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """See `Exchange`."""
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        for replicas, _ in self._replicas:
+            replicas.close()
+
+
+def _replicas(
+    dense: Mapping[str, nn.Parameter],
+    experts: Mapping[str, nn.Parameter],
+    layout: Layout,
+    spans: SpanWriter | None,
+) -> Iterator[tuple[DataParallel, int]]:
+    """Yield what averages over a group of copies, and by what its means are divided once more."""
+    for named, group, divisor in ((dense, layout.copies, 1), (experts, layout.expert_copies, layout.plan.expert)):
+        if named:
+            yield (
+                DataParallel(
+                    ParameterBag(named),
+                    group,
+                    bucket_bytes=layout.plan.bucket_bytes,
+                    first_bucket_bytes=layout.plan.first_bucket_bytes,
+                    spans=spans,
+                ),
+                divisor,
+            )

@@ -1,0 +1,123 @@
+"""Averages over equal pipelines: each stage's gradients travel as soon as they are complete, while others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.flat import FlatBuffer
+from distlab.pipeline import Pipeline
+
+
+class StageAverages:
+    """Averages the gradients of a pipeline's stages over their copies, each stage while others still compute.
+
+    Every copy starts from the first one's weights. Call `finish` between `step` and the optimizer's update; all copies
+    run the same schedule.
+
+    Args:
+        pipeline: whose stages these are.
+        stages: this rank's, by number.
+        group: ranks that hold copies of all that is in them, but for experts.
+        experts: parameters whose copies are the ranks of `expert_group` alone; sums are divided by all of `group`.
+        expert_group: see experts.
+        late: parameters whose gradients are complete only when `step` has returned: tied ones.
+
+    Cost: one all-reduce of a stage's gradients a step, one more of its experts', and one of what is late. Where
+        gradients are accumulated over several steps, call `finish` after each: the sum of means is the mean of sums, at
+        the cost of an all-reduce a step.
+    Error: equal to one process on the whole batch up to the order of sums. After a step that failed on some ranks
+        `finish` goes through as ever, since others may wait for it; the means are of no use then.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stages: Mapping[int, nn.Module],
+        group: ProcessGroup,
+        *,
+        experts: Sequence[nn.Parameter] = (),
+        expert_group: ProcessGroup | None = None,
+        late: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._num_copies = dist.get_world_size(group)
+        apart, after = {id(p) for p in experts}, {id(p) for p in late}
+        own_groups = {False: group, True: group if expert_group is None else expert_group}
+        self._order = _ends(pipeline, stages)
+        self._rows: dict[int, list[_Row]] = {}
+        seen: set[nn.Parameter] = set()
+        for number, module in stages.items():
+            wanting = [p for p in module.parameters() if p.requires_grad and p not in seen]
+            seen.update(wanting)
+            for is_expert, same in own_groups.items():
+                for when, is_late in ((number, False), (-1, True)):
+                    own = [p for p in wanting if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
+                    if own:
+                        self._rows.setdefault(when, []).append(_Row(own, same))
+        if self._num_copies > 1:
+            share_states(stages, own_groups, apart)
+            pipeline.on_stage_complete = self._start
+
+    def _start(self, stage: int) -> None:
+        """Send a stage's gradients on their way."""
+        for row in self._rows.get(stage, ()):
+            row.start(self._num_copies)
+
+    def finish(self) -> None:
+        """Wait for the means and put them in place of the gradients."""
+        if self._num_copies == 1:
+            return
+        for stage in (*self._order, -1):  # all but the last are on their way, unless the step did not get there
+            self._start(stage)
+        for rows in self._rows.values():
+            for row in rows:
+                row.finish()
+
+
+class _Row:
+    """Gradients end to end in one buffer, on their way to the copies of their parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+        self._parameters, self._group, self._flat = parameters, group, FlatBuffer(parameters)
+        self._work: dist.Work | None = None
+        self._started = False
+
+    def start(self, divisor: int) -> None:
+        """Divide, then sum: gloo knows no mean."""
+        if self._started:
+            return
+        self._flat.pack([parameter.grad for parameter in self._parameters])
+        self._flat.buffer /= divisor
+        self._started = True
+        if dist.get_world_size(self._group) > 1:
+            self._work = dist.all_reduce(self._flat.buffer, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait, and put the means in place."""
+        if self._work is not None:
+            self._work.wait()
+        for parameter, mean in zip(self._parameters, self._flat.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean)
+        self._work, self._started = None, False
+
+
+def _ends(pipeline: Pipeline, stages: Mapping[int, nn.Module]) -> list[int]:
+    """Return this rank's stages in the order in which their gradients are complete: the same on all copies."""
+    home = next(rank for stage, rank in enumerate(pipeline.schedule.home) if stage in stages)
+    last = {
+        action.stage: place for place, action in enumerate(pipeline.schedule.actions(home)) if action.kind in ("B", "W")
+    }
+    return sorted(stages, key=lambda stage: last[stage])
+
+
+@torch.no_grad()
+def share_states(stages: Mapping[int, nn.Module], groups: Mapping[bool, ProcessGroup], apart: set[int]) -> None:
+    """Give all copies the first one's parameters and buffers: of what is apart, in the group for that."""
+    for module in stages.values():
+        for tensor in module.state_dict(keep_vars=True).values():
+            dist.broadcast(tensor.detach(), group=groups[id(tensor) in apart], group_src=0)

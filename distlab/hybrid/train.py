@@ -1,0 +1,293 @@
+"""Hybrid: train a GPT by any plan: data x expert x context x tensor x pipeline, with sharded states where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.clip import NotFiniteError
+from distlab.comm.agree import agree, group_device
+from distlab.hybrid.build import build
+from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
+from distlab.hybrid.gradients import Exchange, WholeGradients
+from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
+from distlab.hybrid.norm import clip_on_mesh_
+from distlab.hybrid.rules import problem_of, problem_of_balance
+from distlab.hybrid.shards import ShardedParameters, ShardedStates
+from distlab.hybrid.state import HybridState, full_state_dict, load_full_state_dict
+from distlab.models import GPT
+from distlab.pipeline import Pipeline
+from distlab.pipeline.faults import gather_numbers, gather_texts
+from distlab.plan import AXES, Plan, mesh_of
+from distlab.precision.half import HALF, as_dtype, autocast
+from distlab.trace import SpanWriter
+
+
+class Hybrid(HybridState):
+    """A GPT on a mesh of ranks, trained as one process would train it.
+
+        hybrid = Hybrid(GPT(config), Plan(data=2, tensor=2, pipeline=2, num_microbatches=4), make_optimizer)
+        for step in range(steps):
+            loss = hybrid.train_step(*corpus.batch(step, batch_size), max_norm=1.0)
+
+    Every rank calls the same methods with the same arguments; each takes its own part of a batch.
+
+    Args:
+        model: the same on all ranks but for its values, of which the first rank's count; it is used up. It may hold
+            mixtures (`mix_experts`).
+        plan: degrees, schedule, micro-batches, sharding, recompute, precision.
+        make_optimizer: builds an optimizer of a list of parameters. Ranks hold parts of tensors, and sharding pieces of
+            them: element-wise ones only (SGD, Adam, AdamW).
+        group: all ranks; None is the same.
+        order: axes of the mesh from the slowest to the fastest: neighbours in the last one are neighbouring ranks.
+        spans: draws computations, sends and exchanges of gradients.
+        balance: weight of the mixtures' mean balance loss. It is made of a micro-batch's tokens of all ranks, and so is
+            one process' where there is one micro-batch.
+
+    Attributes:
+        plan, mesh: as given, and as laid out.
+        coordinates: this rank's place on each axis.
+        groups: by axis, the ranks that differ from this one there alone.
+        stages: this rank's modules by number of the stage.
+        optimizers: of what this rank updates; learning-rate schedules take them.
+        pipeline: None where the plan has one stage.
+
+    Cost: what the techniques say of a step, each on its axis; and over all ranks two all-reduces of 8 n and 16 bytes
+        for n ranks. With one rank nothing is sent.
+    Error: losses, gradients, norms and weights as one process' on the whole batch, up to the order of additions.
+        Dropout draws other masks: seed torch's generator by data, expert and context, and alike along tensor. Experts
+        with a capacity count a micro-batch's tokens of one rank.
+
+    Raises:
+        ValueError: on every rank: plans or models differ; degrees whose product is not the number of ranks; what
+            cannot be split or combined, with the reason and what to use.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        plan: Plan,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        group: ProcessGroup | None = None,
+        order: Sequence[str] = AXES,
+        spans: SpanWriter | None = None,
+        balance: float = 0.0,
+    ) -> None:
+        _agree(model, plan, order, balance=balance, group=group)
+        self.plan, self.mesh, self._spans = plan, mesh_of(plan, order=order), spans
+        self._layout = lay_out(plan, self.mesh)
+        self.coordinates, self.groups = self._layout.coordinates, self._layout.groups
+        self._context, self._everyone = model.config.context, self._layout.everyone
+        self._built = build(model, self._layout, balance=balance)
+        self.stages = self._built.stages
+        self.pipeline = self._make_pipeline()
+        self._exchange = self._make_exchange(make_optimizer)
+        self.optimizers = self._exchange.optimizers
+        self._state = ""  # "been closed", or "failed" where others could not be told
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run forward and backward of a batch; gradients of its mean loss add up until `zero_grad`.
+
+        Args:
+            inputs: the whole batch [B, S], on every rank.
+            targets: alike.
+
+        Returns:
+            The mean loss over the batch, on every rank.
+
+        Raises:
+            ValueError: on every rank, before anything runs: batches differ, or cannot be cut.
+            NotFiniteError: on every rank: a gradient is NaN or infinite, and was seen before it was given to others.
+            RuntimeError: a rank raised; see `failures` for who hears of it. Where all do, call zero_grad() and go on.
+        """
+        self._check(inputs, targets)
+        batch = self._layout.own_part(inputs), self._layout.own_part(targets)
+        loss, failure = None, None
+        try:
+            with self._precision():
+                loss = self._run(*batch)
+        except (LeftError, Exception) as error:  # whatever a layer raises: the others wait for this rank
+            failure = error.__cause__ if isinstance(error, LeftError) else error
+            if meets_inside(self.plan):
+                self._state = "failed"
+                raise RuntimeError(f"rank {dist.get_rank()}: the step failed: {_said(failure)}") from failure
+        try:
+            self._exchange.finish()
+        except RuntimeError as error:  # told to all copies already
+            failure = failure or error
+        return self._mean(loss, failure)
+
+    def clip_gradients_(self, max_norm: float) -> Tensor:
+        """Scale gradients so that the whole model's norm is at most `max_norm`; return what it was.
+
+        Cost, Raises: as `norm.clip_on_mesh_`.
+        """
+        return clip_on_mesh_(self._exchange.gradients(), max_norm, self._everyone)
+
+    def update(self) -> None:
+        """Update the parameters, and bring new values to whoever holds them."""
+        self._exchange.update()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._exchange.zero_grad()
+
+    def train_step(self, inputs: Tensor, targets: Tensor, max_norm: float | None = None) -> Tensor:
+        """Forget gradients, run a batch, clip if a norm is given, and update; return the batch's mean loss."""
+        self.zero_grad()
+        loss = self.step(inputs, targets)
+        if max_norm is not None:
+            self.clip_gradients_(max_norm)
+        self.update()
+        return loss
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield what this rank updates, or shares in updating."""
+        for optimizer in self.optimizers:
+            for one in optimizer.param_groups:
+                yield from one["params"]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return what one process would save, on every rank; see `state.full_state_dict`."""
+        return full_state_dict(self._built, self._layout, self._exchange)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts out of what one process, or any plan, saved; see `state.load_full_state_dict`."""
+        load_full_state_dict(self._built, self._layout, self._exchange, state)
+
+    def close(self) -> None:
+        """Let go of the model and of the groups; every rank calls this, when nobody waits for another."""
+        if self._state == "been closed":
+            return
+        self._state = "been closed"
+        self._exchange.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self._layout.close()
+
+    def _make_pipeline(self) -> Pipeline | None:
+        if self._built.schedule is None:
+            return None
+        pipeline = Pipeline(
+            self.stages,
+            self._built.schedule,
+            self.groups["pipeline"],
+            loss=self._built.loss,
+            tied=self._built.tied,
+            spans=self._spans,
+        )
+        if meets_inside(self.plan):
+            pipeline.on_failure = leave_at_once
+        return pipeline
+
+    def _make_exchange(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Exchange:
+        stage = self.plan.sharding.stage
+        if stage == 0:
+            return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
+        kind = ShardedParameters if stage == 3 else ShardedStates
+        return kind(self._built, self._layout, make_optimizer, spans=self._spans)
+
+    def _run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Run this rank's part of a batch; return its mean loss where the last stage is."""
+        if self.pipeline is not None:
+            with self._exchange.accumulating() if self.plan.sharding.stage else nullcontext():
+                return self.pipeline.step(inputs, targets)
+        model = self._exchange.model if isinstance(self._exchange, ShardedParameters) else self.stages[0]
+        num = self.plan.num_microbatches
+        losses = []
+        for index, (tokens, wanted) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
+            with self._exchange.accumulating() if index < num - 1 else nullcontext():
+                with self._span("F", index):
+                    loss = self._built.loss(model(tokens), wanted)
+                with self._span("B", index):
+                    (loss / num).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def _mean(self, loss: Tensor | None, failure: BaseException | None) -> Tensor:
+        """Give every rank the mean loss of all, or the failure of any.
+
+        Cost: one all-reduce of 16 bytes.
+        """
+        counts = loss is not None and self._layout.is_first("tensor")
+        mine = float(loss) / self.plan.copies if counts and loss is not None else 0.0
+        told = torch.tensor([mine, float(failure is not None)], dtype=torch.float64)
+        if self.mesh.size > 1:
+            told = told.to(group_device(self._everyone))
+            dist.all_reduce(told, group=self._everyone)
+        value, num_failed = told.tolist()
+        if num_failed:
+            texts = gather_texts("" if failure is None else _said(failure), self._everyone)
+            said: dict[str, list[str]] = {}
+            for rank, text in enumerate(texts):
+                said.setdefault(text, []).append(str(rank))
+            named = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items() if text)
+            is_finite = [not text.startswith(NotFiniteError.__name__) for text in said if text]
+            kind = RuntimeError if any(is_finite) else NotFiniteError
+            raise kind(
+                f"the step failed; gradients hold nothing of use: call zero_grad() to go on. {named}"
+            ) from failure
+        return torch.tensor(value, dtype=next(self.parameters()).dtype)
+
+    def _check(self, inputs: Tensor, targets: Tensor) -> None:
+        """Refuse, on every rank, a batch that cannot be cut, or that is not the same everywhere.
+
+        Cost: one all-reduce of 8 bytes a rank.
+        """
+        if self._state:
+            raise ValueError(f"step was called on a Hybrid that has {self._state}; build it anew")
+        problem = problem_of_batch(self.plan, inputs, targets, self._context)
+        if self.mesh.size > 1:
+            number = 2**62 if problem else checksum((inputs, targets))
+            numbers = gather_numbers(number, self._everyone)
+            if len(set(numbers)) > 1 or 2**62 in numbers:
+                text = problem or f"inputs {list(inputs.shape)}, targets {list(targets.shape)}, checksum {number}"
+                agree(text, self._everyone, what="the batch, which each rank is given whole")
+        if problem:
+            raise ValueError(problem)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        precision = self.plan.precision
+        if precision is None or self.plan.sharding.stage == 3 or as_dtype(precision.compute) not in HALF:
+            return nullcontext()
+        return autocast(precision.compute, group_device(self._everyone).type)
+
+    def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
+        if self._spans is None:
+            return nullcontext()
+        return self._spans.span(f"0{kind}{microbatch}", kind, stage=0, microbatch=microbatch)
+
+
+def _said(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _agree(model: GPT, plan: Plan, order: Sequence[str], *, balance: float, group: ProcessGroup | None) -> None:
+    """Refuse, on every rank, what ranks do not all want, or what cannot be.
+
+    Raises:
+        ValueError: the same on every rank.
+    """
+    world_size = dist.get_world_size()
+    if dist.get_world_size(group) != world_size:
+        raise ValueError(
+            f"rank {dist.get_rank()}: the group has {dist.get_world_size(group)} of {world_size} ranks; a mesh is laid "
+            "over all: start as many ranks as the plan needs"
+        )
+    problem = problem_of(plan, model, order, world_size)
+    problem = problem or problem_of_balance(balance, model)
+    wanted = {"plan": str(plan), "order": list(order), "balance": balance, "problem": problem}
+    if isinstance(model, GPT):
+        wanted["config"] = str(model.config)
+        wanted["parameters"] = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    if world_size > 1:
+        agree(wanted, None, what="plan and model of Hybrid")
+    if problem:
+        raise ValueError(f"Hybrid: {problem}")

@@ -1,0 +1,111 @@
+"""A GPT on any mesh trains on real text like one process: losses, norms before clipping, and weights."""
+
+import pytest
+from hybrid_gpt import (
+    DEEP,
+    MAX_NORM,
+    UNTIED,
+    assert_equal_to_one_process,
+    batch_of,
+    difference,
+    make_hybrid,
+    make_model,
+    train,
+    train_alone,
+)
+
+from distlab.comm.recorder import recorded
+from distlab.plan import Plan, Sharding
+
+CUBE = {"data": 2, "tensor": 2, "pipeline": 2, "num_microbatches": 2}
+MIXED = {"experts": 3, "balance": 0.1}  # no number of ranks divides the experts
+TEN = {
+    "data x tensor x pipeline": (Plan(**CUBE), {"steps": 10}),
+    "with adam, along the sequence": (Plan(**CUBE, sequence_parallel=True), {"steps": 10, "optimizer": "adam"}),
+    "again": (Plan(**CUBE), {}),
+}
+TRIPLES = {
+    "data x context x tensor": (Plan(data=2, context=2, tensor=2, sequence_parallel=True), {}),
+    "data x expert x tensor": (Plan(data=2, expert=2, tensor=2, sequence_parallel=True), MIXED),
+    "FSDP x tensor x context": (
+        Plan(data=2, context=2, tensor=2, sharding=Sharding(stage=3), num_microbatches=2),
+        {"optimizer": "adam"},
+    ),
+    "ZeRO-1 x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=1)), {"optimizer": "adam"}),
+    "the mesh the other way round": (
+        Plan(**CUBE, schedule="zb_v", stages_per_rank=2, recompute="full"),  # both ends of the model on one rank
+        {"order": ("tensor", "context", "expert", "data", "pipeline"), "config": DEEP},
+    ),
+}
+PAIRS = {
+    "data x expert": (Plan(data=2, expert=2, num_microbatches=2), {"experts": 3}),
+    "data x context": (Plan(data=2, context=2, context_kind="all_to_all"), {}),
+    "data x tensor": (Plan(data=2, tensor=2, num_microbatches=2), {}),
+    "data x pipeline": (Plan(data=2, pipeline=2, num_microbatches=4), {}),
+    "expert x context": (Plan(expert=2, context=2), MIXED),
+    "expert x tensor": (Plan(expert=2, tensor=2, recompute="full"), MIXED),
+    "expert x pipeline": (Plan(expert=2, pipeline=2, num_microbatches=1), MIXED),
+    "context x tensor": (Plan(context=2, tensor=2, context_kind="all_to_all", recompute="selective"), {}),
+    "context x pipeline": (Plan(context=2, pipeline=2, num_microbatches=4, schedule="zb_h1"), {}),
+    "tensor x pipeline": (
+        Plan(tensor=2, pipeline=2, num_microbatches=2, sequence_parallel=True, schedule="gpipe"),
+        {"config": UNTIED},
+    ),
+    "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3), sequence_parallel=True), {}),
+    "FSDP with experts on each rank": (Plan(data=4, sharding=Sharding(stage=3, prefetch=0)), MIXED),
+    "ZeRO-2 x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=2), num_microbatches=2), {}),
+    "ZeRO-1 x expert": (Plan(data=2, expert=2, sharding=Sharding(stage=1)), MIXED | {"optimizer": "adam"}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process finds, by the options that matter to it."""
+    known = {}
+
+    def find(options):
+        key = str(sorted((name, value) for name, value in options.items() if name != "order"))
+        if key not in known:
+            known[key] = train_alone(**options)
+        return known[key]
+
+    return find
+
+
+def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
+    results = {}
+    for name, (plan, options) in TEN.items():
+        results[name] = ranks(8).run(lambda plan=plan, options=options: train(plan, **options))
+        assert_equal_to_one_process(results[name], alone(options), name)
+    for again, before in zip(results["again"], results["data x tensor x pipeline"], strict=True):
+        for one, other in zip(again[1:], before[1:], strict=True):
+            assert one == other[: len(one)], "losses and norms repeat bit for bit"
+    state, losses, norms = alone({"steps": 10})
+    assert min(norms) > MAX_NORM, "clipping was at work"
+    assert max(losses) - min(losses) > 0.1, "it learns"
+    for name, parameter in make_model(0).named_parameters():
+        assert parameter.requires_grad == ((parameter - state[name]).abs().max().item() > 1e-6), name
+
+
+@pytest.mark.parametrize(("world_size", "runs"), [(8, TRIPLES), (4, PAIRS)], ids=["triples", "pairs"])
+def test_every_combination(ranks, alone, world_size, runs):
+    for name, (plan, options) in runs.items():
+        options = options | {"steps": 2}  # the second begins with weights and moments that the first left
+        results = ranks(world_size).run(lambda plan=plan, options=options: train(plan, **options))
+        assert_equal_to_one_process(results, alone(options), name)
+
+
+def test_a_mesh_of_one_rank_sends_nothing(ranks, alone):
+    def one(plan):
+        hybrid = make_hybrid(plan, experts=3, balance=0.1)
+        with recorded() as seen:
+            for step in range(3):
+                hybrid.train_step(*batch_of(step), max_norm=MAX_NORM)
+        state = hybrid.full_state_dict()
+        hybrid.close()
+        return state, seen.records.rank(0).num_calls()
+
+    for plan in (Plan(), Plan(recompute="full", sharding=Sharding(stage=0))):
+        ((state, num_calls),) = ranks(1).run(one, plan)
+        assert num_calls == 0
+        assert difference(state, alone(dict(MIXED))[0]) <= 1e-10

@@ -1,0 +1,198 @@
+"""What cannot be is refused on every rank in the same words, before it is made; a rank that raises hangs nobody."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybrid_gpt import BATCH, CONFIG, OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
+from torch import nn
+
+from distlab.clip import NotFiniteError
+from distlab.comm import RankError
+from distlab.hybrid import Hybrid
+from distlab.hybrid.layout import problem_of_batch
+from distlab.hybrid.rules import problem_of, problem_of_balance
+from distlab.models import GPT, GPTConfig
+from distlab.plan import Plan, Precision, Sharding
+from distlab.plan.compression import Compression
+
+REFUSED = {
+    "pipeline (1) x data (3) x expert (1) x context (1) x tensor (2) = 6 does not fill 4 ranks": Plan(data=3, tensor=2),
+    "4 heads cannot be split over tensor (3)": Plan(tensor=3),
+    "4 heads cannot be dealt out to tensor (2) x context (4)": Plan(tensor=2, context=4, context_kind="all_to_all"),
+    "2 layers cannot fill pipeline (4) x stages_per_rank (1) = 4 stages": Plan(pipeline=4),
+    "sequence_parallel splits what lies between tensor-parallel layers": Plan(data=4, sequence_parallel=True),
+    "expert=2 and the model has no mixtures": Plan(expert=2, data=2),
+    "use stage 1 with a pipeline": Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
+    "a pipeline would sum them": Plan(data=2, pipeline=2, sharding=Sharding(stage=2)),
+    "replicas=2": Plan(data=4, sharding=Sharding(stage=3, replicas=2)),
+    "offload='all'": Plan(data=4, sharding=Sharding(stage=3, offload="all")),
+    "unit_layers=2": Plan(data=4, sharding=Sharding(stage=3, unit_layers=2)),
+    "whole gradients": Plan(data=4, compression=Compression("top_k")),
+    "gradient_sync is 'flat'": Plan(data=4, gradient_sync="flat"),
+    "float16 needs a loss scaler": Plan(data=4, precision=Precision("float16")),
+    "precision computes in bfloat16: pass a model in float32": Plan(data=4, precision=Precision("bfloat16")),
+    "precision computes in float32 and the model is torch.float64": Plan(data=4, precision=Precision("float32")),
+    "plan is a dict": {"data": 4},
+}
+
+
+def test_rules_name_what_does_not_fit():
+    for expected, plan in REFUSED.items():
+        world_size = 4 if "does not fill" in expected or not isinstance(plan, Plan) else plan.world_size
+        found = problem_of(plan, make_model(0), ("pipeline", "data", "expert", "context", "tensor"), world_size)
+        assert expected in found
+    experts = make_model(0, experts=3)
+    order = ("data", "expert", "context", "tensor", "pipeline")
+    assert "experts have other copies" in problem_of(Plan(expert=2, sharding=Sharding(stage=3)), experts, order, 2)
+    assert problem_of(Plan(expert=2), experts, order, 2) == "", "a number of ranks need not divide the experts"
+    assert "name each of" in problem_of(Plan(), make_model(0), ("data", "tensor"), 1)
+    assert "no mixtures" in problem_of_balance(0.1, make_model(0))
+    assert "balance is -1" in problem_of_balance(-1, experts)
+    assert problem_of_balance(0.1, experts) == ""
+    assert "a Linear" in problem_of(Plan(), nn.Linear(2, 2), order, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape", "expected"),
+    [
+        (Plan(data=2, num_microbatches=3), (8, 8), "a batch of 8 cannot be cut evenly into data (2) x expert (1) x"),
+        (Plan(context=2), (8, 6), "a sequence of 6 cannot be cut evenly over context (2); use a multiple of 4"),
+        (Plan(tensor=4, sequence_parallel=True), (8, 6), "tensor (4) with sequence_parallel; use a multiple of 4"),
+        (Plan(), (8, 12), "12 tokens do not fit a context of 11"),
+        (Plan(), (0, 8), "a batch of 0"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_named(plan, shape, expected):
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    assert expected in problem_of_batch(plan, tokens, tokens, CONFIG.context)
+    assert "as many of both" in problem_of_batch(plan, tokens, tokens[:, 1:], CONFIG.context)
+    assert "pass tokens" in problem_of_batch(plan, tokens.double(), tokens, CONFIG.context)
+
+
+def message(function, kind=ValueError):
+    with pytest.raises(kind) as found:
+        function()
+    return str(found.value)
+
+
+def refusals():
+    """Run on each rank: what it is told."""
+    rank = dist.get_rank()
+    small = GPT(GPTConfig(vocab_size=5, context=4, num_layers=2, num_heads=2, hidden_size=4))
+    hybrid = make_hybrid(Plan(data=2, tensor=2))
+    inputs, targets = batch_of(0)
+    before = hybrid.full_state_dict()
+    told = {
+        "another plan": message(lambda: make_hybrid(Plan(data=4) if rank == 1 else Plan(data=2, tensor=2))),
+        "another model": message(
+            lambda: Hybrid(small if rank == 2 else make_model(0), Plan(data=4), OPTIMIZERS["sgd"])
+        ),
+        "world": message(lambda: make_hybrid(Plan(data=2))),
+        "rules": message(lambda: make_hybrid(Plan(pipeline=4))),
+        "another batch": message(lambda: hybrid.step(inputs + (rank == 3), targets)),
+        "a short batch": message(lambda: hybrid.step(inputs[: BATCH - (rank == 3)], targets[: BATCH - (rank == 3)])),
+        "no batch": message(lambda: hybrid.step(inputs[:3], targets[:3])),
+        "a norm": message(lambda: hybrid.clip_gradients_(0.0)),
+        "a state": message(lambda: hybrid.load_full_state_dict({**before, "more": inputs})),
+    }
+    for stage in hybrid.stages.values():
+        for parameter in stage.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan if rank == 1 else 1.0)
+    told["not finite"] = message(lambda: hybrid.clip_gradients_(1.0), NotFiniteError)
+    hybrid.zero_grad()
+    hook = first_norm(hybrid).weight.register_hook(lambda gradient: gradient * (torch.inf if rank == 2 else 1.0))
+    told["infinite"] = message(lambda: hybrid.step(inputs, targets), NotFiniteError)
+    hook.remove()
+    assert difference(before, hybrid.full_state_dict()) == 0.0, "nothing has changed"
+    hybrid.zero_grad()
+    loss = hybrid.step(inputs, targets).item()
+    hybrid.close()
+    told["closed"] = message(lambda: hybrid.step(inputs, targets))
+    return told, loss
+
+
+def test_all_ranks_hear_what_is_wrong_and_go_on(ranks):
+    results = ranks(4).run(refusals)
+    for told, loss in results:
+        assert told == results[0][0], "the same on every rank"
+        assert loss == pytest.approx(train_alone(steps=1)[1][0], abs=1e-12)
+    told = results[0][0]
+    assert "rank 1 has" in told["another plan"]
+    assert "rank 2 has" in told["another model"]
+    assert "= 2 does not fill 4 ranks" in told["world"]
+    assert "2 layers cannot fill" in told["rules"]
+    assert "rank 3 has" in told["another batch"]
+    assert "rank 3 has" in told["a short batch"]
+    assert "a batch of 3 cannot be cut" in told["no batch"]
+    assert "max_norm is 0.0" in told["a norm"]
+    assert "more is [8, 8] in the state and nothing in the model" in told["a state"]
+    assert "(rank 1)" in told["not finite"]
+    assert "rank 2" in told["infinite"]
+    assert "attention_norm.weight" in told["infinite"]
+    assert "been closed" in told["closed"]
+
+
+def raise_now(*_):
+    raise ArithmeticError("no such number")
+
+
+def first_norm(hybrid):
+    return next(m for stage in hybrid.stages.values() for m in stage.modules() if isinstance(m, nn.LayerNorm))
+
+
+def fail_between_layers(plan, num_good):
+    """Run on each rank: rank 1 raises in a step after some good ones; all hear of it and go on."""
+    hybrid = make_hybrid(plan)
+    losses = [hybrid.train_step(*batch_of(step)).item() for step in range(num_good)]
+    hook = None
+    if dist.get_rank() == 1:
+        hook = first_norm(hybrid).register_forward_pre_hook(raise_now)
+    told = message(lambda: hybrid.train_step(*batch_of(0)), RuntimeError)
+    if hook is not None:
+        hook.remove()
+    losses += [hybrid.train_step(*batch_of(step)).item() for step in range(num_good, 3)]
+    state = hybrid.full_state_dict()
+    hybrid.close()
+    return told, losses, state
+
+
+def test_a_rank_that_raises_between_layers_is_named_and_training_goes_on(ranks):
+    pipelines = Plan(data=2, pipeline=2, num_microbatches=2)
+    sharded = Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=1))
+    cases = [(Plan(data=4), 0), (pipelines, 0), (pipelines, 1), (sharded, 1)]
+    results = ranks(4).run(lambda: [fail_between_layers(*case) for case in cases])
+    for found in results:
+        for (told, losses, state), first in zip(found, results[0], strict=True):
+            assert "ArithmeticError: no such number" in told
+            assert "zero_grad() to go on" in told
+            assert (told, losses) == first[:2]
+            assert difference(state, first[2]) == 0.0, "ranks still agree"
+            assert losses[:1] == pytest.approx(train_alone(steps=1)[1], abs=1e-12), "nothing was updated before"
+
+
+def fail_inside(plan, num_good, part):
+    """Run on each rank: rank 1 raises where others wait for it inside of a layer."""
+    hybrid = make_hybrid(plan)
+    for step in range(num_good):
+        hybrid.train_step(*batch_of(step))
+    norm = first_norm(hybrid)
+    if dist.get_rank() == 1 and part == "forward":
+        norm.register_forward_pre_hook(raise_now)
+    elif dist.get_rank() == 1:
+        norm.weight.register_hook(raise_now)
+    hybrid.train_step(*batch_of(num_good))
+
+
+STAGES = Plan(tensor=2, pipeline=2, num_microbatches=2)
+INSIDE = {
+    "t": (Plan(tensor=2), 1, "forward"),
+    "t x p, before the first step": (STAGES, 0, "forward"),
+    "t x p, backward": (STAGES, 1, "backward"),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_a_rank_that_raises_inside_of_a_layer_ends_all_with_its_error(ranks, case):
+    plan, *rest = INSIDE[case]
+    with pytest.raises(RankError, match="rank 1: the step failed: ArithmeticError: no such number"):
+        ranks(plan.world_size).run(fail_inside, plan, *rest)

@@ -1,0 +1,98 @@
+"""What a mesh saves: whole, it goes into any other plan and one process; in parts, training goes on bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybrid_gpt import batch_of, difference, make_hybrid, make_model, train_alone
+
+from distlab.checkpoint import load, save
+from distlab.hybrid import Hybrid
+from distlab.plan import Plan, Precision, Sharding
+
+RESUMED = {
+    "data x pipeline": (Plan(data=2, pipeline=2, num_microbatches=2), {}),
+    "expert x tensor, in shards": (Plan(expert=2, tensor=2, sharding=Sharding(stage=1)), {"experts": 3}),
+    "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3)), {}),
+}
+
+
+def steps_of(hybrid, steps):
+    return [hybrid.train_step(*batch_of(step), max_norm=0.5).item() for step in steps]
+
+
+def save_and_go_on(folder, name):
+    """Run on each rank: train, save, train on; then resume another mesh, whose weights are others, and do the same."""
+    plan, options = RESUMED[name]
+    first = make_hybrid(plan, "adam", **options)
+    steps_of(first, range(2))
+    save(f"{folder}/{name}", 2, parts={"training": first})
+    losses = steps_of(first, range(2, 4))
+    state = first.full_state_dict()
+    first.close()
+    second = make_hybrid(plan, "adam", **options)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1.0)
+    load(f"{folder}/{name}", parts={"training": second})
+    again = steps_of(second, range(2, 4))
+    found = second.full_state_dict()
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="the rank's place is"):
+            second.check_shards([{**second.shard_state(), "place": {**second._place(), "the rank's place": "there"}}])
+        with pytest.raises(ValueError, match="saved by 2 ranks"):
+            second.check_shards([second.shard_state()] * 2)
+    second.close()
+    return losses, again, state, found
+
+
+def test_training_goes_on_bit_for_bit(ranks, tmp_path):
+    results = ranks(4).run(lambda: {name: save_and_go_on(tmp_path, name) for name in RESUMED})
+    for name in RESUMED:
+        for losses, again, state, found in (result[name] for result in results):
+            assert losses == again, name
+            assert difference(state, found) == 0.0, name
+
+
+def carry(state, plans):
+    """Run on each rank: load a whole state into one plan, and what that saves into the next."""
+    for plan in plans:
+        hybrid = make_hybrid(plan, experts=3)
+        hybrid.load_full_state_dict(state)
+        state = hybrid.full_state_dict()
+        loss = hybrid.step(*batch_of(0)).item()
+        hybrid.close()
+    return state, loss
+
+
+def test_a_whole_state_goes_from_plan_to_plan_and_back(ranks):
+    model = make_model(7, experts=3)
+    expected = model.loss(model(batch_of(0)[0]), batch_of(0)[1]).item()
+    plans = [
+        Plan(expert=2, pipeline=2, num_microbatches=2),
+        Plan(data=2, tensor=2, sharding=Sharding(stage=3)),
+        Plan(expert=4, sharding=Sharding(stage=2)),
+    ]
+    for state, loss in ranks(4).run(carry, model.state_dict(), plans):
+        assert list(state) == list(model.state_dict()), "the names of one process, in its order"
+        assert difference(state, model.state_dict()) == 0.0
+        assert loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_half_precision_keeps_weights_and_gradients_whole(ranks):
+    def run():
+        losses = {}
+        for name, plan in {
+            "pipeline": Plan(tensor=2, pipeline=2, precision=Precision("bfloat16"), num_microbatches=2),
+            "sharded": Plan(data=2, tensor=2, precision=Precision("bfloat16"), sharding=Sharding(stage=3)),
+        }.items():
+            model = make_model(dist.get_rank()).float()
+            hybrid = Hybrid(model, plan, lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9))
+            losses[name] = [hybrid.train_step(*batch_of(step)).item() for step in range(3)]
+            assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
+            hybrid.close()
+        return losses
+
+    for found in ranks(4).run(run):
+        for losses in found.values():
+            assert losses == pytest.approx(train_alone()[1], rel=0.02)
+            assert losses != pytest.approx(train_alone()[1], rel=1e-6), "nothing was rounded"

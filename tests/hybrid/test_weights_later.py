@@ -1,0 +1,141 @@
+"""I and W of tensor-parallel layers: W is later, sends nothing, and the sums are those of one backward pass."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from hybrid_gpt import UNTIED, assert_equal_to_one_process, batch_of, make_hybrid, make_model, train, train_alone
+from torch import nn
+
+from distlab.comm.recorder import recorded
+from distlab.pipeline.backward import prepare_split
+from distlab.plan import Plan
+from distlab.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear, parallelize
+
+LATER = {"pipeline": 2, "tensor": 2, "num_microbatches": 4, "schedule": "zb_h1"}
+
+
+def bytes_of(function):
+    """Run a function; return what it returned, and how many calls it made and bytes it sent."""
+    with recorded() as seen:
+        made = function()
+    rank = dist.get_rank()
+    return made, (seen.records.rank(rank).num_calls(), seen.records.ring_equivalent_bytes(rank))
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def parts_of_backward(sequence_parallel, tied):
+    """Run on each rank: one backward pass whole, and one in parts; what each found and sent."""
+    torch.manual_seed(0)
+    model = parallelize(make_model(0, **({} if tied else {"config": UNTIED})), sequence_parallel=sequence_parallel)
+    inputs, targets = batch_of(0)
+    loss = model.loss(model(inputs), targets)
+    _, whole_sent = bytes_of(loss.backward)
+    whole = gradients(model)
+    model.zero_grad()
+    split = prepare_split(model)
+    loss = model.loss(model(inputs), targets)
+    work, sent = bytes_of(lambda: split.input_gradient([loss], [None]))
+    between = gradients(model)
+    _, later_sent = bytes_of(lambda: split.weight_gradient(work))
+    after, report = gradients(model), split.report
+    split.close()
+    return whole, between, after, report, (whole_sent, sent, later_sent)
+
+
+def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing(ranks):
+    cases = [(False, True), (True, False)]
+    for found in ranks(2).run(lambda: [parts_of_backward(*case) for case in cases]):
+        for (sequence_parallel, _), (whole, between, after, report, sent) in zip(cases, found, strict=True):
+            whole_sent, i_sent, w_sent = sent
+            assert i_sent == whole_sent
+            assert i_sent[0] > 0
+            assert w_sent == (0, 0), "W sends nothing"
+            assert report.deferred_elements / report.num_elements > (0.9 if sequence_parallel else 0.94)
+            reasons = {name: why for name, why in report.kept if "norm" not in name}
+            assert reasons == (
+                {"position_embedding": "SequenceParallelPositions has no rule"} if sequence_parallel else {}
+            )
+            for name, gradient in whole.items():
+                waits = name.rpartition(".")[0] in report.deferred
+                if gradient is None:
+                    assert after[name] is None, name
+                    continue
+                assert (between[name] is None) == waits, name
+                assert (after[name] - gradient).abs().max() <= 1e-12, name
+
+
+def test_a_layer_that_nobody_calls_has_no_rule(ranks):
+    def report():
+        torch.manual_seed(0)
+        attention = ParallelAttention(nn.Linear(8, 8 + 4), nn.Linear(8, 8), 4, num_key_value_heads=1)
+        return prepare_split(attention).report
+
+    for found in ranks(2).run(report):
+        assert found.deferred == ("output",)
+        assert dict(found.kept).keys() == {"query_key_value.query", "query_key_value.key_value"}
+
+
+def test_layers_alone_equal_their_own_backward(ranks):
+    """With the output joined, with a bias on one rank alone, without one, with a frozen weight."""
+
+    def both():
+        torch.manual_seed(0)
+        column = ColumnParallelLinear.from_full(nn.Linear(6, 8), join_output=True)
+        frozen = RowParallelLinear.from_full(nn.Linear(8, 6).requires_grad_(False))
+        frozen.bias.requires_grad_(True)
+        made = []
+        for layer in (
+            column.double(),
+            frozen.double(),
+            RowParallelLinear.from_full(nn.Linear(8, 6, bias=False).double()),
+        ):
+            other = copy.copy(layer)
+            x = torch.randn(5, 6 if layer is column else 4, dtype=torch.float64)
+            leaves = [x.clone().requires_grad_() for _ in range(2)]
+            y = other(leaves[0])
+            y.square().sum().backward()
+            expected = gradients(layer)
+            layer.zero_grad()
+            split = prepare_split(layer)
+            y = layer(leaves[1])
+            split.full_backward([y], [2 * y.detach()])
+            made.append((leaves[0].grad, leaves[1].grad, expected, gradients(layer)))
+        return made
+
+    for found in ranks(2).run(both):
+        for x, same_x, expected, grads in found:
+            assert (x - same_x).abs().max() <= 1e-12
+            for name, gradient in expected.items():
+                assert (gradient is None) == (grads[name] is None), name
+                assert gradient is None or (gradient - grads[name]).abs().max() <= 1e-12, name
+
+
+def trained(sequence_parallel, schedule):
+    """Run on each rank: ten updates, and how many of the weights waited."""
+    stages_per_rank = 2 if schedule == "zb_v" else 1
+    more = {"schedule": schedule, "stages_per_rank": stages_per_rank, "sequence_parallel": sequence_parallel}
+    plan = Plan(**LATER | more)
+    config = {"config": UNTIED} if sequence_parallel else {}
+    hybrid = make_hybrid(plan, **config)
+    hybrid.step(*batch_of(0))
+    kinds = "".join(action.kind for action in hybrid.pipeline.order)
+    shares = [report.deferred_elements / report.num_elements for report in hybrid.pipeline.splits.values()]
+    hybrid.close()
+    return train(plan, steps=10, **config), kinds, shares
+
+
+def test_zero_bubble_with_tensor_ranks_equals_one_process(ranks):
+    cases = [(False, "zb_h1"), (True, "zb_h1")]
+    results = ranks(4).run(lambda: [trained(*case) for case in cases])
+    for index, (sequence_parallel, schedule) in enumerate(cases):
+        alone = train_alone(steps=10, **({"config": UNTIED} if sequence_parallel else {}))
+        assert_equal_to_one_process([found[index][0] for found in results], alone, schedule)
+        for _, kinds, shares in (found[index] for found in results):
+            assert "B" not in kinds
+            assert kinds.count("I") == kinds.count("W") == LATER["num_microbatches"]
+            assert min(shares) > 0.8
+        assert any("IF" in kinds for _, kinds, _ in (found[index] for found in results)), "a W let others go first"
