@@ -1,10 +1,17 @@
-"""How far the simulator's prediction of a step is from the measured one: accumulation, compression, sharding.
+"""How far the simulator's prediction of a step is from the measured one: data parallel in many forms, and all layouts.
 
 The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
 machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
 repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
 than the model's; each round of a sharded run times gathers and scatters; each round of a pipeline times messages and
-two pipelines of other models. The plain step of the same model is in benchmarks/tour.py.
+two pipelines of other models; each round of any other layout times its calls on the groups of its mesh and two models
+of other sizes by the same plan. Eight ranks share two cores: what is predicted for them is the sum of what all ranks
+compute and send over the cores, and not when each of them waits. The plain step of the same model is in
+benchmarks/tour.py.
+
+    python benchmarks/predicted.py              # all rows: about 25 minutes
+    python benchmarks/predicted.py --layouts    # those of tensor, context, expert and hybrid parallelism alone
+    python benchmarks/predicted.py --quick      # two windows each: shows that it runs
 """
 
 from __future__ import annotations
@@ -17,11 +24,14 @@ from statistics import median
 
 from distlab.cli.tour import prepare
 from distlab.comm import run
+from distlab.measure.layouts import LayoutTraining, run_layout
 from distlab.measure.pipeline import PipelineTraining, run_pipeline
 from distlab.measure.ratio import Row, format_rows, median_interval
 from distlab.measure.training import RankReport, Training, train, windows_of
 from distlab.measure.windows import Window, judge
+from distlab.models import GPTConfig
 from distlab.plan.compression import Compression
+from distlab.plan.records import Plan
 from distlab.plan.sharding import Sharding
 
 BAR = 0.10
@@ -36,7 +46,19 @@ CASES = (
     ("all sharded by blocks (FSDP)", {"sharding": Sharding(3)}),
     ("FSDP, parameters kept after forward", {"sharding": Sharding(3, reshard_after_forward=False)}),
 )
+LONG = GPTConfig(context=256, num_layers=4, num_heads=4, hidden_size=128, tied=False)
 PIPELINES = (("GPipe", "gpipe"), ("1F1B", "one_f_one_b"), ("ZB-H1", "zb_h1"))
+LAYOUTS = (
+    ("tensor parallel", LayoutTraining(plan=Plan(tensor=2))),
+    ("tensor and sequence parallel", LayoutTraining(plan=Plan(tensor=2, sequence_parallel=True))),
+    ("context parallel by a ring", LayoutTraining(model=LONG, plan=Plan(context=2), batch_size=4)),
+    ("context parallel by all-to-all", LayoutTraining(LONG, Plan(context=2, context_kind="all_to_all"), batch_size=4)),
+    ("4 experts a block, 2 on each rank", LayoutTraining(plan=Plan(expert=2), num_experts=4)),
+    (
+        "data x tensor x pipeline, 2 of each",
+        LayoutTraining(plan=Plan(data=2, tensor=2, pipeline=2, num_microbatches=2)),
+    ),
+)
 REPLAY_BAR = 0.03
 
 
@@ -75,14 +97,22 @@ def rows(quick: bool = False) -> Iterator[Row]:
             holds=median(errors) <= REPLAY_BAR,
             note=f"{len(errors)} steps on {NUM_RANKS} ranks, the worst off by {max(errors):.1%}",
         )
+    yield from layout_rows(quick)
 
 
-def _row(words: str, windows: Sequence[Window]) -> Row:
+def layout_rows(quick: bool = False) -> Iterator[Row]:
+    """Yield the error of the prediction for each layout."""
+    for words, layout in LAYOUTS:
+        timed = replace(layout, num_windows=2 if quick else 14, budget_s=10.0 if quick else 80.0)
+        yield _row(words, run_layout(timed).windows, layout.plan.world_size)
+
+
+def _row(words: str, windows: Sequence[Window], num_ranks: int = NUM_RANKS) -> Row:
     verdict = judge(windows, bar=BAR)
     errors = [abs(window.error) for window in windows if window.calm]
     middle = verdict.median_error
     return Row(
-        claim=f"step of the small GPT on {NUM_RANKS} ranks, {words}: predicted against measured (median error)",
+        claim=f"step of the small GPT on {num_ranks} ranks, {words}: predicted against measured (median error)",
         ours=middle,
         peer=None,
         ratio=None,
@@ -95,4 +125,6 @@ def _row(words: str, windows: Sequence[Window]) -> Row:
 
 
 if __name__ == "__main__":
-    print(format_rows(list(rows(quick="--quick" in sys.argv))))
+    chosen = layout_rows if "--layouts" in sys.argv else rows
+    for row in chosen("--quick" in sys.argv):
+        print(format_rows([row]), flush=True)

@@ -22,7 +22,7 @@ from distlab.measure.programs import Program, sharded_program
 from distlab.measure.workload import workload_from_module
 from distlab.plan.records import Plan, Workload
 from distlab.plan.sharding import Sharding
-from simulator import Step, simulate
+from simulator import Measured, Step, simulate
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPEATS = 4
@@ -60,7 +60,7 @@ class BusyRanks:
                 data=num_ranks, sharding=self.sharding, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=FIRST_BUCKET_BYTES
             )
             cluster = fit_cluster(measured, num_ranks)
-            step = simulate(pair.workload, cluster, plan, links=links_of(calls, num_ranks))
+            step = simulate(pair.workload, cluster, plan, measured=Measured(links=links_of(calls, num_ranks)))
             alone = simulate(pair.workload, cluster, Plan())
             totals += shared_out(extra - np.subtract(phases(step), phases(alone)), step)
         seconds = totals[:, 0] / np.maximum(totals[:, 1], 1)

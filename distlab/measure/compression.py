@@ -22,7 +22,7 @@ from distlab.measure.calibrate import now
 from distlab.plan.compression import Compression, exchanges
 from distlab.plan.records import Cluster
 from simulator.codec import MeasuredCodec
-from simulator.syncs import Group
+from simulator.groups import Group
 from simulator.units import to_s
 
 COLUMNS = 256

@@ -28,7 +28,7 @@ from distlab.plan.compression import Compression
 from distlab.plan.records import Plan, Work, Workload
 from distlab.plan.sharding import Sharding
 from distlab.trace import SpanWriter, Trace
-from simulator import Step, simulate
+from simulator import Measured, Step, simulate
 from simulator.codec import MeasuredCodec
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -245,8 +245,8 @@ def predict(
         compression=training.compression,
         sharding=training.sharding,
     )
-    links = None if calls is None else links_of(calls, num_ranks)
-    return simulate(workload, fit_cluster(measured, num_ranks), plan, codec=codec, links=links)
+    apart = Measured(codec, {} if calls is None else links_of(calls, num_ranks))
+    return simulate(workload, fit_cluster(measured, num_ranks), plan, measured=apart)
 
 
 @contextlib.contextmanager

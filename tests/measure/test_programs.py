@@ -16,7 +16,7 @@ from distlab.measure.training import Training, train
 from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Plan
 from distlab.plan.sharding import Sharding
-from simulator import simulate
+from simulator import Measured, simulate
 from simulator.cost import all_gather_s, message_s
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
@@ -57,7 +57,7 @@ def test_all_programs_train_the_same_model(ranks):
             assert min(part) > 0
         assert beside == ()
         links = links_of(times, 2)
-        step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), links=links)
+        step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), measured=Measured(links=links))
         assert {"start unit 1", "sum unit 1"} <= {span.name for span in spans_of(step, "compute")}
 
 
@@ -87,7 +87,7 @@ def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(
     times = CallTimes(*[tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)] * 5)
     plan = Plan(data=2, sharding=sharding, bucket_bytes=4000, first_bucket_bytes=1000)
     alone, busy = (
-        simulate(workload_of([1, 1, 1], [500] * 3), cluster_of(2), plan, links=links_of(each, 2))
+        simulate(workload_of([1, 1, 1], [500] * 3), cluster_of(2), plan, measured=Measured(links=links_of(each, 2)))
         for each in (times, replace(times, beside=(0.02, 0.05)))
     )
     gathers, scatters = shared_out(np.subtract(phases(busy), phases(alone)), alone)

@@ -1,0 +1,205 @@
+"""Layouts measured and predicted: what is counted of a model, which calls are timed, and a run on real ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distlab.measure.layout_calibrate import REFERENCES, reference_sizes
+from distlab.measure.layout_calls import MESSAGE_BYTES, calls_of, layout_links, steps_of
+from distlab.measure.layout_predict import LayoutRound, num_blocks, predict_layout, predicted_step_s
+from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
+from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.models import GPTConfig
+from distlab.plan.records import Contention, Plan, Work
+from distlab.plan.sharding import Sharding
+from distlab.tensor_parallel import parallelize, splits_of
+from simulator.cost import steps_s
+
+SMALL = GPTConfig(context=16, num_layers=2, num_heads=4, hidden_size=32, tied=False)
+B, S, H, V, L = 4, SMALL.context, SMALL.hidden_size, SMALL.vocab_size, SMALL.num_layers
+WORKS = ("forward", "input_gradient", "weight_gradient")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads for models this small only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def total(parts, name):
+    return sum((getattr(part, name) for part in parts), Work())
+
+
+def made_up_round(plan):
+    """A round as of a machine of 1e9 FLOP/s whose every call takes 1 ms and 1 ns a byte."""
+    from distlab.measure.calibrate import Observation, Round
+
+    works = (Work(1e9, 0.0, 10), Work(0.0, 1e9, 20), Work(1e8, 1e8, 1000))
+    seconds = [work.matmul_flops / 1e9 + work.memory_bytes / 1e10 + work.num_kernels * 1e-6 for work in works]
+    seen = tuple(Observation("made up", work, each) for work, each in zip(works, seconds, strict=True))
+    compute = Round(seen, (1e-3, 1.1e-3, 2e-3, 4e-3, 1.4e-2), Contention())
+    return LayoutRound(compute, {kind: tuple(1e-3 + 1e-9 * size for size in MESSAGE_BYTES) for kind in calls_of(plan)})
+
+
+def test_regions_are_exactly_the_products_between_norms():
+    counted = count_gpt(SMALL, B)
+    blocks = [layer for layer in counted.layers if layer.name.startswith("blocks.")]
+    assert len(blocks) == L
+    for block in blocks:
+        attention, feed_forward = block.regions
+        products, scores = B * S * H * H, B * S * S * H
+        found = [[getattr(region, name).matmul_flops for name in WORKS] for region in block.regions]
+        assert found[0] == [8 * products + 4 * scores, 8 * products + 10 * scores, 8 * products]
+        assert found[1] == [16 * products] * 3
+        assert (
+            attention.beside.matmul_flops == 6 * products
+        )  # the first product's weights, while its input's sum travels
+        assert feed_forward.beside.matmul_flops == 8 * products
+        assert attention.attention.forward.matmul_flops == 4 * scores
+        for name in WORKS:  # norms and sums are left, and no product
+            rest = getattr(block, name).without(total(block.regions, name))
+            assert rest.matmul_flops == 0
+            assert rest.num_kernels > 0
+        assert {region.input_bytes for region in block.regions} == {region.output_bytes for region in block.regions}
+        assert attention.input_bytes == 4 * B * S * H
+
+
+def test_stages_have_the_whole_model_between_them():
+    counted = count_gpt(SMALL, B)
+    stages = merge_stages(counted, 2)
+    assert [num_blocks(stage) for stage in stages.layers] == [1, 1]
+    assert stages.num_parameters == counted.num_parameters
+    for name in WORKS:
+        assert total(stages.layers, name) == total(counted.layers, name)
+    assert stages.layers[0].output_bytes == 4 * B * S * H  # what one stage hands to the next
+    assert merge_stages(counted, 1) is counted
+    with pytest.raises(ValueError, match="stages with experts"):
+        merge_stages(count_gpt(SMALL, B, num_experts=2), 2)
+
+
+def test_experts_are_counted_apart_from_what_chooses_them():
+    counted = count_gpt(SMALL, B, num_experts=4, top_k=2)
+    for layer in counted.layers:
+        assert (layer.experts is not None) == layer.name.startswith("blocks.")
+        if layer.experts is not None:
+            rows = 2 * B * S
+            assert layer.experts.forward.matmul_flops == layer.experts.weight_gradient.matmul_flops == 16 * rows * H * H
+            assert layer.experts.row_bytes == 4 * rows * H
+            assert layer.expert_parameters == 4 * (8 * H * H + 5 * H)
+            left = layer.forward.without(layer.experts.forward).without(layer.regions[0].forward)
+            assert left.matmul_flops == 2 * B * S * H * 4  # the router
+
+
+def test_calls_are_those_of_the_plan():
+    everything = Plan(data=2, tensor=2, context=2, pipeline=2, expert=2, num_microbatches=2, context_kind="all_to_all")
+    assert calls_of(Plan()) == {}
+    assert calls_of(Plan(tensor=2, data=4)) == {"all_reduce": ("data",)}  # where most ranks are
+    assert calls_of(everything) == {
+        "all_reduce": ("tensor", "context", "expert", "data"),
+        "all_to_all": ("context", "expert"),
+        "send": ("pipeline",),
+    }
+    halves = {"all_gather", "reduce_scatter", "all_reduce"}
+    assert (
+        set(calls_of(Plan(tensor=2, sequence_parallel=True)))
+        == set(calls_of(Plan(data=2, sharding=Sharding(1))))
+        == halves
+    )
+    plan = Plan(tensor=4, sequence_parallel=True)
+    for kind, link in layout_links(made_up_round(plan).calls, plan).items():
+        assert steps_s(1e6, steps_of(kind, 4), link) == pytest.approx(1e-3 + 1e-3, rel=1e-6)  # as measured
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_predicted_bytes_are_those_that_ranks_send(sequence):
+    plan = Plan(tensor=2, sequence_parallel=sequence)
+    step = predict_layout(count_gpt(SMALL, B), made_up_round(plan), plan)
+    wanted = (
+        8 * B * S * H * L + 4 * B * S * H + 6 * B * S
+    )  # the Cost of parallelize, which its tests hold against ranks
+    wanted += sequence * (2 * (4 * L + 2) * H + S * H)
+    assert step.sent_bytes_by_axis["tensor"] == pytest.approx(4 * wanted * (2 - 1) / 2)
+
+
+def test_a_pass_costs_what_was_measured_beside_its_work():
+    for plan in (Plan(tensor=2), Plan(tensor=2, sequence_parallel=True), Plan(context=2)):
+        counted, measured = count_gpt(SMALL, B), made_up_round(plan)
+        plain = predict_layout(counted, measured, plan)
+        more = predict_layout(counted, replace(measured, pass_s=0.01), plan)
+        assert more.duration_s - plain.duration_s == pytest.approx(2 * L * 0.01, rel=1e-6), plan
+
+
+def test_ranks_that_share_cores_fill_each_others_bubbles():
+    plan = Plan(pipeline=2, num_microbatches=2)
+    step = predict_layout(merge_stages(count_gpt(SMALL, B), 2), made_up_round(plan), plan)
+    assert step.bubble_fraction > 0.1
+    assert predicted_step_s(step, 2) == step.duration_s
+    busy = sum(span.end_ns - span.start_ns for span in step.trace if span.lane == "compute") / 2 / 1e9
+    assert predicted_step_s(step, 1) == pytest.approx(busy, rel=0.05)  # the mean over ranks, and some waiting
+
+
+TIMED = LayoutTraining(
+    SMALL,
+    Plan(tensor=2, sequence_parallel=True),
+    batch_size=B,
+    num_updates=2,
+    num_windows=1,
+    steps_a_window=2,
+    budget_s=0.0,
+)
+MIXED = replace(TIMED, plan=Plan(expert=2), num_experts=4, num_windows=0)
+
+
+def train_both():
+    model = parallelize(make_gpt(SMALL, 0))
+    parts = splits_of(model)
+    divided = 2 * sum(p.numel() for name, p in model.named_parameters() if name in parts)
+    return train_layout(TIMED), train_layout(MIXED).losses, divided
+
+
+def train_alone():
+    return [train_layout(replace(run, plan=Plan(), num_windows=0)).losses for run in (TIMED, MIXED)]
+
+
+def test_runs_on_two_ranks_are_timed_and_predicted(ranks):
+    alone = ranks(1).run(train_alone)[0]
+    results = ranks(2).run(train_both)
+    for report, mixed, divided in results:
+        assert report.losses == pytest.approx(alone[0], rel=1e-5)  # whatever the plan
+        assert mixed == pytest.approx(alone[1], rel=1e-5)
+        assert divided == sum(layer.tensor_parameters for layer in TIMED.count().layers)
+    first, second = reports = [report for report, _, _ in results]
+    assert first.rounds == second.rounds  # so that every rank predicts the same
+    assert len(first.rounds) == 2
+    assert first.measured_s == second.measured_s
+    assert set(first.rounds[0].calls) == {"all_gather", "reduce_scatter", "all_reduce"}
+    result = LayoutResult(TIMED, reports)
+    (window,) = result.windows
+    assert min(window.measured_s, window.predicted_s) > 0
+    assert result.verdict(bar=0.1).holds is None
+    assert result.predicted.exposed_by_axis["tensor"] > 0
+    for trace in (result.measured, result.predicted.trace):
+        kinds = [span.kind for span in sorted(trace, key=lambda span: span.start_ns) if span.lane == "compute"]
+        assert list(dict.fromkeys(kinds)) == ["F", "B", "optimizer"]
+    assert {span.rank for span in result.measured} == {0, 1}
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match="6 samples do not make 2 equal parts.*of 2 micro-batches"):
+        LayoutTraining(plan=Plan(data=2, num_microbatches=2), batch_size=6)
+    assert torch.equal(make_gpt(SMALL, 3).output.weight, make_gpt(SMALL, 3).output.weight)
+
+
+@pytest.mark.parametrize("plan", [Plan(tensor=3), Plan(tensor=6, context=5), Plan(tensor=4, context=3, pipeline=2)])
+def test_reference_models_can_be_split_by_any_plan(plan):
+    for reference in REFERENCES:
+        sizes = reference_sizes(reference, plan)
+        assert sizes.num_heads % (plan.tensor * plan.context) == 0
+        assert sizes.hidden_size % sizes.num_heads == 0
+        assert sizes.context % (2 * plan.context * plan.tensor if plan.context > 1 else plan.tensor) == 0
+        assert sizes.hidden_size >= reference.hidden_size
+        assert sizes.context >= reference.context
