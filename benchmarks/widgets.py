@@ -1,4 +1,4 @@
-"""How long a reader waits for a Panel, a Timeline, a panel of schedules: from key press to painted frame, in a browser.
+"""How long a reader waits for a Panel, a Timeline, schedules, degrees: from key press to painted frame, in a browser.
 
 The harness and the exact meaning of the times are those of the browser tests (tests/browser/speed.py). The browser is
 headless and paints without a GPU, so a frame costs more here than on a reader's screen.
@@ -32,11 +32,12 @@ def rows(quick: bool = False) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="distlab-widgets-") as folder:
         root = Path(folder) / "root"
         root.mkdir()
-        browser_lab.write_notebook(root / "speed.ipynb", [*speed.CELLS, *speed.SCHEDULES])
+        browser_lab.write_notebook(root / "speed.ipynb", [*speed.CELLS, *speed.SCHEDULES, *speed.DEGREES])
         with browser_lab.open_lab(root, "speed.ipynb", Path(folder)) as notebook:
             notebook.run_all()
             repeats = QUICK_REPEATS if quick else REPEATS
-            found = itertools.chain(speed.measure(notebook, repeats), speed.measure_schedules(notebook, repeats))
+            measures = (speed.measure, speed.measure_schedules, speed.measure_degrees)
+            found = itertools.chain.from_iterable(measure(notebook, repeats) for measure in measures)
             for claim, waits_s, bar_s in found:
                 slow = speed.slowdown(notebook)
                 note = f"headless Chromium, no GPU; other work made the kernel {slow:.1f} times slower"

@@ -1,9 +1,10 @@
 """Pictures of traces, plans, records and predictions; each with a text that says the same.
 
-Every picture is a pure function from a Trace (or recorded calls, or a cost model) to a matplotlib Figure, and has a
-`describe_` twin that returns its text for readers who cannot see it. `to_png` renders a figure; no window is ever
-opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`, `race_panel`, `bucket_panel`,
-`compression_panel`, `memory_panel`, `sharding_panel`, `schedule_panel`, `schedule_editor`), which need ipywidgets.
+Every picture is a pure function (`draw_timeline`, `mesh_figure`) from a Trace (or recorded calls, or a cost model) to a
+matplotlib Figure, and has a `describe_` twin that returns its text for readers who cannot see it. `to_png` renders a
+figure; no window is ever opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`,
+`race_panel`, `bucket_panel`, `compression_panel`, `memory_panel`, `sharding_panel`, `schedule_panel`,
+`schedule_editor`, `shards_panel`, `context_panel`, `degrees_panel`), which need ipywidgets.
 """
 
 from simulator.viz.bubbles import (
@@ -14,6 +15,8 @@ from simulator.viz.bubbles import (
 )
 from simulator.viz.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.compression import describe_compression, draw_compression
+from simulator.viz.context import context_figure, describe_context
+from simulator.viz.degrees import degrees_figure, describe_degrees
 from simulator.viz.fit_picture import describe_fit, draw_fit
 from simulator.viz.memory import describe_memory, draw_memory
 from simulator.viz.memory_compare import (
@@ -22,17 +25,23 @@ from simulator.viz.memory_compare import (
     draw_measured_memory,
     draw_memory_of_plans,
 )
+from simulator.viz.mesh import describe_mesh, mesh_figure
 from simulator.viz.messages import describe_message_diagram, draw_message_diagram
+from simulator.viz.mlp_shards import describe_mlp, mlp_figure
+from simulator.viz.placement import describe_placement, placement_figure
 from simulator.viz.race import describe_race, draw_race
 from simulator.viz.ring import draw_ring_steps
 from simulator.viz.ring_frame import describe_ring_frame, draw_ring_frame
 from simulator.viz.ring_record import RecordedCall, describe_ring_steps
+from simulator.viz.routing import describe_routing, routing_figure
 from simulator.viz.scaling import describe_scaling, draw_scaling
 from simulator.viz.schedule import describe_schedule, draw_schedule
 from simulator.viz.schedule_compare import describe_schedules, draw_schedules
 from simulator.viz.schedule_run import ScheduleRun, run_schedule
 from simulator.viz.schedule_sweep import sweep_memory, sweep_microbatches
+from simulator.viz.shard_parts import cut_weights
 from simulator.viz.sharding import describe_sharding, draw_sharding
+from simulator.viz.shards import describe_shards, shards_figure
 from simulator.viz.style import to_png
 from simulator.viz.timeline import describe_timeline, draw_timeline
 from simulator.viz.train_step import describe_train_step, draw_train_step, step_of
@@ -40,22 +49,32 @@ from simulator.viz.train_step import describe_train_step, draw_train_step, step_
 __all__ = [
     "RecordedCall",
     "ScheduleRun",
+    "context_figure",
+    "cut_weights",
+    "degrees_figure",
     "describe_bubbles",
     "describe_bucket_sweep",
     "describe_compression",
+    "describe_context",
+    "describe_degrees",
     "describe_fit",
     "describe_measured_memory",
     "describe_memory",
     "describe_memory_against_bubble",
     "describe_memory_of_plans",
+    "describe_mesh",
     "describe_message_diagram",
+    "describe_mlp",
+    "describe_placement",
     "describe_race",
     "describe_ring_frame",
     "describe_ring_steps",
+    "describe_routing",
     "describe_scaling",
     "describe_schedule",
     "describe_schedules",
     "describe_sharding",
+    "describe_shards",
     "describe_timeline",
     "describe_train_step",
     "draw_bubbles",
@@ -76,7 +95,12 @@ __all__ = [
     "draw_sharding",
     "draw_timeline",
     "draw_train_step",
+    "mesh_figure",
+    "mlp_figure",
+    "placement_figure",
+    "routing_figure",
     "run_schedule",
+    "shards_figure",
     "step_of",
     "sweep_memory",
     "sweep_microbatches",

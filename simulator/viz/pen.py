@@ -14,13 +14,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PathCollection, PolyCollection
 from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
-from simulator.viz.style import DPI, INK, SMALL_PT, TEXT_PT, LegendBox, text_colour
+from simulator.viz.style import DPI, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, new_figure, text_colour
 
 Colour = str | tuple[float, float, float]
 Point = tuple[float, float] | NDArray[np.float64]
@@ -57,11 +58,8 @@ class Pen:
 
     def arrow(self, start: Point, end: Point, colour: Colour, *, bend: float = 0.0, line: float = 3.0) -> None:
         """Draw an arrow; `bend` lifts its middle to the left of its way, as a share of its length."""
-        first, last = np.asarray(start, dtype=float), np.asarray(end, dtype=float)
-        along = last - first
-        control = (first + last) / 2 + bend * np.array([-along[1], along[0]])
-        share = np.linspace(0.0, 1.0, 21 if bend else 2)[:, None]
-        curve = (1 - share) ** 2 * first + 2 * share * (1 - share) * control + share**2 * last
+        curve, control = _bent(start, end, bend)
+        last = curve[-1].copy()
         ahead = last - control
         ahead = ahead / max(float(np.hypot(*ahead)), 1e-12)
         aside = np.array([-ahead[1], ahead[0]])
@@ -70,6 +68,10 @@ class Pen:
         curve[-1] -= 0.6 * long * ahead
         self._lines.append((curve, to_rgba(colour), line))
         self._heads.append((head, to_rgba(colour)))
+
+    def line(self, start: Point, end: Point, colour: Colour, *, bend: float = 0.0, line: float = 2.0) -> None:
+        """Draw a line without a head; `bend` as of an arrow."""
+        self._lines.append((_bent(start, end, bend)[0], to_rgba(colour), line))
 
     def words(
         self,
@@ -116,7 +118,9 @@ class Pen:
             axes.add_collection(PolyCollection(self._corners, gid="boxes", **look), **own)
         if self._lines:
             curves, colours, widths = zip(*self._lines, strict=True)
-            axes.add_collection(LineCollection(curves, colors=colours, linewidths=widths, zorder=2.5), **own)
+            lines_of = LineCollection(curves, colors=colours, linewidths=widths, zorder=2.5, gid="lines")
+            axes.add_collection(lines_of, **own)
+        if self._heads:
             heads, fills = zip(*self._heads, strict=True)
             look = {"facecolors": fills, "linewidths": 0, "zorder": 2.6}
             axes.add_collection(PolyCollection(heads, gid="arrows", **look), **own)
@@ -134,18 +138,49 @@ class Pen:
             axes.add_collection(letters, **own)
 
 
+def sheet(height_in: float) -> tuple[Figure, Pen]:
+    """Make an empty figure, and a pen on axes that cover it and whose unit is the inch."""
+    figure = new_figure(height_in)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, WIDTH_IN)
+    axes.set_ylim(0, height_in)
+    axes.set_axis_off()
+    return figure, Pen(axes)
+
+
+def _bent(start: Point, end: Point, bend: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return a straight or bent line, and the point that it bends towards: its middle, where it is straight."""
+    first, last = np.asarray(start, dtype=float), np.asarray(end, dtype=float)
+    along = last - first
+    control = (first + last) / 2 + bend * np.array([-along[1], along[0]])
+    share = np.linspace(0.0, 1.0, 21 if bend else 2)[:, None]
+    return (1 - share) ** 2 * first + 2 * share * (1 - share) * control + share**2 * last, control
+
+
 @lru_cache(maxsize=4096)
 def outline_of(text: str, size: float, bold: bool, side: str) -> Path:
     """Return the outlines of a text's letters in points, around the point where it is to stand."""
-    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=size)
-    path = TextPath((0, 0), text, prop=font)
-    box = path.get_extents()
+    outline, left, wide = _laid_out(text, bold)
     middle = 0.36 * size  # half the height of a capital: lines of text stand level, whatever their letters
-    shift = -(box.x0 + _SIDES[side] * box.width)
-    return Path(path.vertices + np.array([shift, -middle]), path.codes)
+    shift = -(left + _SIDES[side] * wide) * size
+    return Path(np.asarray(outline.vertices) * size + np.array([shift, -middle]), outline.codes)
+
+
+def width_in(text: str, size: float, bold: bool = False) -> float:
+    """Return how wide a text is, in inches."""
+    return _laid_out(text, bold)[2] * size / 72 if text.strip() else 0.0
 
 
 @lru_cache(maxsize=4096)
-def width_in(text: str, size: float, bold: bool = False) -> float:
-    """Return how wide a text is, in inches."""
-    return float(outline_of(text, size, bold, "left").get_extents().width) / 72 if text.strip() else 0.0
+def _laid_out(text: str, bold: bool) -> tuple[Path, float, float]:
+    """Return a text's outlines at a size of one point, where its ink begins, and how wide it is.
+
+    The ink is measured by the corners of the curves. In this font they touch it, and looking for the curves' own ends
+    takes longer than all the rest.
+    """
+    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=1.0)
+    path = TextPath((0, 0), text, prop=font)
+    assert path.codes is not None
+    across = np.asarray(path.vertices)[path.codes != Path.CLOSEPOLY, 0]  # the corner of a closing line is nowhere
+    left, right = (float(across.min()), float(across.max())) if len(across) else (0.0, 0.0)
+    return path, left, right - left

@@ -68,6 +68,16 @@ KINDS: Mapping[str, KindStyle] = MappingProxyType(
         "wait": KindStyle("#BDBDBD", "w", "wait"),
     }
 )
+# The axes of a mesh, by what its ranks split.
+AXIS_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {
+        "tensor": KindStyle("#D55E00", "T", "tensor"),
+        "context": KindStyle("#009E73", "C", "context"),
+        "expert": KindStyle("#CC79A7", "E", "expert"),
+        "data": KindStyle("#0072B2", "D", "data"),
+        "pipeline": KindStyle("#E69F00", "P", "pipeline"),
+    }
+)
 _ALIASES = {"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
 

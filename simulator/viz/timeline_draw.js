@@ -80,19 +80,20 @@ function paintBoxes(context, scene, { left, wide, unit }, xOf, look) {
   const { boxes, kinds, rows } = scene, labels = [];
   const nextOnLevel = new Map();
   for (let i = boxes.length - FIELDS; i >= 0; i -= FIELDS) { // from the last, to know what covers a box's end
-    const level = `${boxes[i + 5]} ${boxes[i + 2]}`;
+    const level = boxes[i + 5] * 1024 + boxes[i + 2]; // tops are far below 1024
     const x = xOf(boxes[i]), end = Math.max(xOf(boxes[i + 1]), x + 1), free = Math.min(end, nextOnLevel.get(level) ?? Infinity);
     nextOnLevel.set(level, x);
     const from = Math.max(x, left), room = Math.min(free, left + wide) - from;
     if (room > 8 && labels.length < MAX_LABELS) labels.push([i, from, room]);
   }
+  let filled = "";
   for (let i = 0; i < boxes.length; i += FIELDS) {
     const x = Math.max(xOf(boxes[i]), left - 4), end = Math.min(Math.max(xOf(boxes[i + 1]), x + 1), left + wide + 4);
     if (end < left || x > left + wide) continue;
     const kind = kinds[boxes[i + 4]], predicted = rows[boxes[i + 5]].predicted, width = end - x;
     const y = TOP + boxes[i + 2] * unit, tall = boxes[i + 3] * unit - (boxes[i + 3] * unit > 4 ? 1 : 0);
     const fill = predicted ? kind.pale : kind.fill;
-    if (context.fillStyle !== fill) context.fillStyle = fill;
+    if (filled !== fill) context.fillStyle = filled = fill;
     context.fillRect(x, y, width > 3 ? width - 1 : width, tall);
     if (predicted && width > 4 && tall > 4) {
       context.strokeStyle = kind.fill;
@@ -108,28 +109,43 @@ function paintBoxes(context, scene, { left, wide, unit }, xOf, look) {
   paintLabels(context, scene, labels, unit);
 }
 
-function paintLabels(context, scene, labels, unit) {
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  const widths = new Map();
-  const widthOf = (text) => widths.get(text) ?? widths.set(text, context.measureText(text).width).get(text);
-  for (const [i, from, room] of labels) {
-    const [, , top, height, kind, row, , , label] = scene.boxes.subarray(i, i + FIELDS);
-    const full = Math.min(13, Math.floor(height * unit * 0.8)), texts = scene.labels[label];
-    let size = full, text = "";
+const widths = new Map(); // of texts at 13 px, from one frame to the next
+
+// Returns the width of a text at 13 px. A font is dear to set, so it is set for a text that was not seen before only.
+function widthOf(context, text) {
+  if (!widths.has(text)) {
+    if (widths.size > 10000) widths.clear();
     context.font = `13px ${FONT}`;
-    for (const [words, reserved] of texts) { // the longest that fits; a short one may shrink
-      const fits = Math.floor((13 * (room - 4)) / widthOf(reserved));
-      size = Math.min(full, fits, /^\d+$/.test(words) ? BARE_LABEL : full);
+    widths.set(text, context.measureText(text).width);
+  }
+  return widths.get(text);
+}
+
+function paintLabels(context, scene, labels, unit) {
+  const { boxes } = scene, bySize = new Map(); // size and colour: what is written in them
+  for (const [i, from, room] of labels) {
+    const height = boxes[i + 3], kind = scene.kinds[boxes[i + 4]];
+    const full = Math.min(13, Math.floor(height * unit * 0.8)), texts = scene.labels[boxes[i + 8]];
+    let size = full, text = "";
+    for (const [words, reserved, isNumber] of texts) { // the longest that fits; a short one may shrink
+      const fits = Math.floor((13 * (room - 4)) / widthOf(context, reserved));
+      size = Math.min(full, fits, isNumber ? BARE_LABEL : full);
       if (size >= (words.length <= 4 ? SMALLEST_LABEL : Math.max(SMALLEST_LABEL, full - 1))) {
         text = words;
         break;
       }
     }
     if (!text) continue;
+    const ink = scene.rows[boxes[i + 5]].predicted ? kind.pale_ink : kind.ink, look = `${size} ${ink}`;
+    if (!bySize.has(look)) bySize.set(look, { size, ink, written: [] });
+    bySize.get(look).written.push([text, from + room / 2, TOP + (boxes[i + 2] + height / 2) * unit]);
+  }
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  for (const { size, ink, written } of bySize.values()) {
     context.font = `${size}px ${FONT}`;
-    context.fillStyle = scene.rows[row].predicted ? scene.kinds[kind].pale_ink : scene.kinds[kind].ink;
-    context.fillText(text, from + room / 2, TOP + (top + height / 2) * unit);
+    context.fillStyle = ink;
+    for (const [text, x, y] of written) context.fillText(text, x, y);
   }
 }
 

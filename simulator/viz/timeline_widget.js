@@ -72,10 +72,13 @@ class Timeline {
   }
 
   changed() {
-    const title = this.get("title");
-    this.heading.replaceChildren(title);
-    if (this.get("note")) make(this.heading, "small", { textContent: this.get("note") });
-    this.canvas.setAttribute("aria-label", `${title}. ${KEYS}`);
+    const title = this.get("title"), note = this.get("note");
+    if (this.told !== `${title}\n${note}`) {
+      this.told = `${title}\n${note}`;
+      this.heading.replaceChildren(title);
+      if (note) make(this.heading, "small", { textContent: note });
+      this.canvas.setAttribute("aria-label", `${title}. ${KEYS}`);
+    }
     if (this.caption.textContent !== this.get("summary")) this.caption.textContent = this.get("summary");
     if (this.problem.textContent !== this.get("problem")) this.problem.textContent = this.get("problem");
     this.problem.hidden = !this.get("problem");
@@ -110,7 +113,8 @@ class Timeline {
     const { buffer, byteOffset, byteLength } = this.packet;
     if (this.packed.form === "boxes") {
       this.boxes = new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength));
-      this.labels = this.packed.labels.map((texts) => texts.map(([text, length]) => [text, text.padEnd(length, "0")]));
+      const read = ([text, length]) => [text, text.padEnd(length, "0"), /^\d+$/.test(text)];
+      this.labels = this.packed.labels.map((texts) => texts.map(read));
       return;
     }
     const { columns, lines } = this.packed, codes = new Uint8Array(buffer, byteOffset, byteLength);
@@ -212,8 +216,11 @@ class Timeline {
     this.place = placeOf(context, scene, width, this.get("height"));
     const height = Math.ceil(this.place.tall + TOP + AXIS);
     this.canvas.style.height = `${height}px`;
-    Object.assign(this.canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+    const size = { width: Math.round(width * ratio), height: Math.round(height * ratio) };
+    const fits = this.canvas.width === size.width && this.canvas.height === size.height;
+    if (!fits) Object.assign(this.canvas, size); // a new size clears the canvas, too
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    if (fits) context.clearRect(0, 0, width + 1, height + 1);
     const ink = getComputedStyle(this.figure).color;
     paint(context, scene, this.place, { ink, faint: getComputedStyle(this.keys).color, idle: "rgb(128 128 128 / 11%)" });
     const columns = Math.round(this.place.wide * ratio);

@@ -43,6 +43,7 @@ SCHEDULES = [
     "from simulator.viz.schedule_panel import schedule_panel\nsmall = schedule_panel(ranks=16, microbatches=63); small",
     "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
+DEGREES = ["from simulator.viz.degrees_panel import degrees_panel\ndegrees = degrees_panel(); degrees"]
 RECORDER = """() => {
     const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
     window.addEventListener("keydown", pressed, true);
@@ -157,6 +158,23 @@ def measure_schedules(notebook: Notebook, repeats: int) -> Iterator[Speed]:
             return by_key(notebook, "(canvas) => window.watchCanvas(canvas)", handle, key)
 
         yield Speed(f"a key on a slider to another schedule, {count} boxes", timed(repeats, press), bar_s)
+
+
+def measure_degrees(notebook: Notebook, repeats: int) -> Iterator[Speed]:
+    """Measure the panel of DEGREES, the notebook's last picture: a key on a degree's slider, to the new picture."""
+    page = notebook.page
+    page.evaluate(RECORDER)
+    panel = page.locator(".widget-vbox", has=page.locator(".distlab-picture")).last
+    image, slider = panel.locator(".distlab-picture img"), slider_of(panel, "tensor")
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    handle = image.element_handle()
+
+    def press(index: int) -> float:
+        key = "ArrowRight" if index % 2 else "ArrowLeft"
+        return by_key(notebook, "(image) => window.watchImage(image)", handle, key)
+
+    yield Speed("a key on a slider of degrees to the panel's new picture", timed(repeats, press), 0.1)
 
 
 def slider_of(panel: Any, description: str) -> Any:

@@ -29,7 +29,7 @@ def notebook(tmp_path_factory):
     home = tmp_path_factory.mktemp("lab")
     root = home / "root"
     root.mkdir()
-    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR])
+    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *speed.DEGREES])
     with open_lab(root, "widgets.ipynb", home) as opened:
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(2).wait_for()
@@ -256,9 +256,27 @@ def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots)
     problem.wait_for(state="hidden")
 
 
+def test_a_degree_changes_the_picture_and_its_text(notebook, shots):
+    page = notebook.page
+    panel = page.locator(".widget-vbox", has=page.locator(".distlab-picture")).last
+    image, line, slider = panel.locator("img"), panel.locator("figcaption"), speed.slider_of(panel, "tensor")
+    slider.scroll_into_view_if_needed()
+    slider.focus()
+    next_source(page, image, lambda: page.keyboard.press("ArrowLeft"))
+    assert "context (1) x tensor (4) = 32 ranks" in line.inner_text()
+    assert line.get_attribute("aria-live") == "polite"
+    notebook.shoot(shots / "degrees.png")
+    next_source(page, image, lambda: page.keyboard.press("End"))
+    assert line.inner_text().startswith("This plan cannot run")
+    assert image.get_attribute("alt") == "This plan cannot run"
+    next_source(page, image, lambda: notebook.execute("degrees.controls['tensor'].value = 8"))
+    assert "tensor (8) = 64 ranks" in line.inner_text()
+
+
 def test_speeds_are_printed_and_far_from_unbearable(notebook, capsys):
     before = speed.slowdown(notebook)
-    found = [*speed.measure(notebook, 6), *speed.measure_schedules(notebook, 6)]
+    measures = (speed.measure, speed.measure_schedules, speed.measure_degrees)
+    found = [one for measure in measures for one in measure(notebook, 6)]
     slow = max(1.0, before, speed.slowdown(notebook))
     with capsys.disabled():
         for claim, waits_s, bar_s in found:

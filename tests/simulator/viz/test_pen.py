@@ -33,7 +33,7 @@ def test_two_hundred_shapes_are_four_collections():
         pen.words((0.1 * index, 0.5), str(index))
     pen.flush()
     gids = [artist.get_gid() for artist in figure.axes[0].collections]
-    assert gids == ["boxes", None, "arrows", "outlines", "words"]
+    assert gids == ["boxes", "lines", "arrows", "outlines", "words"]
     assert [len(artist.get_paths()) for artist in figure.axes[0].collections] == [50] * 5
     assert pen.written() == [str(index) for index in range(50)]
 

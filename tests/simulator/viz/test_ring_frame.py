@@ -2,19 +2,12 @@
 
 import numpy as np
 import pytest
+from pen_facts import shapes, words
 from viz_traces import ring
 
 from simulator.viz import describe_ring_frame, draw_ring_frame, to_png
 from simulator.viz.ring_frame import provenance
 from simulator.viz.ring_record import ring_steps
-
-
-def words(figure):
-    return [w for a in figure.axes[0].collections if a.get_gid() == "words" for w in a.get_label().splitlines()]
-
-
-def shapes(figure, gid):
-    return sum(len(a.get_paths()) for a in figure.axes[0].collections if a.get_gid() == gid)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])

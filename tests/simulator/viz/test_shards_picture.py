@@ -1,0 +1,203 @@
+"""The picture of shards puts every number at its owner, and the cut feed-forward layer gives one process' numbers."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from pen_facts import clashes, shapes, words
+
+from simulator.viz import cut_weights, describe_mlp, describe_shards, mlp_figure, shards_figure, to_png
+from simulator.viz.mlp_case import STEPS, mlp_case
+from simulator.viz.shard_parts import shards_of
+from simulator.viz.style import RANK_COLOURS
+
+H = 4
+
+
+def split(dim, *sections):
+    return SimpleNamespace(dim=dim, sections=sections)
+
+
+SPLITS = {
+    "token_embedding.weight": split(0, 11),
+    "blocks.0.attention.query_key_value.weight": split(0, H, H, H),
+    "blocks.0.attention.query_key_value.bias": split(0, H, H, H),
+    "blocks.0.attention.output.weight": split(1, H),
+    "blocks.0.feed_forward.widen.weight": split(0, 4 * H),
+    "blocks.0.feed_forward.output.weight": split(1, 4 * H),
+    "blocks.1.feed_forward.output.weight": split(1, 4 * H),
+}
+
+
+def weights():
+    generator = np.random.default_rng(1)
+    shapes_of = {
+        "token_embedding.weight": (11, H),
+        "blocks.0.norm.weight": (H,),
+        "blocks.0.attention.query_key_value.weight": (3 * H, H),
+        "blocks.0.attention.query_key_value.bias": (3 * H,),
+        "blocks.0.attention.output.weight": (H, H),
+        "blocks.0.attention.output.bias": (H,),
+        "blocks.0.feed_forward.widen.weight": (4 * H, H),
+        "blocks.0.feed_forward.output.weight": (H, 4 * H),
+        "blocks.1.feed_forward.output.weight": (H, 4 * H),
+    }
+    return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_parts_go_back_to_where_they_came_from(num_ranks):
+    whole, parts = weights(), cut_weights(weights(), SPLITS, num_ranks)
+    found = shards_of(parts, SPLITS)
+    for name, one in found.items():
+        assert one.shape == whole[name].shape
+        if one.dim is None:
+            assert (one.values == whole[name]).all()
+            continue
+        inside = np.take(one.values, np.flatnonzero(one.owner >= 0), axis=one.dim)
+        assert (inside == whole[name]).all()
+        for rank in range(num_ranks):
+            own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])
+            held = np.take(whole[name], own, axis=one.dim)
+            owned = np.take(one.values, np.flatnonzero(one.owner == rank), axis=one.dim)
+            assert (owned == held).all()
+    held = sum(one.held for one in found.values())
+    assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_are_those_of_the_runner(num_ranks):
+    torch = pytest.importorskip("torch")
+    from distlab.tensor_parallel.split import Split
+
+    sections = (3 * num_ranks, num_ranks, num_ranks)
+    for dim, sizes in ((0, sections), (1, sections), (0, (7,))):
+        full = torch.randn(*((sum(sizes), 2) if dim == 0 else (2, sum(sizes))), dtype=torch.float64, requires_grad=True)
+        real = Split(dim, sizes, padded=True)
+        parts = cut_weights({"w": full}, {"w": real}, num_ranks)
+        for rank in range(num_ranks):
+            assert (parts[rank]["w"] == real.cut(full.detach(), num_ranks, rank).numpy()).all()
+
+
+def test_every_place_of_the_image_has_its_owners_colour():
+    parts = cut_weights(weights(), SPLITS, 2)
+    figure = shards_figure(parts, SPLITS, num_heads=2)
+    images = {image.get_gid(): np.asarray(image.get_array()) for image in figure.axes[0].images}
+    assert "blocks.1.feed_forward.output.weight" not in images  # of equal blocks the first
+    widen = images["blocks.0.feed_forward.widen.weight"]
+    assert widen.shape == (H, 4 * H, 3)  # inputs down, outputs across
+    embedding = images["token_embedding.weight"]
+    assert embedding.shape == (12, H, 3)  # eleven tokens, and one of padding
+    for picture, axis in ((widen, 1), (embedding[:11], 0)):
+        for rank, part in enumerate(np.array_split(picture, 2, axis=axis)):
+            colour = np.array(to_rgb(RANK_COLOURS[rank]))
+            share = (1 - part) / (1 - colour)
+            assert np.ptp(share, axis=-1).max() < 1e-9  # one colour, in shades of white
+
+
+@pytest.mark.parametrize(("num_ranks", "heads"), [(2, 2), (4, 4), (4, None), (1, 1)])
+def test_marks_stand_at_both_ends_of_a_region_and_words_lie_apart(num_ranks, heads):
+    figure = shards_figure(cut_weights(weights(), SPLITS, num_ranks), SPLITS, num_heads=heads)
+    shown = words(figure)
+    assert (shown.count("f"), shown.count("g")) == (2, 3)  # the embedding has no f
+    assert [shown.count(letter) for letter in "QKV"] == [1, 1, 1]
+    if heads == 4:
+        assert shown.count("h3") == 4  # in Q, K, V and the rows behind them
+    assert clashes(figure) == []
+
+
+def test_sequence_parallelism_gathers_and_scatters_in_their_place():
+    figure = shards_figure(cut_weights(weights(), SPLITS, 2), SPLITS, sequence_parallel=True)
+    assert to_png(figure).startswith(b"\x89PNG")
+    assert (words(figure).count("G"), words(figure).count("S")) == (2, 3)
+
+
+def test_the_text_names_rows_and_columns():
+    text = describe_shards(cut_weights(weights(), SPLITS, 2), SPLITS)
+    assert "query_key_value.weight [12, 4], cut by outputs: rank 0 0-1 and 4-5 and 8-9; rank 1 2-3 and 6-7" in text
+    assert "blocks.0.feed_forward.output.weight [4, 16], cut by inputs: rank 0 0-7; rank 1 8-15." in text
+    assert "token_embedding.weight [11, 4], cut by tokens: rank 0 0-5; rank 1 6-10." in text
+    assert "8 numbers of 2 weights are whole on every rank" in text
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "there is no rank"),
+        ([weights(), {}], "rank 1: holds other weights than rank 0: blocks.0.attention.output"),
+        ([weights(), weights()], r"rank 0: token_embedding.weight has shape \[11, 4\]; expected \[6, 4\]: pass each"),
+        (cut_weights(weights(), SPLITS, 16), "more than 8 ranks cannot be told apart"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(parts, message):
+    for draw in (shards_figure, describe_shards):
+        with pytest.raises(ValueError, match=message):
+            draw(parts, SPLITS)
+
+
+def test_names_and_splits_that_fit_no_weight_are_refused():
+    parts = cut_weights(weights(), SPLITS, 2)
+    with pytest.raises(ValueError, match="no weight of two dims is called 'head'"):
+        shards_figure(parts, SPLITS, names=["head"])
+    with pytest.raises(ValueError, match="no weight of two dims is cut"):
+        shards_figure([weights()], {})
+    with pytest.raises(ValueError, match=r"sections \(3,\) sum to 3; expected the 11 of dim 0"):
+        cut_weights(weights(), {"token_embedding.weight": split(0, 3)}, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_add_up_to_one_process_forward_and_backward(num_ranks):
+    case = mlp_case(num_ranks)
+    x, a, product, hidden, b, summand, y = case.stages
+    assert np.allclose(sum(summand.parts), y.whole, atol=1e-12)
+    assert (np.concatenate(product.parts, axis=1) == product.whole).all()
+    assert all((part == y.parts[0]).all() for part in y.parts)
+    step = 1e-6
+    for index in np.ndindex(x.whole.shape):
+        nudge = np.zeros_like(x.whole)
+        nudge[index] = step
+        ends = [mlp_case(1, x.whole + way * nudge, a.whole, b.whole).stages[-1].whole.sum() for way in (1, -1)]
+        assert case.gradient[index] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
+    assert hidden.step == 2
+
+
+@pytest.mark.parametrize(("num_ranks", "step"), [(2, 0), (2, 2), (2, 4), (4, 5), (1, 4)])
+def test_a_step_shows_what_ranks_have_by_then(num_ranks, step):
+    case, figure = mlp_case(num_ranks), mlp_figure(num_ranks, step)
+    known = sum(part.size for stage in case.stages for part in stage.parts if stage.step <= step)
+    whole = sum(stage.whole.size for stage in case.stages if stage.name != "summand")
+    numbers = [word for word in words(figure) if word.lstrip("-").replace(".", "").isdigit()]
+    assert len(numbers) == known + whole
+    new = 1 if step == len(STEPS) - 1 else sum(stage.step == step for stage in case.stages)
+    assert shapes(figure, "outlines") == num_ranks * new
+    assert clashes(figure) == []
+
+
+def test_the_panel_plays_the_layer():
+    pytest.importorskip("ipywidgets")
+    from simulator.viz.shards_panel import shards_panel
+
+    panel = shards_panel()
+    texts = [panel.text]
+    for name, value in (("step", 2), ("step", len(STEPS) - 1), ("ranks", 4)):
+        panel.controls[name].value = value
+        assert panel.error is None
+        texts.append(panel.text)
+    assert len(set(texts)) == len(texts)
+    assert texts[1].startswith("Step 2: GeLU")
+    assert "2 all-reduces of 4 numbers" in texts[3]
+    assert describe_mlp(4, 5) == texts[3]
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: mlp_figure(3), "3 ranks do not divide 4 hidden features"),
+        (lambda: mlp_figure(2, 6), "there is no step 6"),
+        (lambda: mlp_case(2, [[1.0]]), r"expected x \[B, H\]"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()
