@@ -1,4 +1,4 @@
-"""A number that you commit to before a run, to compare with what is measured."""
+"""A number that you commit to before a run, to compare with what is measured, or simulated."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Prediction:
         if self.value is None:
             self.commit(value)
 
-    def compare(self, measured: float) -> str:
-        """Return a line that sets the prediction beside the measured number."""
-        result = f"measured {self._number(measured)}"
+    def compare(self, measured: float, *, how: str = "measured") -> str:
+        """Return a line that sets the prediction beside the number; `how` says where that comes from: "simulated"."""
+        result = f"{how} {self._number(measured)}"
         if self.value is None:
             return f"{result}; you predicted nothing (type a number above, or call .commit(3.0), before the run)"
         words = f"you predicted {self._number(self.value)}, {result}"

@@ -80,6 +80,7 @@ def test_a_default_counts_only_where_nothing_was_typed():
 
 def test_no_prediction_is_said_and_stops_nothing():
     assert predict("How long?").compare(3).startswith("measured 3; you predicted nothing")
+    assert predict("How long?").compare(3, how="simulated").startswith("simulated 3; you predicted nothing")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "3", None, True])
