@@ -1,0 +1,849 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8. Tensor parallel
+#
+# 90 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
+# machine are the four ranks.
+#
+# Afterwards you can
+#
+# - cut linear layers, attention and the vocabulary over ranks, equal to one process, with one sum each way;
+# - say what a layer sends, $8 B s h (t-1)/t$ numbers, and on which wires you can afford it;
+# - split the sequence between the layers: the same bytes, a fraction of the activations;
+# - tell the field's silent faults from a right run: a missing f, a bias that counts t times, heads cut as one piece.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The question
+#
+# You train a GPT of 13 billion parameters. Its states (16 bytes a parameter with Adam, lesson 6) do not fit one H100
+# of 80 GB, so you need four. There are two offers. One machine with four H100s and NVLink between them: 12 dollars an
+# hour. Four machines with one H100 each and 100 Gb/s Ethernet: 8 dollars an hour. The same GPUs, a third cheaper. Which
+# one gives more for a dollar?
+#
+# A guide says: **"naive model parallel uses 25 % of four GPUs, tensor parallel 85 %."** It does not say on which wire.
+
+# %%
+from distlab.plan.records import Plan
+from simulator import activation_bytes_per_layer, adam_state_bytes, cluster, gpt_workload, link, simulate
+
+SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
+MODEL = gpt_workload(**SIZES)
+
+# %% tags=["nbval-check-output"]
+states = adam_state_bytes(MODEL.num_parameters)
+print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; a GPU has 80 GB")
+
+# %% [markdown]
+# The first idea is naive model parallel: layers 0 to 9 on the first GPU, 10 to 19 on the second, and so on. Each waits
+# for the one before. The second idea is this lesson: *cut every layer*, and let all four GPUs work on the same samples
+# at the same time.
+#
+# Before anything runs: how busy are four GPUs that cut every layer, on NVLink? And on Ethernet? Busy is the part of the
+# time in which a GPU computes. Type a number into each box, and press Commit.
+
+# %%
+guess_0 = predict("How busy are four GPUs with tensor parallel, on NVLink?", unit="%")
+guess_0
+
+# %%
+guess_1 = predict("And with 100 Gb/s Ethernet between them?", unit="%")
+guess_1
+
+# %% [markdown]
+# ## Naive: one after the other
+#
+# Four real ranks. Processes that compute would share the few cores of this machine, and we would see the cores, not
+# the method. So these layers *sleep*: they do almost nothing and take as long as we say. A sleeping process needs no
+# core, so four ranks run as if each had a GPU of its own. What they send is real. (Real computing comes later.)
+
+# %%
+import time
+from statistics import median
+
+LAYER_S = 0.04  # forward of a layer; backward takes twice as long, as in most models
+NUM_LAYERS = 4
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+
+# %%
+class Slow(torch.autograd.Function):
+    """Hand things on as they are; sleep forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.seconds = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+# %%
+def naive_step():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    x, gradient = X.clone(), torch.ones_like(X)
+    if rank > 0:
+        dist.recv(x, rank - 1)
+    x.requires_grad_()
+    y = Slow.apply(x, LAYER_S, 2 * LAYER_S)  # this rank's one layer of four
+    if rank < last:
+        dist.send(y.detach(), rank + 1)
+        dist.recv(gradient, rank + 1)
+    y.backward(gradient)
+    if rank > 0:
+        dist.send(x.grad, rank - 1)
+    dist.barrier()
+
+
+# %%
+WORK_S = NUM_LAYERS * 3 * LAYER_S / 4  # of a rank in a step: a quarter of all layers, or all layers' quarters
+ranks = Ranks(4)
+
+
+def shortest(step, *args):
+    times = []
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        step(*args)
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+naive_s = max(ranks.run(shortest, naive_step))
+print(f"naive: a step takes {naive_s * 1e3:.0f} ms, a rank works {WORK_S * 1e3:.0f} ms: busy {WORK_S / naive_s:.0%}")
+
+# %% [markdown]
+# **"Naive model parallel uses 25 % of four GPUs"** holds, on any wire: one works, three wait. (Lesson 9 gets the rest
+# back with micro-batches.)
+
+# %% [markdown]
+# ## Two ways to cut a matrix
+#
+# A layer computes $Y = X A$. Cut $A$ into *columns*, $A = [A_1, A_2]$: then $Y = [X A_1, X A_2]$. Each rank needs all
+# of $X$ and makes some features of $Y$. Or cut $A$ into *rows*: then $X$ is cut too, and $Y = X_1 A_1 + X_2 A_2$. Each
+# rank needs some features of $X$ and makes a part of a sum.
+
+# %% tags=["nbval-check-output"]
+import torch.nn.functional as F
+
+x, a = torch.randn(5, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+columns = torch.cat([x @ part for part in a.chunk(2, 1)], 1)
+rows = sum(one @ part for one, part in zip(x.chunk(2, 1), a.chunk(2, 0), strict=True))
+print("columns side by side are Y:", torch.allclose(columns, x @ a), "; parts of rows add up to Y:", end=" ")
+print(torch.allclose(rows, x @ a))
+first, second = (one @ part for one, part in zip(x.chunk(2, 1), a.chunk(2, 0), strict=True))
+print("gelu of the sum is the sum of gelus:", torch.allclose(F.gelu(first + second), F.gelu(first) + F.gelu(second)))
+
+# %% [markdown]
+# The last line decides the order. A transformer's feed-forward part is a wide layer, GeLU, and a layer back. If the
+# *first* layer is cut by rows, its results must be added up before GeLU, which does not go through a sum. If it is cut
+# by columns, each rank has whole features, and GeLU works on each feature alone. The second layer, cut by rows, takes
+# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019).
+#
+# ### Exercise: cut a layer
+#
+# Write `cut_linear(weight, bias, kind, num_ranks, rank)`. Mind that torch keeps $A$ transposed, and what happens to a
+# bias that every rank adds before a sum.
+
+# %% exercise="08.cut"
+
+# %% [markdown]
+# ## f and g
+#
+# Forward, there is one sum. And backward? All ranks read the same $x$. Through its own features each one finds *a
+# part* of $x$'s gradient; the gradient is the sum of the parts. So backward needs a sum too, at the other end. The
+# paper calls the two ends of such a region f and g:
+#
+# | | forward | backward |
+# |---|---|---|
+# | f, where a region begins | nothing | sum over ranks |
+# | g, where it ends | sum over ranks | nothing |
+#
+# Backward of g is nothing, because behind the sum every rank has all of the gradient already. Both halves are
+# forgotten in public code. Nothing fails then: the loss falls, a little worse.
+#
+# ### Exercise: f and g
+#
+# Write `f_and_g()`, which returns the two. Budget: one all-reduce in f's backward, one in g's forward.
+
+# %% exercise="08.f_and_g"
+
+# %% [markdown]
+# ### Exercise: two layers
+#
+# Now the feed-forward part itself. The library's f and g are called `copy_to_ranks` and `reduce_from_ranks`. Budget:
+# one all-reduce of $x$'s size forward, one backward.
+
+# %% exercise="08.mlp"
+
+# %% [markdown]
+# ### What that costs
+#
+# Attention is such a region too (next section), so a layer has two: two all-reduces of $B s h$ numbers forward and two
+# backward. A ring sends $2 (t-1)/t$ of a tensor (lesson 2), so a rank sends
+#
+# $$8\,B\,s\,h\,\frac{t-1}{t} \text{ numbers a layer.}$$
+#
+# They stand in the way of everything: the next layer needs the sum. Beside it stands the work of a layer,
+# $72 B s h^2 (1 + s/6h)$ operations, of which a rank has $1/t$. With $F$ operations and $W$ bytes a second, and numbers
+# of 2 bytes, all sizes of the batch cancel:
+#
+# $$\frac{\text{sending}}{\text{computing}} = \frac{2}{9} \cdot \frac{(t-1)\,F}{h\,(1 + s/6h)\,W}$$
+
+# %% tags=["nbval-check-output"]
+GPU = cluster("dgx-h100", 4).device
+WIRES = {
+    "NVLink": link("nvlink4"),
+    "InfiniBand 400 Gb/s": link("infiniband-ndr"),
+    "Ethernet 100 Gb/s": link("ethernet-100g"),
+}
+
+
+def ratio_of(t, wire, h=5120, s=2048, flops_per_s=GPU.matmul_flops_per_s):
+    bytes_per_s = wire.protocols[-1].bytes_per_s
+    return 2 / 9 * (t - 1) * flops_per_s / (h * (1 + s / (6 * h)) * bytes_per_s)
+
+
+for name, wire in WIRES.items():
+    row = "  ".join(f"t={t}: {1 / (1 + ratio_of(t, wire)):4.0%}" for t in (2, 4, 8))
+    print(f"{name:20} busy  {row}")
+
+# %%
+guess_0.default(85)  # counts if you committed nothing above
+guess_1.default(60)
+print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"]))))
+print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"]))))
+
+# %% [markdown]
+# ### Measured on real ranks
+#
+# The formula is a claim. Run it: the same four layers as in the naive step, each cut over four ranks. A rank sleeps a
+# quarter as long, twice a layer, and *your* f and g really sum. This machine's own wire is what it is. To see others, a
+# sum also sleeps as long as that wire would take beside this work.
+
+
+# %%
+def tensor_step(wire_ratio):
+    f, g = f_and_g()
+    work_s = LAYER_S / 2 / dist.get_world_size()  # forward of half a layer
+    wire_s = 3 * work_s * wire_ratio / 2  # one sum each way for this work
+    x = X.clone().requires_grad_()
+    y = x
+    for _ in range(2 * NUM_LAYERS):
+        y = f(Slow.apply(y, 0.0, wire_s))
+        y = Slow.apply(y, work_s, 2 * work_s)
+        y = Slow.apply(g(y), wire_s, 0.0) / dist.get_world_size()
+    y.backward(torch.ones_like(y))
+
+
+# %%
+busy = {"naive": WORK_S / naive_s}
+own_s = max(ranks.run(shortest, tensor_step, 0.0))
+print(f"{'this machine, no wire added':28} {own_s * 1e3:4.0f} ms, busy {WORK_S / own_s:.0%}, naive {busy['naive']:.0%}")
+for name, wire in WIRES.items():
+    ratio = ratio_of(4, wire)
+    seconds = max(ranks.run(shortest, tensor_step, ratio))
+    busy[name] = WORK_S / seconds
+    print(f"{name:28} {seconds * 1e3:4.0f} ms, busy {busy[name]:.0%} (formula {1 / (1 + ratio):.0%}); ", end="")
+    print(f"{naive_s / seconds:.1f} times as fast as naive")
+
+# %% [markdown]
+# Measured ranks are less busy than the formula says: a sleep lasts longer than asked, and this machine's own sums take
+# time as well, more so where other programs run. But the picture is clear. On NVLink cutting every layer is much
+# faster than naive model parallel. On Ethernet it is *slower than naive model parallel*, which means slower than a
+# single GPU would be if the model fitted one.
+#
+# **"Tensor parallel is useless over Ethernet."** At 100 Gb/s it holds, by the ratio: sending takes several times as
+# long as computing. It is no law of nature. The ratio has $h$ below the line: the wider the model, the better. How
+# wide would it have to be?
+
+# %% tags=["nbval-check-output"]
+for name, wire in WIRES.items():
+    for share in (0.5, 0.85):
+        width = next(h for h in range(128, 2**20, 128) if 1 / (1 + ratio_of(4, wire, h=h)) >= share)
+        print(f"{name:20} t=4 is busy {share:.0%} from h = {width:,} on")
+
+# %% [markdown]
+# On NVLink the widths of real models. On Ethernet no model there is comes near 85 %.
+#
+# **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79 %,
+# and it leaves out two things that help: a layer also does work that is no product, and part of the sums can travel
+# beside products. The simulator counts both; below it says 87 %. But on other wires, or on eight GPUs, it is another
+# number, and the claim does not name its case.
+
+# %%
+rates = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
+for name, dollars in rates.items():
+    print(f"{name:18} {dollars} dollars an hour: {4 * busy[name] / dollars:.3f} GPU-hours of computing for a dollar")
+
+# %% [markdown]
+# That is the question, answered: the cheaper machines cost several times as much for the same training. If they are
+# what you have, do not cut layers over them. Cut the model into stages (lesson 9), which send one activation a border,
+# or shard it (lesson 7), which sends weights and gradients however many samples there are.
+
+# %% [markdown]
+# ## Attention: by heads
+#
+# Heads are independent of each other, so give each rank some of them. Query, key and value come from one layer cut by
+# columns, the output layer is cut by rows: another region of f and g, and attention inside sends nothing.
+#
+# One trap. Query, key and value usually come out of *one fused* layer, whose features are all queries, then all keys,
+# then all values. Cut it like any other and rank 0 of two gets all queries and half of the keys. The shapes fit,
+# training runs, and the loss ends a bit higher: 3.48 instead of 3.26 in one public report.
+#
+# ### Exercise: heads
+#
+# Write `heads_of(weight, num_heads, num_shared, num_ranks, rank)`: the rows of the fused layer that a rank needs.
+# There may be fewer heads of keys and values than of queries (grouped-query attention). Where heads do not divide,
+# raise a ValueError: a rank with other heads than its output layer has columns is a silent fault.
+
+# %% exercise="08.heads"
+
+# %% [markdown]
+# Below is which rank holds what, drawn from the weights that four real ranks hold.
+
+# %%
+from distlab.data import ByteCorpus, python_documentation
+from distlab.models import GPT, GPTConfig
+from distlab.tensor_parallel import parallelize, splits_of
+
+CONFIG = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=64)
+CORPUS = ByteCorpus(python_documentation(), context=32)
+
+
+def new_gpt():
+    return GPT(CONFIG, torch.Generator().manual_seed(0))
+
+
+def held_parts():
+    model = parallelize(new_gpt())
+    return {name: one.detach() for name, one in model.named_parameters()}, splits_of(model)
+
+
+# %%
+from functools import partial
+
+from simulator.viz.shards import describe_shards, shards_figure
+
+held = ranks.run(held_parts)
+parts, splits = [one for one, _ in held], held[0][1]
+show(shards_figure(parts, splits, num_heads=CONFIG.num_heads), describe_shards(parts, splits))
+
+# %% [markdown]
+# ## The vocabulary
+#
+# The last layer makes a score for every token of the vocabulary. With 51,200 tokens these scores are the largest
+# activation there is:
+
+# %% tags=["nbval-check-output"]
+scores = 8 * 2048 * 51200
+print(
+    f"8 samples of 2,048 tokens: {4 * scores / 1e9:.1f} GB of scores in float32; a rank of four {scores / 1e9:.2f} GB"
+)
+print(f"what cross-entropy needs from the others: {3 * 4 * 8 * 2048 / 1e6:.2f} MB")
+
+# %% [markdown]
+# Cut that layer by columns and each rank scores its own tokens. Gather them? No: cross-entropy of a position is
+# $\log \sum_v e^{x_v - m} + m - x_{target}$ with the largest score $m$. Three numbers a position: the largest, the sum
+# and the target's score. The scores stay where they are.
+#
+# ### Exercise: cross-entropy
+#
+# Write `cross_entropy(logits, targets, vocab_size)`. A vocabulary that the ranks do not divide is filled up:
+# rank $r$ has tokens $rP$ to $(r+1)P$ with $P = \lceil V/t \rceil$. What stands in columns beyond $V$ must not count.
+# Budget: three numbers a position.
+
+# %% exercise="08.cross_entropy"
+
+# %% [markdown]
+# ### Spot the bug
+#
+# The embedding at the other end is cut by tokens as well. A rank looks up its own tokens, has zeros for the others, and
+# the sum is right. The function below was right for years, with a vocabulary of 50,304. With 50,257 training diverged.
+# Run the check as it is, read what it says, find the line, repair it.
+
+# %% exercise="08.repair"
+
+# %% [markdown]
+# ## A whole GPT
+#
+# `parallelize(model)` does all of it to the package's GPT. Trained on four ranks, with the same batches on each, and in
+# one process. By plain gradient descent: Adam divides by the gradient's own size, so a gradient that is $t$ times too
+# large would not show.
+
+# %%
+BATCH = 8
+
+
+def descend(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.3 * parameter.grad
+            parameter.grad = None
+
+
+def trained_alone(num_steps=5):
+    model, losses = new_gpt(), []
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, BATCH)
+        loss = model.loss(model(inputs), targets)
+        loss.backward()
+        descend(model)
+        losses.append(loss.item())
+    return losses
+
+
+# %%
+def trained(num_steps=5, **options):
+    model, losses = parallelize(new_gpt(), **options), []
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, BATCH)
+        with recorded() as seen:
+            loss = model.loss(model(inputs), targets)
+            loss.backward()
+        descend(model)
+        losses.append(loss.item())
+    sent = seen.records.ring_equivalent_bytes(dist.get_rank()) + seen.records.sent_bytes(dist.get_rank())
+    return losses, sent, sum(p.numel() for p in model.parameters())
+
+
+# %%
+alone = trained_alone()
+losses, sent, numbers = zip(*ranks.run(trained), strict=True)
+gap = max(abs(one - other) for one, other in zip(alone, losses[0], strict=True))
+print(f"losses {alone[0]:.3f} to {alone[-1]:.3f}; differ from four ranks' by at most {gap:.0e}, float32's rounding")
+
+# %% tags=["nbval-check-output"]
+t, B, s, h, L = 4, BATCH, CONFIG.context, CONFIG.hidden_size, CONFIG.num_layers
+formula = 4 * (t - 1) / t * ((8 * L + 4) * B * s * h + 6 * B * s)  # float32; embedding and output: 4, loss: 6
+print(f"a rank sends {sent[0]:,} bytes in a step; the formula says {formula:,.0f}")
+print(f"a rank holds {numbers[0]:,} of {new_gpt().num_parameters:,} parameters")
+
+# %% [markdown]
+# To the byte. A rank holds a bit more than a quarter, for norms, the positions and the biases behind a sum are whole on
+# every rank.
+
+# %% [markdown]
+# ## Sequence parallel
+#
+# Between the regions lie norms, dropout and the residual stream. They work on each position alone, and so far all ranks
+# do *the same* there, and all keep the same activations. Of the $34\,B s h$ bytes that a layer keeps beside attention's
+# scores, 10 are kept $t$ times.
+#
+# Let each rank have a part of the positions there. Then f becomes an all-gather of the sequence, and g a
+# reduce-scatter; backward the other way round. An all-reduce *is* a reduce-scatter and an all-gather (lesson 2), so
+# nothing more is sent. How much smaller do the activations of a layer get, with four ranks?
+
+# %%
+guess_2 = predict("Four ranks: how many times less does a layer keep with the sequence split too?", unit="x")
+guess_2
+
+# %% [markdown]
+# ### Exercise: the pair
+#
+# Write `sequence_pair()`: what takes the places of f and g. The sequence is the first dimension. Budget: the bytes of f
+# and g.
+
+# %% exercise="08.sequence"
+
+# %% tags=["nbval-check-output"]
+ONE = {"hidden_size": 5120, "num_heads": 40, "sequence_length": 2048, "microbatch_size": 1, "recompute": "selective"}
+whole = activation_bytes_per_layer(**ONE)
+print(f"a layer of the 13B model, one sample, without attention's scores: {whole / 1e6:.0f} MB on one GPU")
+for t in (2, 4, 8):
+    plain, split = (activation_bytes_per_layer(**ONE, tensor=t, sequence_parallel=on) for on in (False, True))
+    words = f"{split / 1e6:3.0f} MB with the sequence split ({whole / split:.0f}x less)"
+    print(f"  t={t}: {plain / 1e6:3.0f} MB a rank ({whole / plain:.1f}x less), {words}")
+
+# %%
+guess_2.default(4)  # counts if you committed nothing above
+print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True)))
+split_losses, split_sent, _ = ranks.run(partial(trained, sequence_parallel=True))[0]
+gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=True))
+print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequence split; losses differ by {gap:.0e}")
+
+# %% [markdown]
+# A hair more: gradients. A norm that sees only a part of the positions finds only a part of its gradient, and these
+# parts must be summed over ranks. This is the step that gets forgotten, and then every rank trains its own norm.
+#
+# **"Sequence parallelism costs extra communication."** Refuted, but for those few numbers.
+#
+# ### Exercise: clip
+#
+# Now gradients lie on the ranks in three ways: in parts (split weights), the same on each (a bias behind a sum), and as
+# parts of a sum (norms). Write `clip_gradients(split, whole, partial, max_norm)`. Two faults from public code: the norm
+# of the own part only (each rank scales by another factor), and what every rank holds counted $t$ times.
+
+# %% exercise="08.clip"
+
+# %% [markdown]
+# ### Exercise: dropout
+#
+# Where all ranks hold the same activation, they must drop the same numbers, or their copies drift apart. Where each
+# holds another part, the same mask would repeat along the tensor. Write `drop(x, p, seed, is_split)`. `seed + rank` is
+# no way out: seed 8 on rank 0 is then seed 7 on rank 1.
+
+# %% exercise="08.dropout"
+
+# %% [markdown]
+# ### Measured over predicted
+#
+# Does the simulator get a real step right? Two ranks on this machine, which really compute now. First the machine is
+# calibrated: how fast it multiplies and sends. Then windows of steps are timed, each between two calibrations.
+
+# %%
+guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as one process?", unit="x")
+guess_3
+
+# %%
+from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.trace import SpanWriter, Trace
+
+WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
+TRAINING = LayoutTraining(model=WIDE, plan=Plan(tensor=2), num_windows=2, budget_s=2.0)
+
+
+def windows_and_prediction():
+    result = LayoutResult(TRAINING, [train_layout(TRAINING)])
+    return result.windows, result.predicted
+
+
+ranks.close()
+ranks = Ranks(2)
+windows, predicted = ranks.run(windows_and_prediction)[0]
+
+# %% [markdown]
+# And one process, with the same model and the same batches. (Rank 0 alone, while rank 1 waits.)
+
+# %%
+WIDE_CORPUS = ByteCorpus(python_documentation(), context=64)
+
+
+def seconds_alone(num_steps=10):
+    model, times = GPT(WIDE), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    for step in range(num_steps * (dist.get_rank() == 0)):
+        inputs, targets = WIDE_CORPUS.batch(step, 16)
+        start = time.perf_counter()
+        model.loss(model(inputs), targets).backward()
+        (optimizer.step(), optimizer.zero_grad())
+        times.append(time.perf_counter() - start)
+    return times[2:]
+
+
+# %%
+one_s = median(ranks.run(seconds_alone)[0])
+two_s, said_s = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
+print(f"two ranks: predicted {said_s * 1e3:.0f} ms a step, measured {two_s * 1e3:.0f}, error {said_s / two_s - 1:+.0%}")
+guess_3.default(2)  # counts if you committed nothing above
+print(f"one process: {one_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
+
+# %% [markdown]
+# Now one step with every call on record, beside the predicted one. The upper row of each pair is what was measured, the
+# pale one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward, and a
+# few for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum.
+# Forward, these gaps are as long as the sums: all of them is exposed.
+
+
+# %%
+def recorded_steps(num_steps=6):
+    model, spans, traces = parallelize(GPT(WIDE)), SpanWriter(dist.get_rank()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    for step in range(num_steps):
+        (inputs, targets), _ = WIDE_CORPUS.batch(step, 16), spans.clear()
+        dist.barrier()
+        with recorded() as seen:
+            with spans.span("forward", "F"):
+                loss = model.loss(model(inputs), targets)
+            with spans.span("backward", "B"):
+                loss.backward()
+        with spans.span("optimizer", "optimizer"):
+            (optimizer.step(), optimizer.zero_grad())
+        traces.append((spans.trace(), seen.records.rank(dist.get_rank())))
+    return traces
+
+
+# %%
+def with_calls(spans, records):
+    """Put the calls on a row of their own; a rank computes nothing while it waits for one."""
+    writer, calls = SpanWriter(records.ranks[0]), records.calls(records.ranks[0])
+    for call in calls:
+        writer.add(call.op, call.op, call.start_ns, call.end_ns, lane="tensor", num_bytes=call.num_bytes)
+    for span in spans:
+        start_ns = span.start_ns
+        for call in calls:
+            if span.start_ns <= call.start_ns < span.end_ns:
+                writer.add(span.name, span.kind, start_ns, max(start_ns, call.wait_ns or call.start_ns))
+                start_ns = call.end_ns
+        writer.add(span.name, span.kind, start_ns, max(start_ns, span.end_ns))
+    return writer.trace()
+
+
+# %%
+from simulator.viz.timeline_widget import Timeline
+
+per_rank = ranks.run(recorded_steps)
+steps = [Trace.concatenate(with_calls(*one) for one in step) for step in zip(*per_rank, strict=True)][2:]
+measured = sorted(steps, key=lambda step: step.end_ns.max() - step.start_ns.min())[len(steps) // 2].from_zero()
+timeline = Timeline(measured, predicted.layer_trace)
+timeline
+
+# %%
+timeline.view = (0.0, predicted.duration_s / 2)  # the first half, larger
+
+# %% [markdown]
+# The order is the predicted one: nothing in it is left to chance. Where lengths differ, look at the sums first. A
+# measured sum begins when its rank starts it and ends when the *slower* rank has come: it holds every delay of the
+# other. There are four a layer and step, and each makes all ranks meet. So tensor parallelism suffers from uneven ranks
+# as nothing else does: data parallelism meets once a step. If the error printed above is large, run the cells again
+# when the machine is quiet; `benchmarks/predicted.py` holds it against a bar, over windows in which nothing changed.
+#
+# And the speed? Two ranks halve the products. They do not halve norms and the residual stream, nor what each call of a
+# small layer costs whatever its size. With $h = 128$ that is much; with $h = 5120$ the products are everything.
+
+# %% [markdown]
+# ## The simulator at full size
+#
+# The 13B model on real machines. The step counts all: products, what is no product (norms, softmax, GeLU), sums, the
+# update. Attention's inner part is recomputed and the sequence split, for memory. Beside each step stands how many
+# times as fast it is as one GPU that could hold everything.
+
+# %%
+from dataclasses import replace
+
+FOUR = gpt_workload(**SIZES, microbatch_size=4)
+
+
+def step_on(t, wire):
+    machine = replace(cluster("dgx-h100", t), name=wire.name, intra_node=wire, inter_node=wire)
+    return simulate(FOUR, machine, Plan(tensor=t, sequence_parallel=True, recompute="selective"))
+
+
+# %% tags=["nbval-check-output"]
+one_s = step_on(1, WIRES["NVLink"]).duration_s
+for name, wire in WIRES.items():
+    for t in (2, 4, 8):
+        step = step_on(t, wire)
+        times, held = one_s / step.duration_s, step.memory.max_bytes / 1e9
+        print(f"{name:20} t={t}: {step.duration_s * 1e3:5.0f} ms, {times:4.2f}x one GPU: busy {times / t:3.0%}", end="")
+        print(f", {step.utilization:3.0%} of the GPUs' peak, {held:.0f} GB")
+
+# %% [markdown]
+# Read it column by column.
+#
+# - **Busy** is how much of $t$ times the speed you get. Eight GPUs are faster than four and less busy: work is halved,
+#   sums are not.
+# - **Of the peak** is another thing: what part of the products a GPU could do gets done. One GPU alone is at 66 % here,
+#   for norms and softmax move memory and multiply nothing. Who compares "85 %" with somebody's "57 %" should ask which
+#   of the two it is.
+# - On Ethernet two GPUs are already slower than one, and every further one makes it worse.
+# - Two GPUs do not hold the model, whatever the wire.
+#
+# Try it: drag the degrees, and see memory, exposed communication and utilisation.
+
+# %%
+from simulator.viz.degrees_panel import degrees_panel
+
+start = Plan(tensor=4, data=2, sequence_parallel=True, recompute="selective")
+degrees = degrees_panel(FOUR, cluster("dgx-h100", 8), plan=start)
+degrees
+
+# %%
+degrees.controls["data"].value = 1
+degrees.controls["tensor"].value = 8
+print(degrees.text)
+
+# %% [markdown]
+# ### Beside the products
+#
+# Part of the sums can hide. Backward of a column layer makes two products: the gradient of its input, which ranks must
+# sum, and that of its weight, which stays. So make the first, send it off, and make the second meanwhile; the library
+# does that (`distlab/tensor_parallel/overlap.py`). Forward there is one product, and all of it is sent: cut it in parts
+# and the sum of one travels beside the product of the next. Megatron-LM and torchtitan do that with special kernels.
+
+# %% [markdown]
+# ## Production: torch's own
+#
+# torch keeps cut tensors as `DTensor`s: `parallelize_module` takes the names of layers with `ColwiseParallel` or
+# `RowwiseParallel` for each. Same model, same batches, turn by turn in one run. (The ranks import it, not this
+# notebook: it takes seconds to load.)
+
+# %%
+WIDTH, DEPTH = 256, 4
+
+
+class Layers(torch.nn.Module):
+    """Feed-forward parts with residual connections."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.widen = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 4 * WIDTH) for _ in range(DEPTH))
+        self.output = torch.nn.ModuleList(torch.nn.Linear(4 * WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x):
+        for widen, output in zip(self.widen, self.output, strict=True):
+            x = x + output(F.gelu(widen(x)))
+        return x
+
+
+# %%
+def ours():
+    from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    model = Layers()
+    for index in range(DEPTH):
+        model.widen[index] = ColumnParallelLinear.from_full(model.widen[index])
+        model.output[index] = RowParallelLinear.from_full(model.output[index])
+    return model
+
+
+def torchs():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"widen.*": ColwiseParallel(), "output.*": RowwiseParallel()}
+    return parallelize_module(Layers(), dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+# %%
+def turn_by_turn(num_steps=12):
+    generator, rows = torch.Generator().manual_seed(0), []
+    programs = [(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in (ours(), torchs())]
+    for _ in range(num_steps):
+        x = torch.randn(64, WIDTH, generator=generator)
+        for model, optimizer in programs:
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            rows.append((loss.item(), time.perf_counter() - start))
+    return rows[::2], rows[1::2]
+
+
+# %%
+from statistics import quantiles
+
+mine, theirs = ranks.run(turn_by_turn)[0]
+gap = max(abs(one[0] - two[0]) for one, two in zip(mine, theirs, strict=True))
+ratios = [one[1] / two[1] for one, two in zip(mine[2:], theirs[2:], strict=True)]
+low, _, high = quantiles(ratios)
+print(f"losses differ by {gap:.0e} at most; ours takes {median(ratios):.2f} times as long as DTensor's", end=" ")
+print(f"(half of the pairs: {low:.2f} to {high:.2f})")
+
+# %% [markdown]
+# A number below 1 means that ours is faster. A dozen steps of a small model are little, and say nothing of GPUs:
+# `benchmarks/tensor_parallel.py` has the figures with repeats. The same settings under other names:
+#
+# | | ranks | sequence split | sums beside products |
+# |---|---|---|---|
+# | distlab | `Plan(tensor=...)` | `sequence_parallel=True` | always in backward; `num_parts` |
+# | torch | `parallelize_module(..., mesh, plan)` | `SequenceParallel()` for norms | |
+# | torchtitan | `tensor_parallel_degree` | `enable_sequence_parallel` | async tensor parallel |
+# | Megatron-LM | `--tensor-model-parallel-size` | `--sequence-parallel` | `--tp-comm-overlap` |
+# | DeepSpeed | `"tensor_parallel": {"autotp_size": ...}` | | |
+# | Horovod | has none | | |
+#
+# Megatron-LM fills an odd vocabulary up (`--make-vocab-size-divisible-by`), as this package does; DTensor has uneven
+# parts. torchtitan splits the sequence unless told otherwise. DeepSpeed cuts a Hugging Face model by the names of its
+# layers, together with ZeRO stages 0 to 2. What DeepSpeed calls sequence parallelism (Ulysses) is another thing: lesson
+# 11.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# - **"Naive model parallel uses 25 % of four GPUs."** Holds: $1/t$, measured above on sleeping ranks.
+# - **"Tensor parallel uses 85 %."** About right for the 13B model on four H100s with NVLink: 79 % by products alone,
+#   87 % by the simulator. On eight it is 71 %, on 400 Gb/s between four machines less than half, and of the GPUs' peak
+#   it is 57 % in any case.
+# - **"Tensor parallel is useless over Ethernet."** At 10 or 100 Gb/s it holds: slower than naive. It is the ratio
+#   $(t-1) F / (h W)$ that decides, not the name of the wire.
+# - **"Use tensor parallelism up to 8."** That is no property of the number 8, but of machines with 8 GPUs: beyond, the
+#   wire changes. And within, each doubling more than doubles the ratio.
+# - **"Sequence parallelism costs extra communication."** Refuted: the same bytes, but for the norms' gradients.
+# - **"Tensor parallelism divides activations by $t$."** Only with the sequence split too. Without, 10 of 34 parts stay.
+# - **"It needs less memory than data parallelism."** For states: $1/t$ each. ZeRO-3 does that too (lesson 7), without
+#   cutting products: it gathers weights where this sums activations. Question 2 has the numbers.
+
+# %% [markdown]
+# ## Lab
+#
+# The same on your own hardware, as a plain script. In a terminal, on four CPU ranks, with the reference and with what
+# you wrote in this notebook:
+#
+# ```
+# distlab lab 08 --ranks 4 --impl reference
+# distlab lab 08 --ranks 4 --impl work/08_tensor_parallel/lesson.ipynb --trace traces
+# ```
+#
+# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number: 2, 4 or 8):
+#
+# ```
+# torchrun --nproc-per-node 4 lessons/08_tensor_parallel/lab.py --impl reference
+# ```
+#
+# `lab_reference.md` beside it has the output to compare with.
+
+# %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below, which has the answers.
+#
+# 1. What does a rank send for one layer of the 13B model, one sample, four ranks, 16-bit numbers? How long does NVLink
+#    take for that, at 367 GB/s, and 100 Gb/s Ethernet?
+# 2. From how many samples a step does tensor parallelism on four ranks send more than data parallelism on four, which
+#    sends all gradients once, in 16 bits?
+# 3. A model has 40 heads of queries and 8 of keys and values. Over how many ranks can its attention be cut?
+# 4. A vocabulary of 50,257: how many rows has a rank of 4, and of 8? How many are filled up in all?
+# 5. How wide must a model be for eight H100s on NVLink to be busy 85 %, with 2,048 tokens in a sample? And with 32,768?
+
+# %% tags=["nbval-check-output"]
+layer = 8 * 2048 * 5120 * 3 / 4 * 2
+print(f"1. {layer / 1e6:.0f} MB; NVLink {layer / 367.2e9 * 1e3:.2f} ms, Ethernet {layer / 12.5e9 * 1e3:.0f} ms")
+once = 2 * 3 / 4 * 2 * MODEL.num_parameters
+print(f"2. {40 * layer / 1e9:.1f} GB a sample, {once / 1e9:.1f} GB a step: from {once / (40 * layer):.1f} samples on")
+print(f"3. {[t for t in range(1, 41) if 40 % t == 0 and 8 % t == 0]}")
+for t in (4, 8):
+    print(f"4. {t} ranks: {-(-50257 // t):,} rows, {-(-50257 // t) * t - 50257} filled up")
+for s in (2048, 32768):
+    width = next(h for h in range(128, 2**20, 128) if 1 / (1 + ratio_of(8, WIRES["NVLink"], h=h, s=s)) >= 0.85)
+    print(f"5. {s:,} tokens: h = {width:,}")
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Sources
+#
+# - Shoeybi et al. 2019, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*
+#   (arXiv:1909.08053), section 3: columns first, f and g, heads, vocabulary.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198): the
+#   sequence split, and what a layer keeps (equations 1 to 4).
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
+#   (arXiv:2104.04473): operations of a layer (equation 3), and what is sent (section 3.3).
+# - Bandwidths and speeds: `simulator/presets.toml`, each with its source. Prices: the example's own.
+# - Documentation of `torch.distributed.tensor.parallel`, of Megatron Core and of DeepSpeed's AutoTP; source of
+#   torchtitan (`config/parallelism.py`). Read 2026-11.
+# - In this repository: `distlab/tensor_parallel/`, whose `__init__` says in which order.
+#
+# Next: lesson 9, where the layers of a model lie on different ranks.
