@@ -1,0 +1,833 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10. All axes on one mesh
+#
+# 90 minutes. Comes after lesson 3 (data parallel), lesson 7 (sharding), lesson 8 (tensor parallel) and lesson 9
+# (pipelines). You need no GPU: eight processes on this machine are the eight ranks.
+#
+# Afterwards you can
+#
+# - say where a rank stands on a mesh, who its neighbours are on each axis, and what it works on;
+# - say for every parameter over which axes its gradient is summed and by what it is divided, and clip by the true norm;
+# - train a GPT on a mesh of data, tensor and pipeline, equal to one process, and check the predicted step;
+# - choose degrees and the order of axes for a cluster by simulation, and say what decides.
+
+# %%
+# %load_ext distlab.notebook
+
+# %% [markdown]
+# ## The question
+#
+# You rent 64 H100s, eight machines of eight, for some 3 dollars a GPU and hour, to train a GPT of 66 billion
+# parameters. Its states are a terabyte (16 bytes a parameter, lesson 6), so no GPU holds them. You have three ways to
+# split: *tensor* cuts each layer (lesson 8), *pipeline* cuts between layers (lesson 9), *data* cuts the batch (lesson
+# 3). They can be combined, as long as
+#
+# $$\text{data} \times \text{tensor} \times \text{pipeline} = 64.$$
+#
+# Say tensor 8, pipeline 4, data 2. Somebody sets up the job. It starts, the loss falls. The launcher has numbered the
+# ranks machine by machine, and the program says "rank 0, 8, 16, ... share a layer". Every layer is then cut over eight
+# *machines*, and the eight GPUs of one machine hardly talk to each other. Nothing is wrong with the numbers.
+
+# %%
+from distlab.plan import Mesh
+from distlab.plan.records import Plan
+from simulator import adam_state_bytes, cluster, gpt_workload, simulate
+
+SIZES = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "sequence_length": 2048, "vocab_size": 51200}
+MODEL = gpt_workload(**SIZES)
+MACHINE = cluster("dgx-h100", 64)
+MONTH = 64 * 3 * 24 * 30  # dollars
+GOOD = ("pipeline", "data", "expert", "context", "tensor")  # slowest to fastest: tensor ranks are neighbours
+BAD = ("tensor", "data", "expert", "context", "pipeline")
+
+# %% tags=["nbval-check-output"]
+states = adam_state_bytes(MODEL.num_parameters)
+print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e12:.2f} TB of states, 0.08 TB a GPU")
+print(f"64 GPUs: {MONTH:,} dollars a month")
+
+# %%
+guess_0 = predict("How many times longer does a step take with tensor across the machines?", unit="x")
+guess_0
+
+# %%
+QUESTION = Plan(data=2, tensor=8, pipeline=4, num_microbatches=32, recompute="selective")
+good, bad = (simulate(MODEL, MACHINE, QUESTION, order=order) for order in (GOOD, BAD))
+guess_0.default(2)  # counts if you committed nothing above
+print(guess_0.compare(bad.duration_s / good.duration_s))
+
+# %% tags=["nbval-check-output"]
+for words, step in (("tensor inside a machine", good), ("tensor across machines", bad)):
+    lost = MONTH * (1 - good.duration_s / step.duration_s)
+    print(f"{words:24} {step.duration_s:6.2f} s a step, {step.utilization:4.0%} of peak; ", end="")
+    print(f"{lost:7,.0f} dollars a month for the wire")
+
+# %% [markdown]
+# The same GPUs, the same degrees, the same numbers; one line decides. This lesson is about that line, and about the
+# others that go wrong when axes meet: whose samples, which gradients over which group, which norm.
+
+# %% [markdown]
+# ## The mesh
+#
+# A **mesh** gives each rank a place on every axis. Ranks are numbered like the digits of a clock: the last axis varies
+# fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
+#
+# ### Exercise: where a rank stands
+#
+# Write `place_of(rank, axes)`; `axes` are names and sizes, slowest to fastest.
+
+# %% exercise="10.coordinates"
+
+# %% tags=["nbval-check-output"]
+AXES_222 = {"pipeline": 2, "data": 2, "tensor": 2}
+for rank in range(8):
+    print(rank, place_of(rank, AXES_222))
+
+# %% [markdown]
+# A **group** of an axis holds the ranks that differ on that axis alone. They are who a rank talks to there: tensor
+# parts add up a layer's output in it, replicas average gradients in it, stages hand activations on in it.
+#
+# ### Exercise: all groups of an axis
+#
+# Write `groups_of(axis, axes)`. Why all of them, and not only the one of a rank? `dist.new_group` is a collective:
+# every rank makes every group, also those that it is not in. A rank that makes fewer groups waits for ever, or makes
+# the others wait.
+
+# %% exercise="10.groups"
+
+# %% tags=["nbval-check-output"]
+for axis in AXES_222:
+    print(f"{axis:8} groups: {groups_of(axis, AXES_222)}")
+
+# %% [markdown]
+# Read two lines of it again. The tensor groups are neighbours: they share a machine as long as there are at most as
+# many as a machine has GPUs. The pipeline groups are as far apart as can be. That is what "slowest" and "fastest"
+# mean, and why the order of the axes is the order of the wires.
+
+# %%
+from simulator.viz import mesh_figure
+
+show(
+    mesh_figure(Mesh(AXES_222), devices_per_node=4),
+    "eight ranks on pipeline 2 x data 2 x tensor 2; tensor groups are neighbours",
+)
+
+# %% [markdown]
+# The library has both as `Mesh`, and `mesh_groups(mesh)` makes the groups. Each rank sums its number over each of its
+# groups, to see whom it meets:
+
+# %%
+from distlab.comm.groups import mesh_groups
+
+ranks = Ranks(8, timeout_s=120)
+
+
+def meet():
+    total = {}
+    for axis, group in mesh_groups(Mesh(AXES_222)).items():
+        number = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(number, group=group)
+        total[axis] = int(number)
+    return total
+
+
+met = ranks.run(meet)
+for axis in AXES_222:
+    assert all(met[rank][axis] == sum(group) for group in groups_of(axis, AXES_222) for rank in group)
+print(f"eight real ranks met the groups that you listed; rank 5's sums: {met[5]}")
+
+# %% [markdown]
+# ## What a rank works on
+#
+# Two kinds of axes. Along **tensor** and **pipeline** ranks hold different parts of *one* model, so they must work on
+# the *same* samples. Along **data** they hold copies and must work on *different* ones. Lesson 11 adds two axes, and
+# here is all you need of them: along **context** ranks share the positions of the same samples, along **expert** they
+# take different samples, as along data.
+#
+# $$\text{global batch} = \text{samples a micro-batch} \times \text{micro-batches} \times \text{data} \times
+# \text{expert}$$
+#
+# The most common fault of all: a sampler that was right in data parallel, `rank=dist.get_rank()`, brought along to a
+# mesh. Tensor ranks then add up halves of *different* samples. Nothing fails. The loss even falls.
+#
+# ### Exercise: my part of the batch
+#
+# Write `my_part(batch, rank, mesh, num_microbatches)`. `mesh.coordinates(rank)` says where the rank stands,
+# `dict(mesh.axes)` how long the axes are; the mesh has all five.
+
+# %% exercise="10.my_batch"
+
+# %% tags=["nbval-check-output"]
+FIVE = Mesh({"pipeline": 2, "data": 2, "expert": 1, "context": 1, "tensor": 2})
+tokens = torch.arange(8).view(8, 1)
+for rank in range(8):
+    print(f"rank {rank}: {[part.flatten().tolist() for part in my_part(tokens, rank, FIVE, 2)]}")
+
+# %% [markdown]
+# (Ring attention places positions in a zigzag and not in one piece, so that no rank has all the late and expensive
+# ones: lesson 11.)
+
+# %% [markdown]
+# ## Two axes by hand
+#
+# Before the whole mesh, two axes: data 4 x tensor 2. `parallelize` cuts a GPT over the tensor group (lesson 8). Then
+# each gradient is averaged over the data group, and only there. That is all.
+
+# %%
+from distlab.data import ByteCorpus, python_documentation
+from distlab.models import GPT, GPTConfig
+from distlab.tensor_parallel import parallelize
+
+CORPUS = ByteCorpus(python_documentation(), context=32)
+CONFIG = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=64, tied=False)
+TWO = Mesh({"pipeline": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2})
+
+
+def new_gpt():
+    return GPT(CONFIG, torch.Generator().manual_seed(0)).double()
+
+
+# %%
+def train_2d(part_of, num_steps=3):
+    groups, losses = mesh_groups(TWO), []
+    model = parallelize(new_gpt(), groups["tensor"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        inputs, targets = (part_of(tokens, dist.get_rank(), TWO, 1)[0] for tokens in CORPUS.batch(step, 16))
+        loss = model.loss(model(inputs), targets)
+        loss.backward()
+        for value in (loss.detach_(), *(parameter.grad for parameter in model.parameters())):
+            dist.all_reduce(value, group=groups["data"])
+            value /= groups["data"].size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+# %%
+def train_alone(num_steps=3):
+    model, losses = new_gpt(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, 16)
+        loss = GPT.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+# %%
+alone = train_alone()
+together = ranks.run(train_2d, my_part)[0]
+print("one process:", " ".join(f"{loss:.6f}" for loss in alone))
+print("data 4 x tensor 2:", " ".join(f"{loss:.6f}" for loss in together))
+print(f"they differ by {max(abs(a - b) for a, b in zip(alone, together, strict=True)):.0e}")
+
+# %% [markdown]
+# Equal to one process, in eight. Now the fault from above: samples by rank. The library's tensor-parallel GPT compares
+# its tokens when their shape is new, and says so on every rank. (Most libraries do not look.)
+
+
+# %%
+def by_rank(tokens, rank, mesh, num_microbatches):
+    return tokens.chunk(mesh.size)[rank : rank + 1]
+
+
+def refused():
+    try:
+        return f"trained: {train_2d(by_rank)}"
+    except ValueError as error:
+        return str(error)
+
+
+print(ranks.run(refused)[0].partition(":")[0])
+
+# %% [markdown]
+# ## Which gradient is summed over which axis
+#
+# Data ranks average, tensor ranks do not: easy. It is less easy for some parameters.
+#
+# - A **norm** is whole on every tensor rank. Without sequence parallelism all of them go over the same positions and
+#   find the same gradient: nothing to do. *With* it (lesson 8) each goes over its own part of the positions: a sum is
+#   missing.
+# - A **tied** embedding is used in the first stage as embedding and in the last as output layer. The two copies find
+#   different parts of one gradient.
+# - An **expert** is on one rank of the expert axis, and that rank has already got the tokens of all others.
+#
+# And the divisor? Each rank's loss is the mean over its own positions. The batch was cut into data x expert x context
+# parts of equal size, so that many means make up the mean of all, *whatever the parameter*.
+#
+# ### Exercise: the axes of a gradient
+#
+# Write `gradient_axes(kind, axes, sequence_parallel)`: over which axes, divided by what.
+
+# %% exercise="10.gradient_axes"
+
+# %% tags=["nbval-check-output"]
+EXAMPLE = {"pipeline": 2, "data": 2, "expert": 4, "context": 2, "tensor": 8}
+for kind in ("matrix", "norm", "tied", "expert"):
+    summed, number = gradient_axes(kind, EXAMPLE, True)
+    print(f"{kind:7} sum over {', '.join(summed):32} divide by {number}")
+
+# %% [markdown]
+# All parameters of one kind can be summed in one message over all its axes: make one group of data x expert x context,
+# as the library does, and the sum needs one all-reduce instead of three.
+
+# %% [markdown]
+# ## Clip by the norm of a model that no rank holds
+#
+# Clipping needs the norm of *all* gradients, and no rank has them all. Each stage has its own, each tensor rank its
+# part, and some are on several ranks. Two faults are in public code, one each way. The norm over the own stage is too
+# small, and each stage clips by another factor. And what is whole on $t$ tensor ranks, summed over them, counts $t$
+# times. Before you write it, guess: the norms of a GPT are few. Of all elements of the model above, what part is whole
+# on every tensor rank?
+
+# %%
+guess_1 = predict("What part of the parameters is whole on every tensor rank?", unit="%")
+guess_1
+
+# %%
+whole = {
+    name
+    for name, _ in new_gpt().named_parameters()
+    if "norm" in name or "position" in name or name.endswith("output.bias") and "blocks" in name
+}
+count = sum(parameter.numel() for name, parameter in new_gpt().named_parameters() if name in whole)
+guess_1.default(10)  # counts if you committed nothing above
+print(guess_1.compare(100 * count / new_gpt().num_parameters))
+
+# %% [markdown]
+# Little, and little is what makes it hard to see: the norm is wrong by a few per cent, or by one. Nobody notices until
+# a run on 8 ranks behaves unlike the run on 4.
+#
+# ### Exercise: the norm, each element once
+#
+# Write `global_norm(gradients, split_over, groups)`. `split_over[name]` are the axes along which ranks hold different
+# parts of this gradient; along all other axes there are copies. Stages hold different gradients, and different
+# *numbers* of gradients: one all-reduce a tensor would hang. Budget: one number an axis.
+
+# %% exercise="10.global_norm"
+
+
+# %%
+def norms_on_mesh():
+    groups = mesh_groups(TWO)
+    model = parallelize(new_gpt(), groups["tensor"])
+    inputs, targets = CORPUS.batch(0, 16)
+    model.loss(model(inputs), targets).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    split_over = {name: ["pipeline"] if name in whole else ["pipeline", "tensor"] for name in gradients}
+    local = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    return float(global_norm(gradients, split_over, groups)), float(local)
+
+
+# %%
+one = new_gpt()
+GPT.loss(one(CORPUS.batch(0, 16)[0]), CORPUS.batch(0, 16)[1]).backward()
+true = float(torch.cat([parameter.grad.flatten() for parameter in one.parameters()]).norm())
+yours, local = ranks.run(norms_on_mesh)[0]
+print(f"one process {true:.9f}, yours on data 4 x tensor 2 {yours:.9f}, rank 0's own parts {local:.9f}")
+
+# %% [markdown]
+# ## The whole mesh: 2 x 2 x 2
+#
+# `distlab.hybrid.Hybrid` puts the axes together: tensor-parallel layers inside pipeline stages inside replicas. Every
+# rank gives it the whole batch, and it takes its own part. A plan says the degrees.
+
+# %%
+from distlab.hybrid import Hybrid
+
+CUBE = Plan(data=2, tensor=2, pipeline=2, num_microbatches=4)
+
+
+def train_mesh(plan, num_steps=3):
+    hybrid = Hybrid(new_gpt(), plan, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    try:
+        steps = [hybrid.train_step(*CORPUS.batch(step, 16)) for step in range(num_steps)]
+        return [float(loss) for loss in steps]
+    finally:
+        hybrid.close()
+
+
+# %%
+def compare_losses(name, plan):
+    losses = ranks.run(train_mesh, plan)[0]
+    gap = max(abs(a - b) for a, b in zip(alone, losses, strict=True))
+    print(f"{name:44} loss {losses[0]:.4f} to {losses[-1]:.4f}; one process differs by {gap:.0e}")
+
+
+compare_losses("data 2 x tensor 2 x pipeline 2", CUBE)
+
+# %% [markdown]
+# Eight ranks, three axes, the losses of one process. What did each axis send? The recorder knows which group each call
+# was in.
+
+
+# %%
+from distlab.comm.operations import ring_bytes
+
+
+def axis_of(call, mesh):
+    if call.op in ("send", "recv"):
+        return "pipeline"
+    rank = dist.get_rank()
+    return next((axis for axis in mesh.names if mesh.group_of(rank, axis) == call.group), "all ranks")
+
+
+# %%
+def traffic(plan):
+    hybrid = Hybrid(new_gpt().float(), plan, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    hybrid.train_step(*CORPUS.batch(0, 16))  # in the first step ranks also compare shapes
+    with recorded() as seen:
+        hybrid.train_step(*CORPUS.batch(1, 16))
+    rows, (rank, mesh) = {}, (dist.get_rank(), hybrid.mesh)
+    for call in seen.records.calls(rank):
+        sent = call.num_bytes if call.op == "send" else ring_bytes(call.op, call.num_bytes, len(call.group))
+        calls, total = rows.get(axis := axis_of(call, mesh), (0, 0))
+        rows[axis] = calls + 1, total + sent
+    hybrid.close()
+    return rows
+
+
+# %%
+for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
+    print(f"rank 0, {axis:10} {calls:3} calls, {sent / 1e3:7.1f} kB sent in a step")
+
+# %% [markdown]
+# The tensor axis has most of the calls and most of the bytes, and each of its calls is waited for. That alone says
+# which axis wants the best wire. (The first row: the batch is compared and the loss averaged over all ranks.)
+#
+# ### Measured over predicted
+#
+# One replica of it, tensor 2 x pipeline 2 on four ranks, between calibrations of this machine: the simulator takes
+# measured speeds and predicts the step.
+
+# %%
+from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from simulator.viz.timeline_widget import Timeline
+
+ranks.close()
+ranks = Ranks(4, timeout_s=120)
+SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=4)
+TRAINING = LayoutTraining(CONFIG, SQUARE, num_updates=1, num_windows=1, steps_a_window=2, budget_s=1.0)
+result = LayoutResult(TRAINING, ranks.run(train_layout, TRAINING))
+for window in result.windows:
+    error = window.predicted_s / window.measured_s - 1
+    print(f"measured {window.measured_s * 1e3:5.1f} ms, predicted {window.predicted_s * 1e3:5.1f} ms ({error:+.0%})")
+
+# %%
+timeline = Timeline(result.measured, result.predicted.trace)
+timeline
+
+# %%
+timeline.view = (0.0, result.predicted.duration_s)  # the predicted step's length
+
+# %% [markdown]
+# The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
+# pairs (ranks 0 and 1, 2 and 3) move in step. Their lengths differ. Speeds were measured while all four ranks
+# computed, sharing this machine's cores; in a real step a rank that waits lends its core to the others, whose boxes get
+# shorter. The numbers above account for that: on few cores all that ranks do adds up, and a bubble costs nothing. Few
+# windows of a small model are little to judge by: the lab takes more, and `benchmarks/` holds the error against a bar.
+
+# %% [markdown]
+# ## Which axis on which wire
+#
+# The order of the axes decides which groups lie inside a machine. On the question's cluster a GPU brings 370 GB/s to
+# its neighbours over NVLink and 50 GB/s at most to another machine. What does each axis send, and may it wait?
+#
+# | axis | sends | when |
+# |---|---|---|
+# | tensor | $8 \frac{t-1}{t}$ activations a layer and micro-batch | in every layer; all of it is waited for |
+# | pipeline | 2 activations a stage border and micro-batch | beside other micro-batches |
+# | data | 2 x gradients of a rank's part, once a step | beside backward |
+
+# %% tags=["nbval-check-output"]
+print(f"{'axis':10}{'GB a rank':>10}{'waited for':>12}   in a step, tensor inside")
+for axis in ("tensor", "pipeline", "data"):
+    print(f"{axis:10}{good.sent_bytes_by_axis[axis] / 1e9:10.1f}{good.exposed_by_axis[axis]:10.2f} s")
+
+# %% [markdown]
+# ### Exercise: place the axes
+#
+# Write `place_axes(axes, traffic, devices_per_node)`: the order, slowest to fastest, in which the fewest bytes cross
+# between machines. Beware of the rule "the busiest axis innermost": one that does not fit a machine crosses anyway, and
+# takes the room from one that would fit.
+
+# %% exercise="10.place"
+
+# %% tags=["nbval-check-output"]
+SENT = {axis: good.sent_bytes_by_axis[axis] for axis in ("data", "pipeline", "tensor")}
+print("yours, slowest to fastest:", ", ".join(place_axes({"data": 2, "pipeline": 4, "tensor": 8}, SENT, 8)))
+
+# %% [markdown]
+# Bytes are a guess at time. The simulator has the time: all orders, fastest first.
+
+# %% tags=["nbval-check-output"]
+from simulator.placement import rank_orders
+
+orders = rank_orders(MODEL, MACHINE, QUESTION)
+for order, step in orders:
+    long = [axis for axis in order if getattr(QUESTION, axis) > 1]  # axes of size 1 may stand anywhere
+    print(f"{', '.join(long):24} {step.duration_s:6.2f} s, {step.utilization:.0%} of peak")
+
+# %%
+from simulator.viz import placement_figure
+
+show(placement_figure(orders), "time of a step by order of axes; tensor across machines is the slowest")
+
+# %% [markdown]
+# **Tensor inside a machine** decides nearly everything. Between the others there is little: the pipeline's messages are
+# few, and data's are large but hide behind backward. That is why "tensor within the machine, then data, pipeline
+# outermost" is the common recipe. It is a result, though, and not a law: another wire or another model, another order.
+
+# %% [markdown]
+# ## Which degrees?
+#
+# 64 is a product of three numbers in 28 ways. The batch is fixed: 64 samples of 2,048 tokens. More data ranks have
+# fewer micro-batches each, so a larger bubble; more tensor ranks send more; few of both do not fit. Let Adam's states
+# be shared among data ranks (ZeRO-1), and let tensor ranks be sequence parallel. Which is fastest?
+
+# %%
+guess_2 = predict("Which tensor degree is fastest: 1, 2, 4, 8 or 16?", unit="ranks")
+guess_2
+
+
+# %%
+from itertools import product
+
+from distlab.plan import Sharding
+
+
+def all_plans(num_ranks, batch, samples=1, most_stages=8):
+    for tensor, pipeline in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        data = num_ranks // (tensor * pipeline)
+        if pipeline > most_stages or data * tensor * pipeline != num_ranks or batch % (data * samples):
+            continue
+        if batch // (data * samples) > 64:
+            continue  # many small micro-batches: no smaller bubble, and more calls
+        options = {"recompute": "selective", "sequence_parallel": tensor > 1, "sharding": Sharding(min(data - 1, 1))}
+        yield Plan(data=data, tensor=tensor, pipeline=pipeline, num_microbatches=batch // (data * samples), **options)
+
+
+# %%
+steps = sorted((simulate(MODEL, MACHINE, plan) for plan in all_plans(64, 64)), key=lambda step: step.duration_s)
+fitting = [step for step in steps if step.memory.max_bytes < 80e9]
+guess_2.default(8)  # counts if you committed nothing above
+print(guess_2.compare(fitting[0].plan.tensor))
+
+# %% tags=["nbval-check-output"]
+print(f"{len(steps)} plans, {len(fitting)} of them fit 80 GB; waited for, in seconds:")
+for step in fitting:
+    plan, waited = step.plan, step.exposed_by_axis
+    words = f"data {plan.data:2} tensor {plan.tensor:2} pipeline {plan.pipeline}: {step.duration_s:5.2f} s"
+    exposed = ", ".join(f"{axis} {waited[axis]:4.2f}" for axis in ("tensor", "data", "pipeline"))
+    print(f"{words}, bubble {step.bubble_fraction:3.0%}, {exposed}; {step.memory.max_bytes / 1e9:2.0f} GB")
+
+# %% [markdown]
+# Now with the mouse. Change one degree, then another until they make 64 again. What does each axis expose, and what
+# does a GPU hold? (Without ZeRO-1, the question's plan with tensor 4 does not fit; choose a sharding.)
+
+# %%
+from simulator.viz.degrees_panel import degrees_panel
+
+degrees = degrees_panel(MODEL, MACHINE, plan=QUESTION)
+degrees
+
+# %%
+degrees.controls["tensor"].value = 4
+print(degrees.text)
+
+# %% [markdown]
+# Read the table by its columns; each axis has a price of its own.
+#
+# - **Tensor**: what it exposes grows with the degree, and jumps where it leaves the machine (16). So: as small as the
+#   other two allow, never across machines.
+# - **Pipeline**: it exposes next to nothing and pays in its bubble, $(p-1)/(m+p-1)$. With tensor 2 the model fits only
+#   on 8 stages, and with 16 micro-batches that bubble costs more than tensor 4 exposes.
+# - **Data**: cheap on this wire, but more replicas have fewer micro-batches each, and hold more of the model.
+#
+# That is why the *global batch* is part of the plan: twice the samples are twice the micro-batches, and the balance
+# shifts from tensor to pipeline. The winner takes a tenth less time than the best plan by the recipe "tensor 8, as many
+# as a machine has": a rule of thumb brings you near, and a search of a few seconds brings the rest.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# **"Doubling the number of GPUs gives 1.7x."** A number without a condition. A 1.3B model, the best plan at every
+# size; once with one batch of 512 samples however many GPUs there are (*strong* scaling), once with 8 samples a GPU
+# (*weak* scaling).
+
+# %%
+from dataclasses import replace
+from functools import cache
+
+from simulator import link
+
+SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
+FAST = cluster("dgx-h100", 512)
+WIRES = {"InfiniBand": FAST, "10 Gb/s": replace(FAST, name="ethernet", inter_node=link("ethernet-10g"))}
+
+
+@cache
+def best_step(num_ranks, batch, wire="InfiniBand"):
+    machine, found = replace(WIRES[wire], num_devices=num_ranks), []
+    for samples in (1, 4, 16):
+        workload = gpt_workload(**SMALL, microbatch_size=samples)
+        plans = all_plans(num_ranks, batch, samples, most_stages=2)
+        found += [simulate(workload, machine, plan) for plan in plans if plan.tensor <= 8]  # inside a machine
+    return min((step for step in found if step.memory.max_bytes < 80e9), key=lambda step: step.duration_s)
+
+
+# %% tags=["nbval-check-output"]
+for words, batch_of in (("64 samples", lambda n: 64), ("512 samples", lambda n: 512), ("8 a GPU", lambda n: 8 * n)):
+    gains = [best_step(2 * n, batch_of(2 * n)).samples_per_s / best_step(n, batch_of(n)).samples_per_s for n in (8, 64)]
+    print(f"{words:12} from 8 to 16 GPUs {gains[0]:.2f}x, from 64 to 128 GPUs {gains[1]:.2f}x")
+
+# %% [markdown]
+# **"A 1B model is best on 8 GPUs and no faster on 64."** How long is an update with 8 and with 64 GPUs, for one batch
+# of so many samples? On two kinds of wires between the machines:
+
+# %% tags=["nbval-check-output"]
+for wire, batch in product(WIRES, (8, 64, 512)):
+    few, many = (best_step(n, batch, wire) for n in (8, 64))
+    words = f"{wire:10} {batch:3} samples: {few.duration_s * 1e3:5.0f} ms on 8 GPUs, {many.duration_s * 1e3:5.0f} on 64"
+    plan = many.plan
+    degrees = f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}"
+    print(f"{words}, {few.duration_s / many.duration_s:.1f}x ({degrees})")
+
+# %% [markdown]
+# Both claims are a condition short.
+#
+# - **1.7x**: on this cluster a doubling gives anything from under 1.6x to nearly 2x. With as many samples a GPU as
+#   before, it is near 2x. With one batch for all it falls as the share of each GPU shrinks.
+# - **1B on 8 GPUs**: refuted on InfiniBand. 64 GPUs are 2.4 times as fast with just 8 samples an update, though 8 times
+#   the GPUs: each hour of a GPU brings a third. With 512 samples it is 7.5x. Over 10 Gb/s it *holds* for small batches:
+#   64 GPUs are slower than 8 with 8 samples, and hardly faster with 64.
+
+# %% [markdown]
+# ## Two axes that many use: sharding and tensor
+#
+# "2D parallel" is tensor inside a machine and FSDP (lesson 7) across machines: no pipeline, no bubble. Along data,
+# ranks hold shards of what tensor left them. The two fit together because FSDP does not look into a layer: it gathers
+# the rank's own rows, whatever they are a part of.
+
+# %%
+compare_losses("FSDP over 2, tensor 2", Plan(data=2, tensor=2, sharding=Sharding(3)))
+
+# %% tags=["nbval-check-output"]
+for name, plan in (
+    ("FSDP over 64", Plan(data=64, recompute="selective", sharding=Sharding(3))),
+    (
+        "FSDP over 8, tensor 8",
+        Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective", sharding=Sharding(3)),
+    ),
+    ("data 2, tensor 8, pipeline 4", QUESTION),
+):
+    workload = gpt_workload(**SIZES, microbatch_size=64 // (plan.data * plan.num_microbatches))
+    step = simulate(workload, MACHINE, plan)
+    print(f"{name:30} {step.duration_s:5.2f} s, {step.memory.max_bytes / 1e9:3.0f} GB, {step.utilization:.0%} of peak")
+
+# %% [markdown]
+# No pipeline, no bubble: both are ahead of the question's plan here, and of the best one in the table above. The
+# condition is one micro-batch. With several, FSDP gathers all parameters again for each (lesson 7), while a pipeline
+# gets better. And tensor inside the machine leaves FSDP an eighth to gather over the slow wire.
+#
+# ## Five axes
+#
+# Lesson 11 brings two more, for sequences too long for one GPU and for models of experts. On the mesh they are axes as
+# any other, and you have met their rules above:
+#
+# | axis | ranks hold | ranks work on | gradients | speaks |
+# |---|---|---|---|---|
+# | data | copies | other samples | averaged | once a step |
+# | expert | copies, but for the experts | other samples | averaged; experts' not | all-to-all, twice a layer |
+# | context | copies | other positions | averaged | beside attention, in each layer |
+# | tensor | parts of layers | the same | not summed | in each layer, waited for |
+# | pipeline | layers | the same | not summed | at stage borders |
+#
+# The world is the product of all five. Here with context, on the same four ranks:
+
+# %%
+compare_losses("context 2 x tensor 2", Plan(context=2, tensor=2))
+
+# %% [markdown]
+# ## The loss falls, and it is wrong: spot the bug
+#
+# A step on data x tensor for a model of two layers, all in plain tensors. The loss falls, on any number of ranks, and
+# no error is raised. It is not the loss of one process. Run the check as it is, read what it says, find the line,
+# repair it.
+
+# %% exercise="10.find_the_bug"
+
+# %% [markdown]
+# ## Production: torch's own
+#
+# torch names the axes of a `DeviceMesh`, and takes one axis for each technique: `parallelize_module(model,
+# mesh["tensor"], ...)`, then `fully_shard(model, mesh=mesh["data"])`. The feed-forward layers of a GPT by both, on data
+# 2 x tensor 2, turn by turn in one run. (The ranks import it, not this notebook: it takes seconds to load.)
+
+# %%
+from distlab.models import FeedForward
+from distlab.sharding import FullyShard
+from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+WIDE = GPTConfig(num_layers=4, num_heads=4, hidden_size=256)
+
+
+class Residual(FeedForward):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Residual(WIDE) for _ in range(4)))
+
+
+# %%
+def ours():
+    model, groups = layers(), mesh_groups(Mesh({"data": 2, "tensor": 2}))
+    for layer in model:
+        layer.widen = ColumnParallelLinear.from_full(layer.widen, groups["tensor"])
+        layer.output = RowParallelLinear.from_full(layer.output, groups["tensor"])
+    sharded = FullyShard(model, group=groups["data"])
+    return sharded, sharded.parameters(), sharded.synchronize
+
+
+# %%
+def torchs():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import parallel
+
+    model, mesh = layers(), dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    styles = {"widen": parallel.ColwiseParallel(), "output": parallel.RowwiseParallel()}
+    for layer in model:
+        fully_shard(parallel.parallelize_module(layer, mesh["tensor"], styles), mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model, model.parameters(), lambda: None
+
+
+# %%
+import time
+
+
+def turn_by_turn(num_steps=6):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    programs = [(*one, torch.optim.SGD(one[1], lr=0.1)) for one in (ours(), torchs())]
+    rows = []
+    for model, _, finish, optimizer in programs * num_steps:
+        dist.barrier()
+        start = time.perf_counter()
+        loss = model(x).square().mean()
+        loss.backward()
+        (finish(), optimizer.step(), optimizer.zero_grad())
+        rows.append((float(loss.detach()), time.perf_counter() - start))
+    return rows[::2], rows[1::2]
+
+
+# %%
+from statistics import median
+
+mine, theirs = ranks.run(turn_by_turn)[0]
+gap = max(abs(a[0] - b[0]) for a, b in zip(mine, theirs, strict=True))
+ratio = median(a[1] / b[1] for a, b in zip(mine[1:], theirs[1:], strict=True))
+print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; ours takes {ratio:.2f} times as long")
+
+# %% [markdown]
+# A number below 1 means that ours is faster. Four ranks on few cores and a few steps are little: `benchmarks/` has
+# figures with repeats. The same degrees under other names:
+#
+# | distlab `Plan` | torch | torchtitan `..._degree` | Megatron-LM | DeepSpeed |
+# |---|---|---|---|---|
+# | `data` | `DistributedDataParallel` | `data_parallel_replicate` | the rest | the rest |
+# | `sharding` | `fully_shard` | `data_parallel_shard` | `--use-distributed-optimizer` | `zero_optimization.stage` |
+# | `tensor` | `parallelize_module` | `tensor_parallel` | `--tensor-model-parallel-size` | `autotp_size` |
+# | `pipeline` | `pipelining` | `pipeline_parallel` | `--pipeline-model-parallel-size` | `PipelineModule` |
+# | `context` | `context_parallel` | `context_parallel` | `--context-parallel-size` | `sequence_parallel_size` |
+# | `expert` | | `expert_parallel` | `--expert-model-parallel-size` | `ep_size` |
+#
+# Megatron-LM orders axes as the recipe says, tensor fastest and pipeline slowest, or swaps data and pipeline with
+# `--use-tp-pp-dp-mapping`. There, as in torchtitan and DeepSpeed, expert ranks are taken out of the data ranks: what
+# they call data parallel is data x expert here. Horovod has data alone.
+
+# %% [markdown]
+# ## Lab
+#
+# The same on your own hardware, as a plain script. In a terminal, on 2, 4 or 8 CPU ranks, with the reference and with
+# what you wrote in this notebook:
+#
+# ```
+# distlab lab 10 --ranks 8 --impl reference
+# distlab lab 10 --ranks 8 --tensor 4 --pipeline 1 --impl work/10_hybrid/lesson.ipynb --trace traces
+# distlab lab 10 --ranks 4 --tensor 2 --pipeline 2 --order tensor,data,expert,context,pipeline
+# ```
+#
+# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+#
+# ```
+# torchrun --nproc-per-node 8 lessons/10_hybrid/lab.py --impl reference
+# ```
+#
+# `lab_reference.md` beside it has the output to compare with.
+
+# %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below, which has the answers.
+#
+# 1. 512 ranks: pipeline 8, tensor 8, and each expert's rank axis is 4. How many data ranks are there? How many ranks
+#    average a norm's gradient (no sequence parallelism), and how many an expert's?
+# 2. On the mesh pipeline 8 x data 2 x expert 4 x tensor 8, which rank is stage 3, data 1, expert 2, tensor 5? Which
+#    ranks are in its tensor group?
+# 3. The norm of all gradients is 5; a tenth of its square is in parameters that are whole on 8 tensor ranks. What does
+#    a sum over tensor ranks that counts every copy give?
+# 4. Global batch 1,024 samples, micro-batches of 2, data 16, expert 4: how many micro-batches? The bubble of 1F1B on
+#    pipeline 8?
+# 5. Micro-batches of one sample, 2,048 tokens x 8,192 numbers of 2 bytes; 20 layers on a stage, tensor 8. How much
+#    does a rank send along tensor for a micro-batch, and along pipeline?
+
+# %% tags=["nbval-check-output"]
+big = Mesh({"pipeline": 8, "data": 2, "expert": 4, "tensor": 8})
+print(f"1. data {512 // (8 * 8 * 4)}; a norm's by {2 * 4} ranks, an expert's by 2")
+rank = big.rank(pipeline=3, data=1, expert=2, tensor=5)
+print(f"2. rank {rank}; {big.group_of(rank, 'tensor')}")
+print(f"3. {(25 + 7 * 2.5) ** 0.5:.2f}")
+count = 1024 // (2 * 16 * 4)
+print(f"4. {count} micro-batches; bubble {7 / (count + 7):.0%}")
+activation = 2048 * 8192 * 2
+print(f"5. {8 * 7 / 8 * activation * 20 / 1e9:.1f} GB along tensor, {2 * activation / 1e9:.3f} GB along pipeline")
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Sources
+#
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
+#   (arXiv:2104.04473): tensor inside a machine, pipeline across; how degrees and micro-batches interact (section 3).
+# - Smith et al. 2022, *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B* (arXiv:2201.11990): three axes
+#   on one cluster, placed by their traffic.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198):
+#   sequence parallelism, and what it does to norms' gradients.
+# - Rajbhandari et al. 2020, *ZeRO* (arXiv:1910.02054), and Zhao et al. 2023, *PyTorch FSDP* (arXiv:2304.11277): what
+#   sharding needs from the other axes.
+# - Documentation of torch (`DeviceMesh`, `parallelize_module`, `fully_shard`), torchtitan, Megatron-LM, DeepSpeed. Read
+#   2026-11.
+# - In this repository: `distlab/plan/mesh.py`, `distlab/plan/axes.py`, then `distlab/hybrid/`; its `__init__` says in
+#   which order.
+#
+# Next: lesson 11, long sequences and experts: the two axes that were only named here.
