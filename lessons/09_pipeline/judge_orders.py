@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -151,17 +151,42 @@ def serial_fault(played: Played, case: tuple[int, int]) -> Fault | None:
     return Fault("stages never overlap", f"{text} micro-batch 0 left stage {last}; rank 0 must not wait for its return")
 
 
-def judge_gpipe(evidence: Evidence) -> Iterator[Fault]:
-    """All forward passes, then all backward passes, as short as it can be."""
-    for case, orders in zip(cases.ORDER_CASES, evidence.results[0], strict=True):
-        got = orders_fault(orders, case, WHOLE)
+class Asked(NamedTuple):
+    """One case that was asked for: how many ranks and micro-batches, their orders, and how these run."""
+
+    ranks: int
+    count: int
+    orders: list[list[Action]]
+    played: Played
+
+    @property
+    def case(self) -> tuple[int, int]:
+        """Ranks and micro-batches."""
+        return self.ranks, self.count
+
+
+def _each_case(
+    evidence: Evidence, wanted: Sequence[tuple[int, int]], takes: Mapping[str, int]
+) -> Iterator[Asked | Fault]:
+    """Yield each case that can run, and what is wrong with it whatever the schedule; end at one that cannot run."""
+    for case, orders in zip(wanted, evidence.results[0], strict=True):
+        got = orders_fault(orders, case, takes)
         if isinstance(got, Fault):
             yield got
             return
-        found, played = got
-        if (fault := serial_fault(played, case)) is not None:
+        if (fault := serial_fault(got[1], case)) is not None:
             yield fault
-        for rank, order in enumerate(found):
+        yield Asked(*case, *got)
+
+
+def judge_gpipe(evidence: Evidence) -> Iterator[Fault]:
+    """All forward passes, then all backward passes, as short as it can be."""
+    for asked in _each_case(evidence, cases.ORDER_CASES, WHOLE):
+        if isinstance(asked, Fault):
+            yield asked
+            continue
+        case, played = asked.case, asked.played
+        for rank, order in enumerate(asked.orders):
             kinds = [action.kind for action in order]
             if "F" in kinds[kinds.index("B") :]:
                 early = order[kinds.index("B")]
@@ -173,15 +198,12 @@ def judge_gpipe(evidence: Evidence) -> Iterator[Fault]:
 
 def judge_one_f_one_b(evidence: Evidence) -> Iterator[Fault]:
     """As short as GPipe, with as few in flight as 1F1B has."""
-    for case, orders in zip(cases.ORDER_CASES, evidence.results[0], strict=True):
-        ranks, count = case
-        got = orders_fault(orders, case, WHOLE)
-        if isinstance(got, Fault):
-            yield got
-            return
-        found, played = got
-        if (fault := serial_fault(played, case)) is not None:
-            yield fault
+    for asked in _each_case(evidence, cases.ORDER_CASES, WHOLE):
+        if isinstance(asked, Fault):
+            yield asked
+            continue
+        ranks, count, found, played = asked
+        case = asked.case
         for rank, order in enumerate(found):
             yield from _peak_fault(order, rank, case, min(ranks - rank, count))
         least = 3 * (ranks + count - 1)
@@ -228,15 +250,12 @@ def _length_fault(played: Played, case: tuple[int, int], least: int, advice: str
 
 def judge_zero_bubble(evidence: Evidence) -> Iterator[Fault]:
     """W's in the bubbles, and no more in flight than 1F1B has on rank 0."""
-    for case, orders in zip(cases.SPLIT_CASES, evidence.results[0], strict=True):
-        ranks, count = case
-        got = orders_fault(orders, case, SPLIT)
-        if isinstance(got, Fault):
-            yield got
-            return
-        found, played = got
-        if (fault := serial_fault(played, case)) is not None:
-            yield fault
+    for asked in _each_case(evidence, cases.SPLIT_CASES, SPLIT):
+        if isinstance(asked, Fault):
+            yield asked
+            continue
+        ranks, count, found, played = asked
+        case = asked.case
         for rank, order in enumerate(found):
             yield from _peak_fault(order, rank, case, min(ranks, count), "ZB-H1")
         at_once = all(

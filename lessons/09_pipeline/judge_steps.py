@@ -256,6 +256,21 @@ def judge_forward(evidence: Evidence) -> Iterator[Fault]:
         return
     yield from overlap_fault(evidence, forward, evidence.results[0]["run_ns"])
     yield from _judge_sent_late(evidence, forward)
+    yield from _judge_left_alone(evidence)
+
+
+def _judge_left_alone(evidence: Evidence) -> Iterator[Fault]:
+    """Sends that nobody waited for: what is written into their tensors later may be what arrives."""
+    for rank in range(evidence.world_size - 1):
+        sends = [call for call in made_in(evidence, rank, evidence.results[rank]["run_ns"]) if call.op == "send"]
+        alone = [call for call in sends if not call.wait_ns]
+        if alone:
+            text = (
+                f"right result this time, but rank {rank} never waits for {len(alone)} of its {len(sends)} sends: the"
+            )
+            text = f"{text} broadcasts may write into a tensor that is still on its way"
+            yield Fault("sends left alone", f"{text}; keep what isend returns, and wait() before you broadcast")
+            return
 
 
 def _judge_sent_late(evidence: Evidence, forward: list[list[Any]]) -> Iterator[Fault]:

@@ -65,7 +65,7 @@ guess_0
 # %%
 guess_0.default(80)  # counts if you committed nothing above
 naive_step = step_of_model("naive", 1, batch=8)
-print(guess_0.compare(100 * (1 - naive_step.bubble_fraction)))
+print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
 
 # %% tags=["nbval-check-output"]
 busy = 1 - naive_step.bubble_fraction
@@ -220,7 +220,7 @@ THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
 gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
 guess_1.default(10)  # counts if you committed nothing above
 on_paper = simulate_schedule(gpipe_8, THREE)
-print(guess_1.compare(100 * on_paper.bubble_fraction))
+print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
 show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
 
 # %% [markdown]
@@ -253,7 +253,7 @@ for p in (2, 4, 8, 16):
 # ### On real ranks
 #
 # `distlab.pipeline.Pipeline` runs any schedule on real stages. It posts receives early, sends without waiting, and
-# writes down when each action ran. `bench` runs three steps of a schedule and sets the shortest beside what the
+# writes down when each action ran. `bench` runs two steps of a schedule and sets the shorter one beside what the
 # simulator says.
 
 
@@ -267,7 +267,7 @@ def squares(output, target):
 
 
 # %%
-def some_steps(schedule, num_steps=3):
+def some_steps(schedule, num_steps=2):
     rank, share = dist.get_rank(), schedule.num_ranks / schedule.num_stages
     own = {stage: Stage(share) for stage, home in enumerate(schedule.home) if home == rank}
     spans, traces = SpanWriter(rank), []
@@ -360,7 +360,7 @@ for m, cost in ranks.run(costs_on_rank_0)[0].items():
     )
     print(f", bubble {paper.bubble_fraction:.0%}: a step of {step_ms[m]:.0f} ms")
 guess_2.default(64)  # counts if you committed nothing above
-print(guess_2.compare(min(step_ms, key=step_ms.get)))
+print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 
 # %% [markdown]
 # The bubble gets smaller all the way, and the step does not. Where the two meet depends on the model and the machine:
@@ -393,7 +393,7 @@ guess_3
 bench("1F1B", schedule_of([one_f_one_b_order(rank, 4, 8) for rank in range(4)]))
 guess_3.default(20)  # counts if you committed nothing above
 shorter = 1 - seen["1F1B"][1].duration_s / seen["GPipe"][1].duration_s
-print(guess_3.compare(100 * shorter))
+print(guess_3.compare(100 * shorter, how="simulated"))
 
 # %% [markdown]
 # **"1F1B has a smaller bubble than GPipe."** Refuted. On paper the bubble is the same, to the nanosecond. What is
@@ -713,7 +713,7 @@ def own_stages(schedule):
     return {stage: modules[stage] for stage, home in enumerate(schedule.home) if home == dist.get_rank()}
 
 
-def shortest(step, num_steps=3):
+def shortest(step, num_steps=2):
     times = []
     for _ in range(num_steps):
         dist.barrier()
@@ -769,7 +769,7 @@ for name in ("naive", "one_f_one_b", "zb_h1"):
 # ## Production: torch's own
 #
 # `torch.distributed.pipelining` has most of these schedules, a class each. Here are three of them. Same model, same
-# batch, turn by turn in one run. (The ranks import it, not this notebook: it takes seconds to load.)
+# batch, four micro-batches, turn by turn in one run. (The ranks import it, not this notebook: it takes long to load.)
 
 # %%
 THEIRS = {
@@ -799,7 +799,7 @@ def torchs(name, schedule, modules):
 
 # %%
 def turn_by_turn(name, num_steps=3):
-    schedule = make_schedule(name, 4, 8)
+    schedule = make_schedule(name, 4, 4)
     pipeline, rows = Pipeline(own_stages(schedule), schedule, loss=GPT.loss), []
     for step in (lambda: pipeline.step(inputs, targets), torchs(name, schedule, own_stages(schedule))) * num_steps:
         dist.barrier()

@@ -117,6 +117,7 @@ MUTANTS = (
         ("told at once", forward_told_at_once, "stages never overlap", f"{SERIAL} 1", 2, MUSEUM(25)),
         ("barrier", steps.forward_with_barrier, "stages never overlap", f"{SERIAL} 2", 3, MUSEUM(25)),
         ("sent at the end", steps.forward_all_then_send, "sent at the end", "idles until then", 2, MUSEUM(59)),
+        ("sends left alone", steps.forward_left_alone, "sends left alone", "never waits for 4 of its 4", 2, SLIP),
         ("one batch", steps.forward_in_one, "forward passes", "ran its stage 1 times for 4", 2, MUSEUM(58)),
         ("own output", steps.forward_of_own, "own output", "broadcast it from rank 2", 3, MUSEUM(28)),
     ),
