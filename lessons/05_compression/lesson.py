@@ -35,7 +35,7 @@
 
 # %%
 from distlab.plan.records import Cluster, Plan
-from simulator import device, gpt_workload, link, simulate
+from simulator import Measured, device, gpt_workload, link, simulate
 
 MODEL = gpt_workload(
     hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=4
@@ -616,7 +616,7 @@ def predicted(bytes_per_s, compression):
     )
     plan = Plan(4, compression=compression, bucket_bytes=500_000, first_bucket_bytes=500_000)
     codec = CODEC if compression is not None else None
-    return simulate(WORK, replace(HERE, intra_node=wire), plan, codec=codec)
+    return simulate(WORK, replace(HERE, intra_node=wire), plan, measured=Measured(codec))
 
 
 # %% [markdown]
