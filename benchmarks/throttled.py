@@ -43,6 +43,7 @@ from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
+from simulator import Measured as MeasuredApart
 from simulator import break_even_bytes_per_s, simulate
 from simulator.codec import MeasuredCodec
 
@@ -237,7 +238,7 @@ def predicted_rows(measured: Measured, bandwidths: Sequence[float]) -> Iterator[
         for bandwidth, step in zip(bandwidths, np.median(times[:, place], axis=1), strict=True):
             link = Link("throttled", (Protocol(LATENCY_S, bandwidth),))
             on = replace(cluster, intra_node=link, inter_node=link)
-            predicted = simulate(measured.workload, on, plan, codec=codecs.get(name)).duration_s
+            predicted = simulate(measured.workload, on, plan, measured=MeasuredApart(codecs.get(name))).duration_s
             errors.append(abs(predicted / step - 1))
             words.append(f"{bandwidth / 1e6:g} MB/s {step * 1e3:.0f} ({predicted * 1e3:.0f})")
         middle, interval = float(np.median(errors[-len(bandwidths) :])), median_interval(errors[-len(bandwidths) :])
