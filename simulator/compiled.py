@@ -35,6 +35,8 @@ class CompiledOrder:
         need: the action that each one waits for beside its rank's previous one, or -1.
         remote: whether that action is on another rank.
         level: a number above those of both; a weight gradient has that of the action before it.
+        table: the action that is each F, each B or I, and each W [2 or 3, stages, micro-batches]; None of an order that
+            lacks one, or has a stage on two ranks.
     """
 
     def __init__(self, order: Order) -> None:
@@ -46,9 +48,9 @@ class CompiledOrder:
         """
         self.order = order
         if len(order.kind) > LARGE:
-            _keep_freed_memory()
+            keep_freed_memory()
         self._rank = np.repeat(np.arange(order.num_ranks, dtype=np.int32), np.diff(order.offsets))
-        self.need, self._seen_home = find_needs(order, self._rank)
+        self.need, self._seen_home, self.table = find_needs(order, self._rank)
         if self._seen_home is None:
             self.remote = (self.need >= 0) & (self._rank.take(self.need, mode="clip") != self._rank)
         else:
@@ -93,7 +95,7 @@ class CompiledOrder:
         one on another rank that needs it), each_ns [A] -> [A]
         """
         each_ns = duration_ns.reshape(-1).take(self.code) if each_ns is None else each_ns
-        home = self._home
+        home = self.home
         if home is None:  # a stage on two ranks
             latency = handover_ns.take(self.order.stage.take(self.need, mode="clip"))
             return self.run(each_ns, latency)
@@ -109,7 +111,7 @@ class CompiledOrder:
         return self.order.stage * np.int32(len(LETTERS)) + self.order.kind
 
     @cached_property
-    def _home(self) -> Ints | None:
+    def home(self) -> Ints | None:
         """Rank of each stage; None where a stage has two."""
         if self._seen_home is not None:
             return self._seen_home
@@ -126,7 +128,7 @@ def _crosses(home: Ints) -> Bools:
     return crosses
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the C library keep the memory of temporary arrays instead of returning it to the system each time.
 
     Half the time of a large order went to pages that were given back and asked for again. glibc raises its thresholds
@@ -161,7 +163,7 @@ def closed_form_levels(order: Order, need: Rows) -> Rows | None:
         # one behind it, in which weight gradients count.
         steady, drain = warm, length - warm
         if place.shape[1] > length:
-            steady, drain = (np.array(list(map(np.searchsorted, place, at))) for at in (steady, drain))
+            steady, drain = (np.count_nonzero(place < at[:, None], axis=1) for at in (steady, drain))
         added = np.repeat(
             np.stack([row, np.full_like(row, ranks - 1), 2 * (ranks - 1) - row], axis=1).reshape(-1),
             np.stack([steady, drain - steady, place.shape[1] - drain], axis=1).reshape(-1),

@@ -25,7 +25,7 @@ Number = TypeVar("Number", np.int32, np.int64)
 NEVER = -(1 << 60)  # latency of an action that needs nothing
 BEAT = 2  # a steady state repeats its inputs every two levels: a forward, a backward
 NEAR = 4  # levels below which the state reaches; a need further down is looked up
-BLOCK = 32  # levels between two looks for a repetition
+BLOCK = 64  # levels between two looks for a repetition
 
 
 class _Inputs(NamedTuple):
@@ -149,26 +149,32 @@ class Grid:
         return end[NEAR:]
 
     def _advance(self, level: int, stop: int, inputs: _Inputs, state: tuple[Ints, Ints]) -> None:
+        """Run some levels.
+
+        What each rank does in them anyway is taken off its ends first and added again behind the loop, so that a level
+        is one look-up, one sum and one maximum.
+        """
         end, free = state
         start, take = np.empty(self.num_ranks, np.int64), end[NEAR:].reshape(-1).take
         add, maximum = np.add, np.maximum
         rows, out = slice(level, stop), slice(NEAR + level, NEAR + stop)
-        needed = np.arange(level, stop)[:, None] * self.num_ranks - self._back[rows]
         duration, latency = inputs.rows(level, stop)
-        columns = (np.maximum(needed, 0), latency, duration, free[NEAR + level - 1 : NEAR + stop - 1], end[out])
-        if inputs.ride is None:
-            for needed, wait, length, before, row in zip(*columns, strict=True):
-                take(needed, None, start, "clip")
-                add(start, wait, start)
-                maximum(start, before, out=start)
-                add(start, length, row)
-            return
-        for needed, wait, length, before, row, rides, after in zip(*columns, inputs.ride[rows], free[out], strict=True):
+        ride = 0 if inputs.ride is None else inputs.ride[rows]
+        done = np.zeros((stop - level + 1, self.num_ranks), np.int64)  # by the rank, when a level begins
+        np.cumsum(duration + ride, axis=0, out=done[1:])
+        taken_off = np.append(0, done[1:] - ride)  # of what is needed; nothing of an earlier level
+        back = np.arange(stop - level)[:, None] * self.num_ranks - self._back[rows]
+        wait = latency - done[:-1] + taken_off.take(np.maximum(back + 1, 0))
+        before = free[NEAR + level - 1]
+        for needed, extra, row in zip(np.maximum(back + level * self.num_ranks, 0), wait, end[out], strict=True):
             take(needed, None, start, "clip")
-            add(start, wait, start)
-            maximum(start, before, out=start)
-            add(start, length, row)
-            add(row, rides, after)
+            add(start, extra, start)
+            maximum(start, before, out=row)
+            before = row
+        end[out] += done[1:]
+        if inputs.ride is not None:
+            free[out] = end[out]
+            end[out] -= ride
 
     def _repeating(self, inputs: _Inputs) -> tuple[int, Ints, Ints]:
         """Return the beat, and for each level where the run of repeating levels around it begins and where it stops."""

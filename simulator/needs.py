@@ -6,6 +6,8 @@ What each needs is the same table, moved by a stage.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from simulator.orders import F, Ints, Order, Rows, W, action_name
@@ -13,18 +15,31 @@ from simulator.orders import F, Ints, Order, Rows, W, action_name
 NOTHING, NOWHERE = -1, -2  # what an action needs
 
 
-def find_needs(order: Order, rank: Rows) -> tuple[Rows, Ints | None]:
+class Needs(NamedTuple):
+    """What each action needs; and, of an order that lacks nothing and has one rank a stage, where everything is.
+
+    Attributes:
+        need: the action that each one needs, or NOTHING.
+        home: rank of each stage, or None.
+        table: the action that is each F, each B or I, and each W [2 or 3, stages, micro-batches], or None.
+    """
+
+    need: Rows
+    home: Ints | None = None
+    table: Rows | None = None
+
+
+def find_needs(order: Order, rank: Rows) -> Needs:
     """Return the action that each one needs: F from the stage before, I from the stage behind, W its own I.
 
-    The last stage's backward needs its own forward. The second result is the rank of each stage, where that was seen on
-    the way: in an order that lacks nothing, with one rank a stage.
+    The last stage's backward needs its own forward.
 
     Raises:
         ValueError: an action is there twice, needs one that is nowhere, or comes before what it needs on its own rank.
     """
     num_actions = len(order.kind)
     if num_actions == 0:
-        return np.zeros(0, np.int32), None
+        return Needs(np.zeros(0, np.int32))
     stages, microbatches = int(order.stage.max()) + 1, int(order.microbatch.max()) + 1
     size, tables = stages * microbatches, 3 if order.kind.max() == W else 2
     if 4 * size >= 2**31:
@@ -44,12 +59,12 @@ def find_needs(order: Order, rank: Rows) -> tuple[Rows, Ints | None]:
     table = place.reshape(tables, stages, microbatches)
     home = _home_in_order(table, order.offsets) if filled == len(place) else None
     if home is not None:
-        return _needed_by(table).reshape(-1).take(slot), home
+        return Needs(_needed_by(table).reshape(-1).take(slot), home, table)
     own = table[0].reshape(-1).take(slot % size)
     place[place < 0] = NOWHERE
     need = _needed_by(table).reshape(-1).take(slot)
     _check_order(order, rank, need, own)
-    return need, None
+    return Needs(need)
 
 
 def _needed_by(table: Rows) -> Rows:

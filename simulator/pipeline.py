@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.times import ActionTimes
 from distlab.trace import Trace
-from simulator.compiled import CompiledOrder
+from simulator.compiled import LARGE, CompiledOrder, keep_freed_memory
+from simulator.folds import Fold
 from simulator.jitter import Jitter, slow_factors, stretched
 from simulator.needs import find_needs
 from simulator.orders import LETTERS, B, F, I, Order, W, order_of, peak_in_flight
-from simulator.steady import Fold, fold
+from simulator.steady import fold, likely_periods
 from simulator.units import to_s
 
 __all__ = [
@@ -174,20 +175,22 @@ def simulate_schedule(
     Raises:
         ValueError: the schedule deadlocks or lacks something; a time is negative, or there are not as many as stages.
     """
+    if len(schedule) > LARGE:
+        keep_freed_memory()
     order = order_of(schedule)
     table, handover = _tables(times, unit_s, schedule.num_stages)
-    code = order.stage * np.int32(len(LETTERS)) + order.kind
-    duration = table.reshape(-1).take(code)
-    end: Ints | None = None
+    if not slow_ranks and jitter is None:
+        found = _from_fewer(_Key(schedule), table, handover)
+        if found is not None:
+            return PipelineRun(order, *found, handover)
+    compiled = _compiled(_Key(schedule))
+    duration = table.reshape(-1).take(compiled.code)
     if slow_ranks or jitter is not None:
-        compiled = _compiled(_Key(schedule))
         factors = slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
         duration = stretched(duration, factors if jitter is None else factors * jitter.factors(len(duration)))
         end = compiled.run(duration, handover.take(order.stage.take(compiled.need, mode="clip")))
-    elif (folded := _folded(_Key(schedule))) is not None:
-        end = folded[0].unfold(folded[1].run_by_stage(table, handover))
-    if end is None:
-        end = _compiled(_Key(schedule)).run_by_stage(table, handover, duration)
+    else:
+        end = compiled.run_by_stage(table, handover, duration)
     return PipelineRun(order, end - duration, end, handover)
 
 
@@ -211,16 +214,25 @@ def _compiled(key: _Key) -> CompiledOrder:
     return CompiledOrder(order_of(key.schedule))
 
 
+def _from_fewer(key: _Key, table: Ints, handover: Ints) -> tuple[Ints, Ints] | None:
+    """Return starts and ends of a long schedule's actions from a run of few of them; None if they do not repeat."""
+    periods, other = likely_periods(order_of(key.schedule)), None
+    for period in periods:
+        folded = _folded(key, period)
+        if folded is None:
+            continue
+        duration = table.reshape(-1).take(folded.left.code)
+        end = folded.left.run_by_stage(table, handover, duration)
+        if (found := folded.unfold(duration, end)) is not None:
+            return found
+        if other is None and (other := folded.other_period(end)) is not None:
+            periods.append(other)
+    return None
+
+
 @lru_cache(maxsize=16)
-def _folded(key: _Key) -> tuple[Fold, CompiledOrder] | None:
-    """Return a long schedule without most of its steady part; None where there is no such part, or something lacks."""
-    folded = fold(order_of(key.schedule))
-    if folded is None:
-        return None
-    try:
-        return folded, CompiledOrder(folded.order)
-    except ValueError:  # that of the whole schedule names the right action
-        return None
+def _folded(key: _Key, period: int) -> Fold | None:
+    return fold(order_of(key.schedule), period)
 
 
 def forget_orders() -> None:

@@ -6,7 +6,7 @@ a rank starts with, how long it puts off the weight gradients, and in which orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -88,15 +88,15 @@ def take_turns(
         )
         parts = [(F, forward, forwards), (I, backward, backwards), (W, backward, weights)]
     length = count * len(parts)
-    both = np.empty((num_ranks, length), np.int32)  # micro-batch and kind as one number: one way through memory
-    stage = np.repeat(np.arange(num_ranks, dtype=np.int32), length).reshape(num_ranks, length)
+    both = np.empty(num_ranks * length, np.int32)  # micro-batch and kind as one number: one way through memory
+    stage = np.repeat(np.arange(num_ranks, dtype=np.int32), length)
     for letter, passes, places in parts:
         packed = (passes.microbatch << np.int32(BITS)) + np.int32(letter)
         turned = passes.turn * np.int32(num_ranks) if passes.turn.any() else None
-        for rank, first, stop, where in places.runs(num_ranks, count):
-            both[rank, where] = packed[first:stop]
+        for first, stop, begin, end, apart in places.runs(num_ranks, count, length):
+            both[begin:end:apart] = packed[first:stop]
             if turned is not None:
-                stage[rank, where] += turned[first:stop]
+                stage[begin:end:apart] += turned[first:stop]
     microbatch, kind = both >> np.int32(BITS), both.astype(np.int8) & np.int8((1 << BITS) - 1)
     return Schedule.from_columns(stage=stage, kind=kind, microbatch=microbatch, lengths=[length] * num_ranks)
 
@@ -112,14 +112,17 @@ class _Places:
     def __init__(self, place: Callable[[NDArray[np.int64]], NDArray[np.int64]], *bends: NDArray[np.integer]) -> None:
         self._place, self._bends = place, bends
 
-    def runs(self, num_ranks: int, count: int) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield rank, first pass and stop, and the places of these: a slice is laid out faster than its numbers."""
+    def runs(self, num_ranks: int, count: int, length: int) -> list[list[int]]:
+        """List first pass and stop, and begin, end and step of their places among all ranks' `length` actions each.
+
+        Slices are laid out faster than the places of all passes, one by one.
+        """
         ends = np.broadcast_to([0, count], (num_ranks, 2))
         edges = np.sort(np.concatenate([ends, *(bend.clip(0, count) for bend in self._bends)], axis=1), axis=1)
-        places = self._place(edges)
-        steps = self._place(edges + 1) - places
-        for rank, row in enumerate(zip(edges.tolist(), places.tolist(), steps.tolist(), strict=True)):
-            edge, place, step = row
-            for first, stop, start, apart in zip(edge, edge[1:], place, step, strict=False):
-                if first < stop:
-                    yield rank, first, stop, slice(start, start + apart * (stop - first), apart)
+        first, stop = edges[:, :-1], edges[:, 1:]
+        place = self._place(first)
+        apart = self._place(first + 1) - place
+        begin = place + length * np.arange(num_ranks)[:, None]
+        runs = np.stack([first, stop, begin, begin + apart * (stop - first), apart], axis=-1)
+        some: list[list[int]] = runs[first < stop].tolist()
+        return some
