@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distlab.plan.compression import MAX_BITS, Compression, as_matrix, num_kept, worth_factoring
@@ -85,6 +85,11 @@ class MeasuredCodec:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"MeasuredCodec: {name} is {value!r}; pass a finite time >= 0")
+
+    def slower(self, factor: float) -> MeasuredCodec:
+        """Return the codec with all of its times so many times as long."""
+        names = ("encode_s", "encode_s_per_byte", "decode_s", "decode_s_per_byte")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def times(self, num_bytes: int) -> CodecTimes:
         """Return the times of a bucket with num_bytes of gradients."""

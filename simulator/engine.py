@@ -4,6 +4,8 @@ An operation starts when its lane is free and everything that it needs has ended
 slowly while it communicates, and communicates more slowly while it computes. Rates then change only when some operation
 starts or ends, so the engine goes from one such moment to the next and is exact between them.
 
+Ranks that outnumber the cores of their machine take turns on them: the fewer of them compute, the faster these do.
+
 How whole numbers stay exact: a slowdown of 1.25 is kept as 1250/1000. Work is counted in thousandths: alone, an
 operation does 1250 units a nanosecond; in contention it does 1000. An end that falls inside a nanosecond is
 rounded up to the next.
@@ -12,6 +14,7 @@ rounded up to the next.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +36,40 @@ class Times(NamedTuple):
     end_ns: Ints
 
 
-def run(graph: Graph, contention: Contention | None = None) -> Times:
+class SharedCores(NamedTuple):
+    """Cores that all ranks share evenly, fewer than there are ranks. Waiting ranks leave them to the others.
+
+    Attributes:
+        num_cores: of all ranks together.
+        ranks_each: ranks that one of the graph stands for: they compute when it does.
+    """
+
+    num_cores: int
+    ranks_each: int = 1
+
+    def speeds(self, num_ranks: int) -> tuple[int, list[int]]:
+        """Return how fast ranks of a graph compute when so many of them do (0, 1, ...): multiples of the first number.
+
+        That number is their speed when all of them do, which durations are for. A rank has one core at most.
+        """
+        everyone = num_ranks * self.ranks_each
+        whole = math.lcm(*range(1, num_ranks + 1)) * self.num_cores
+        alone = max(whole, everyone * whole // self.num_cores)
+        return whole, [min(alone, num_ranks * whole // max(busy, 1)) for busy in range(num_ranks + 1)]
+
+
+def run(graph: Graph, contention: Contention | None = None, cores: SharedCores | None = None) -> Times:
     """Return when each operation of the graph starts and ends.
+
+    Error: exact; with contention or shared cores an end inside a nanosecond is rounded up.
 
     Raises:
         ValueError: operations wait for one another in a circle; the text names them (a deadlock).
     """
     slow = contention or Contention()
-    if slow.compute_slowdown == 1.0 and slow.communication_slowdown == 1.0:
+    if slow.compute_slowdown == 1.0 and slow.communication_slowdown == 1.0 and cores is None:
         return _run_alone(graph)
-    return _Contended(graph, slow).run()
+    return _Contended(graph, slow, cores).run()
 
 
 def lower_bound_ns(graph: Graph) -> int:
@@ -94,9 +121,9 @@ def _run_alone(graph: Graph) -> Times:
 
 
 class _Contended:
-    """One run with contention: what is active, how much work each operation has left, and when it was last counted."""
+    """A run in which operations slow one another down: what is active, what each has left, when it was last counted."""
 
-    def __init__(self, graph: Graph, contention: Contention) -> None:
+    def __init__(self, graph: Graph, contention: Contention, cores: SharedCores | None = None) -> None:
         self.graph = graph
         self.alone_units = [_units(contention.compute_slowdown), _units(contention.communication_slowdown)]
         self.is_communication = (graph.lane != COMPUTE).astype(np.int64).tolist()
@@ -106,8 +133,11 @@ class _Contended:
         ]
         num_ranks = 1 + max((max(ranks) for ranks in self.members), default=-1)
         self.active: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_ranks)]
+        self.shares = cores is not None
+        self.whole, self.speeds = cores.speeds(num_ranks) if cores else (1, [1] * (num_ranks + 1))
+        self.computing: set[int] = set()  # operations, where ranks share cores
         self.left = [
-            duration * self.alone_units[kind]
+            duration * self.alone_units[kind] * self.whole
             for duration, kind in zip(graph.duration_ns.tolist(), self.is_communication, strict=True)
         ]
         self.rate = [0] * len(graph)
@@ -154,6 +184,9 @@ class _Contended:
             else:
                 mine.discard(operation)
             touched |= others
+        if self.shares and kind == COMPUTE:
+            (self.computing.add if starts else self.computing.discard)(operation)
+            touched |= self.computing
         for other in touched:
             self._foresee(other, now)
 
@@ -161,6 +194,7 @@ class _Contended:
         kind = self.is_communication[operation]
         disturbed = any(self.active[rank][1 - kind] for rank in self.members[operation])
         rate = UNITS if disturbed else self.alone_units[kind]
+        rate *= self.speeds[len(self.computing)] if kind == COMPUTE else self.whole
         if rate == self.rate[operation] and self.version[operation]:
             return
         self.left[operation] = max(0, self.left[operation] - self.rate[operation] * (now - self.counted_ns[operation]))

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.plan.records import Attention, Experts, Layer, Plan, Work
-from simulator.pass_line import Call, Line
+from distlab.plan.records import Attention, Experts, Layer, Plan, Region, Work
+from simulator.pass_line import NO_WORK, Call, Line
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up
 
@@ -45,8 +45,8 @@ def forward_of(layer: Layer, line: Line) -> None:
     for region in layer.regions:
         if plan.sequence_parallel:
             line.call("tensor", region.name, "all_gather", region.input_bytes * width / shares.positions)
-        inner = region.attention.forward if region.attention else Work()
-        line.work(region.forward.without(inner).times(1 / shares.inside))
+        work = region.forward.without(region.attention.forward) if region.attention else region.forward
+        line.work(work.times(1 / shares.inside))
         if region.attention:
             attend(region.attention, line, shares)
         for size in region.sums_bytes:
@@ -72,16 +72,17 @@ def backward_of(layer: Layer, line: Line, *, inputs: bool = True, weights: bool 
     for region in reversed(layer.regions):
         if inputs and plan.sequence_parallel:
             line.call("tensor", region.name, "all_gather", region.output_bytes * width / shares.positions)
-        work = sum((getattr(region, name) for name in names), Work())
-        hiding = region.beside if inputs and weights else Work()
+        work = _sum_of(region, names)
+        hides = inputs and weights
         if inputs and region.attention:
             work = work.without(region.attention.backward)
             attend_backward(region.attention, line, shares)
-        line.work(work.without(hiding).times(1 / shares.inside))
+        line.work((work.without(region.beside) if hides else work).times(1 / shares.inside))
         kind, size = ("reduce_scatter" if plan.sequence_parallel else "all_reduce"), region.input_bytes * inputs
         call = Call("tensor", region.name, kind, size * width / shares.positions)
-        line.beside(hiding.times(1 / shares.inside), [call])
-    line.work(sum((_outside(layer, name) for name in names), Work()).times(1 / shares.outside))
+        line.beside(region.beside.times(1 / shares.inside) if hides else NO_WORK, [call])
+    first, *rest = (_outside(layer, name) for name in names)
+    line.work(sum(rest, first).times(1 / shares.outside))
     if weights and plan.sequence_parallel:
         for kind, elements in layer.sequence_calls:
             line.call("tensor", "gradients", kind, elements * line.wires.gradient_bytes)
@@ -94,6 +95,11 @@ def _run_again(layer: Layer, line: Line, shares: Shares) -> None:
         forward_of(layer, line)
     elif recompute == "selective":
         line.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
+
+
+def _sum_of(region: Region, names: list[str]) -> Work:
+    works: list[Work] = [getattr(region, name) for name in names]
+    return sum(works[1:], works[0])
 
 
 def _outside(layer: Layer, name: str) -> Work:
@@ -148,7 +154,7 @@ def attend_backward(attention: Attention, line: Line, shares: Shares) -> None:
         if step > 1:
             hops.insert(0, sums)
         line.beside(_ring_step(attention.backward, shares), hops)
-    line.beside(Work(), [sums])
+    line.beside(NO_WORK, [sums])
 
 
 def _ring_step(work: Work, shares: Shares) -> Work:

@@ -59,10 +59,18 @@ def mix_experts(
         ValueError: a number that cannot be, or a workload without a GPT's blocks, or with experts already.
     """
     mixture = Mixture(num_experts, top_k, capacity_factor)
-    blocks = [layer for layer in workload.layers if layer.regions and layer.regions[-1].name == "feed-forward"]
+    kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # of layers that differ in their name alone, one
+    blocks = {
+        kind: _with_experts(layer, mixture)
+        for kind, layer in kinds.items()
+        if layer.regions and layer.regions[-1].name == "feed-forward"
+    }
     if not blocks:
         raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
-    layers = tuple(_with_experts(layer, mixture) if layer in blocks else layer for layer in workload.layers)
+    layers = tuple(
+        replace(blocks[kind], name=layer.name) if kind in blocks else layer
+        for kind, layer in zip(workload.kinds, workload.layers, strict=True)
+    )
     return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
 
 

@@ -6,6 +6,7 @@ device's. So groups that exchange at the same time do not slow one another down.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,16 +42,16 @@ class Group(NamedTuple):
 
     Attributes:
         cluster: where they are.
-        first_rank: the first of them.
         num_ranks: how many.
-        in_nodes: how many are in each node that has any, where they are no neighbours.
+        is_in_one_node: whether no message leaves a node.
+        ranks_per_node: ranks in each node, where all have as many (of neighbours: where they fill their nodes); else 0.
         links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
     """
 
     cluster: Cluster
-    first_rank: int
     num_ranks: int
-    in_nodes: tuple[int, ...] = ()
+    is_in_one_node: bool
+    ranks_per_node: int
     links: Links = NO_LINKS
 
     def exchange_ns(self, kind: str, num_bytes: float) -> int:
@@ -82,29 +83,6 @@ class Group(NamedTuple):
             links.append(self.cluster.intra_node)
         return to_ns(max(message_s(num_bytes, link) for link in links))
 
-    @property
-    def seat(self) -> tuple[int, bool, int]:
-        """What its calls' costs follow from: equal of two groups on a cluster, so are their costs."""
-        return self.num_ranks, self.is_in_one_node, self.ranks_per_node
-
-    @property
-    def is_in_one_node(self) -> bool:
-        """Whether no message leaves a node."""
-        if self.in_nodes:
-            return len(self.in_nodes) == 1
-        per_node = self.cluster.devices_per_node
-        return self.first_rank // per_node == (self.first_rank + self.num_ranks - 1) // per_node
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks in each node, where all have as many (of neighbours: where they fill their nodes); else 0."""
-        if self.in_nodes:
-            return self.in_nodes[0] if len(set(self.in_nodes)) == 1 else 0
-        per_node = self.cluster.devices_per_node
-        if self.is_in_one_node:
-            return self.num_ranks
-        return per_node if self.first_rank % per_node == 0 and self.num_ranks % per_node == 0 else 0
-
     def sent_bytes(self, kind: str, num_bytes: float) -> float:
         """Return what a rank sends for a call with num_bytes on each rank, by a ring; of an all-to-all, what leaves."""
         if kind == "all_gather":
@@ -114,9 +92,26 @@ class Group(NamedTuple):
         return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 
 
+class Seat(NamedTuple):
+    """How ranks sit in their nodes: what their calls cost follows from it. See `Group` for the fields."""
+
+    num_ranks: int
+    is_in_one_node: bool
+    ranks_per_node: int
+
+
+def seat_of(ranks: Sequence[int], per_node: int) -> Seat:
+    """Return how these ranks, which rise, sit in nodes of `per_node`."""
+    first, count = ranks[0], len(ranks)
+    if first // per_node == ranks[-1] // per_node:
+        return Seat(count, True, count)
+    if ranks[-1] - first == count - 1:
+        return Seat(count, False, per_node if first % per_node == 0 and count % per_node == 0 else 0)
+    in_nodes = Counter(rank // per_node for rank in ranks)
+    same = len(set(in_nodes.values())) == 1
+    return Seat(count, False, in_nodes[first // per_node] if same else 0)
+
+
 def group_of(cluster: Cluster, ranks: Sequence[int], links: Links = NO_LINKS) -> Group:
     """Return the group of these ranks, which rise."""
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return Group(cluster, ranks[0], len(ranks), links=links)
-    nodes = [rank // cluster.devices_per_node for rank in ranks]
-    return Group(cluster, ranks[0], len(ranks), tuple(nodes.count(node) for node in sorted(set(nodes))), links)
+    return Group(cluster, *seat_of(ranks, cluster.devices_per_node), links)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.plan.axes import AXES, check_order
 from distlab.plan.records import Cluster, Plan
-from simulator.groups import Group, Links, group_of
+from simulator.groups import Group, Links, Seat, seat_of
 
 Ints = NDArray[np.int64]
 LARGE_BYTES = 1e9
@@ -57,15 +57,18 @@ class Layout:
 
     def groups(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Group, ...]:
         """Return the groups along some axes at a place in the pipeline, one of all those that cost alike."""
-        found: dict[object, Group] = {}
-        for row in self.rows(axes, pipeline):
-            group = group_of(self.cluster, row, self.links)
-            found.setdefault(group.seat, group)
-        return tuple(found.values())
+        return tuple(Group(self.cluster, *seat, self.links) for seat in self.seats(axes, pipeline))
+
+    def seats(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Seat, ...]:
+        """Return how the groups along some axes at a place in the pipeline sit in their nodes, each way once."""
+        return _seats(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
 
     def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
         """Return the group along some axes that a large all-reduce takes longest in: all wait for it."""
-        return max(self.groups(axes, pipeline), key=lambda group: group.exchange_ns("all_reduce", LARGE_BYTES))
+        groups = self.groups(axes, pipeline)
+        if len(groups) == 1:
+            return groups[0]
+        return max(groups, key=lambda group: group.exchange_ns("all_reduce", LARGE_BYTES))
 
     def rows(self, axes: Sequence[str], pipeline: int = 0) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of these groups, counted from the first rank of the first's node."""
@@ -80,7 +83,7 @@ class Layout:
     def _nodes(self) -> Ints:
         return self.ranks // self.cluster.devices_per_node
 
-    @property
+    @cached_property
     def _sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self.plan, axis) for axis in self.order)
 
@@ -111,3 +114,12 @@ def _rows(
         found = dict.fromkeys(map(tuple, moved[at == place].tolist()))
         places.append(tuple(found))
     return tuple(places)
+
+
+@lru_cache(maxsize=256)
+def _seats(
+    sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
+) -> tuple[tuple[Seat, ...], ...]:
+    """Return for each place in the pipeline how the groups along `axes` sit in their nodes, each way once."""
+    places = _rows(sizes, order, axes, per_node)
+    return tuple(tuple(dict.fromkeys(seat_of(row, per_node) for row in rows)) for rows in places)

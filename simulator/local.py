@@ -13,7 +13,10 @@ from simulator.layout import Layout
 from simulator.memory_widths import widths_of
 from simulator.pass_line import INSIDE, Line, PassTimes, Piece, Wires
 from simulator.shards import number_bytes
+from simulator.syncs import Tensors
 from simulator.units import to_ns
+
+PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
 
 
 class LayerTimes(NamedTuple):
@@ -88,16 +91,11 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
         def one(layer: Layer) -> LayerTimes:
             return _whole(layer, layout)
 
-    known: dict[tuple[int, ...], LayerTimes] = {}
-    times = []
-    for layer in workload.layers:
-        key = tuple(map(id, (layer.forward, layer.input_gradient, layer.weight_gradient, layer.score_forward)))
-        key += tuple(map(id, (layer.regions, layer.experts, layer.sequence_calls)))
-        key += (layer.input_bytes > 0, layer.splits_positions)
-        if key not in known:
-            known[key] = one(layer)
-        times.append(known[key])
-    return times
+    known: dict[int, LayerTimes] = {}
+    for kind, layer in zip(workload.kinds, workload.layers, strict=True):
+        if kind not in known:
+            known[kind] = one(layer)
+    return [known[kind] for kind in workload.kinds]
 
 
 def _whole(layer: Layer, layout: Layout) -> LayerTimes:
@@ -136,44 +134,34 @@ def output_bytes(layer: Layer, workload: Workload, plan: Plan) -> int:
     return round(layer.output_bytes * widths_of(workload, plan).activations / Shares.of(layer, plan).outside)
 
 
-def local_layers(layers: Sequence[Layer], plan: Plan) -> tuple[Layer, ...]:
-    """Return the layers with the parameters of one rank: of the ranks that hold most, where they do not divide."""
+def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> tuple[Layer, ...]:
+    """Return the layers with the parameters of one rank: of the ranks that hold most, where they do not divide.
+
+    Layers of one kind, which differ in their name alone, are divided and checked once.
+    """
     if plan.tensor * plan.expert == 1:
         return tuple(layers)
-    return _each(layers, lambda layer: [_own(layer, index, plan) for index in range(_count(layer))])
-
-
-def of_experts(layers: Sequence[Layer], *, experts: bool) -> tuple[Layer, ...]:
-    """Return layers that have their experts' parameters alone, or all others alone."""
-
-    def sizes(layer: Layer) -> list[int]:
-        return [
-            size if (_axis(layer, index) == "expert") == experts else 0
-            for index, size in enumerate(layer.parameter_sizes)
-        ]
-
-    return _each(layers, sizes)
-
-
-def _each(layers: Sequence[Layer], sizes: Callable[[Layer], list[int]]) -> tuple[Layer, ...]:
-    """Return layers with other parameters; those with equal parameters are checked once."""
-    names = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")
-    known: dict[tuple[int, ...], dict[str, object]] = {}
+    known: dict[int, dict[str, object]] = {}
     made = []
-    for layer in layers:
-        key = tuple(map(id, (layer.parameter_sizes, layer.parameter_shapes, layer.parameter_axes, layer.experts)))
-        key += (layer.tensor_parameters,)
-        if key not in known:
-            checked = _with_sizes(layer, sizes(layer))
-            known[key] = {name: getattr(checked, name) for name in names}
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind not in known:
+            checked = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
+            known[kind] = {name: getattr(checked, name) for name in PARAMETERS}
         other = object.__new__(Layer)  # a layer is frozen, and `replace` would check each again
-        vars(other).update(vars(layer) | known[key])
+        vars(other).update(vars(layer) | known[kind])
         made.append(other)
     return tuple(made)
 
 
-def _count(layer: Layer) -> int:
-    return len(layer.parameter_sizes)
+def of_experts(layers: Sequence[Layer], kinds: Sequence[int], *, experts: bool) -> tuple[Tensors, ...]:
+    """Return of each layer its experts' parameters alone, or all others alone."""
+    known: dict[int, Tensors] = {}
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind not in known:
+            kept = [n for n in range(len(layer.parameter_sizes)) if (_axis(layer, n) == "expert") == experts]
+            sizes, shapes = layer.parameter_sizes, layer.shapes
+            known[kind] = Tensors(tuple(sizes[n] for n in kept), tuple(shapes[n] for n in kept))
+    return tuple(known[kind] for kind in kinds)
 
 
 def _axis(layer: Layer, index: int) -> str:

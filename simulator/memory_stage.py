@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.records import Layer, Plan, Workload
-from distlab.plan.work import COLUMNS
+from distlab.plan.work import COLUMNS, kinds_of
 from simulator.local import local_layers
 from simulator.memory_kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
 from simulator.memory_states import count_states
@@ -130,7 +130,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
         # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
-    own = local_layers(layers, replace(plan, tensor=1)) if plan.expert > 1 else layers
+    own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units)
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]

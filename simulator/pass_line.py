@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from distlab.plan.records import Contention, Device, Plan, Work
@@ -11,6 +13,7 @@ from simulator.groups import Group
 from simulator.units import to_ns
 
 INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of passes
+NO_WORK = Work()
 
 
 class Piece(NamedTuple):
@@ -53,7 +56,8 @@ class Call(NamedTuple):
     num_bytes: float
 
 
-class Wires(NamedTuple):
+@dataclass(frozen=True)
+class Wires:
     """What calls and work cost the ranks of a stage.
 
     Attributes:
@@ -74,11 +78,25 @@ class Wires(NamedTuple):
 
     def cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
         """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""
+        key = (axis, kind, num_bytes)
+        if key not in self._costs:  # a layer's passes repeat their calls
+            self._costs[key] = self._cost(*key)
+        return self._costs[key]
+
+    @cached_property
+    def _costs(self) -> dict[tuple[str, str, float], tuple[int, float]]:
+        return {}
+
+    def _cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
         groups = self.groups[axis]
         if kind == "send":
-            return max(group.hop_ns(num_bytes) for group in groups), num_bytes
+            return max([group.hop_ns(num_bytes) for group in groups]), num_bytes
         each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
-        return max(group.exchange_ns(kind, each) for group in groups), groups[0].sent_bytes(kind, each)
+        return max([group.exchange_ns(kind, each) for group in groups]), groups[0].sent_bytes(kind, each)
+
+    def shared(self, axis: str) -> bool:
+        """Return whether there is another rank along an axis."""
+        return self.groups[axis][0].num_ranks > 1
 
     def work_ns(self, work: Work) -> int:
         """Return the nanoseconds of work."""
@@ -99,11 +117,15 @@ class Line:
 
     def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
         """Add a call that nothing runs beside."""
-        self.beside(Work(), [Call(axis, name, kind, num_bytes)])
+        if num_bytes > 0 and self.wires.shared(axis):
+            self.beside(NO_WORK, [Call(axis, name, kind, num_bytes)])
 
     def beside(self, work: Work, calls: list[Call]) -> None:
         """Add work and the calls beside it, one after the other on the wire; what follows waits for all."""
-        sent = [call for call in calls if self.wires.groups[call.axis][0].num_ranks > 1 and call.num_bytes > 0]
+        sent = [call for call in calls if call.num_bytes > 0 and self.wires.shared(call.axis)]
+        if not sent:
+            self.work(work)
+            return
         costs = [self.wires.cost(call.axis, call.kind, call.num_bytes) for call in sent]
         wire = sum(time for time, _ in costs)
         worked, travelled = side_by_side(self.wires.work_ns(work), wire, self.wires.contention)

@@ -74,7 +74,7 @@ def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator
 
 def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict[str, float]:
     """Return the seconds in which a rank of the pipeline waits for calls inside of its passes, by axis."""
-    total = dict.fromkeys(INSIDE, 0.0)
+    total = dict.fromkeys(INSIDE, 0.0)  # nanoseconds
     if not any(stage.pieces for stage in stages):
         return total
     order = timing.order
@@ -90,18 +90,18 @@ def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict
             times = np.bincount(rows[:, 1], (rows[:, 3] - rows[:, 2]) / costed[rows[:, 1]], len(stage.layers))
         for pieces, often in _repeats(stage.pieces[kind], times):
             for piece in pieces:
-                total[piece.axis] += piece.exposed_ns * often / 1e9
-    return total
+                total[piece.axis] += piece.exposed_ns * often
+    return {axis: waited / 1e9 for axis, waited in total.items()}
 
 
 def sent_inside(stages: Sequence[Stage], order: Order) -> list[dict[str, float]]:
     """Return the bytes that each rank of the pipeline sends inside of its passes, by axis."""
     sent = [dict.fromkeys(INSIDE, 0.0) for _ in range(order.num_ranks)]
+    if not any(stage.pieces for stage in stages):
+        return sent
     for number, kind, mine in _by_pass(order, np.arange(len(order.kind))):
         stage = stages[number]
-        for pieces, often in _repeats(
-            stage.pieces[kind] if stage.pieces else (), np.full(len(stage.layers), len(mine))
-        ):
+        for pieces, often in _repeats(stage.pieces[kind], np.full(len(stage.layers), len(mine))):
             for piece in pieces:
                 sent[stage.rank][piece.axis] += piece.sent_bytes * often
     return sent

@@ -18,6 +18,8 @@ def slowed(stages: Sequence[Stage], slow_ranks: Mapping[int, float] | None, num_
     Raises:
         ValueError: there is no such rank, or a factor is not positive.
     """
+    if not slow_ranks:
+        return tuple(stages)
     factors = slow_factors(slow_ranks, num_ranks).tolist()
     return tuple(stage if factors[stage.rank] == 1 else _slow(stage, factors[stage.rank]) for stage in stages)
 
@@ -46,8 +48,7 @@ def _slow(stage: Stage, factor: float) -> Stage:
         optimizer_ns=round(stage.optimizer_ns * factor),
         syncs=tuple(_slow_sync(sync, factor) for sync in stage.syncs),
         units=tuple(
-            replace(
-                unit,
+            unit._replace(
                 pack_ns=round(unit.pack_ns * factor),
                 unpack_ns=round(unit.unpack_ns * factor),
                 show_ns=round(unit.show_ns * factor),
@@ -78,4 +79,4 @@ def _slow_sync(sync: Sync, factor: float) -> Sync:
         between_ns=round(sync.later.between_ns * factor), after_ns=round(sync.later.after_ns * factor)
     )
     pack, unpack = round(sync.pack_ns * factor), round(sync.unpack_ns * factor)
-    return replace(sync, pack_ns=pack, unpack_ns=unpack, later=later)
+    return sync._replace(pack_ns=pack, unpack_ns=unpack, later=later)

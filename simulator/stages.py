@@ -11,7 +11,7 @@ gather its parameters after the update; stage 3 has units in place of buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from simulator.layout import COPIES, EXPERT_COPIES, Layout
 from simulator.local import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.pass_line import INSIDE, Piece
 from simulator.shards import NumberBytes, Shards, number_bytes, shards_of
-from simulator.syncs import Sync, Transfer, make_syncs
+from simulator.syncs import Sync, Tensors, Transfer, make_syncs
 from simulator.units import to_ns
 from simulator.units_of_sharding import UnitTimes, scattered, time_units, units_of
 
@@ -101,18 +101,18 @@ def make_stages(
     """
     check_enough_layers(workload, layout.plan, len(home))
     at = _times_at_places(workload, layout)
-    each = number_bytes(workload, layout.plan)
+    own = local_layers(workload.layers, workload.kinds, layout.plan)
     cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(home))
+    known: dict[object, _Upkeep] = {}
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        place, whole = _Place(index, tuple(home)), workload.layers[first:stop]
-        layers, shards = local_layers(whole, layout.plan), shards_of(layout, home[index])
-        syncs = _syncs(layers, layout, shards, each, home[index], codec=codec)
-        units = units_of(layers, layout.plan.sharding.unit_layers) if layout.plan.sharding.stage == 3 else ()
-        exchange = (syncs, time_units(units, shards, each, layout.plan))
-        times = at[home[index]][first:stop]
+        place, here, layers = _Place(index, tuple(home)), home[index], own[first:stop]
+        alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
+        if alike not in known:
+            known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
         before = workload.layers[first - 1] if first else None
-        stages.append(_stage(workload, layout, place, (layers, before), times=times, shards=shards, exchange=exchange))
+        times = at[here][first:stop]
+        stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
     return tuple(stages)
 
 
@@ -121,7 +121,7 @@ def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes
     known: dict[object, list[LayerTimes]] = {}
     found = []
     for place in range(layout.plan.pipeline):
-        seats = tuple(tuple(group.seat for group in layout.groups((axis,), place)) for axis in INSIDE)
+        seats = tuple(layout.seats((axis,), place) for axis in INSIDE)
         if seats not in known:
             known[seats] = time_layers(workload, layout, place)
         found.append(known[seats])
@@ -129,7 +129,7 @@ def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes
 
 
 def _syncs(
-    layers: tuple[Layer, ...],
+    own: tuple[tuple[Layer, ...], tuple[int, ...]],
     layout: Layout,
     shards: Shards,
     each: NumberBytes,
@@ -138,26 +138,22 @@ def _syncs(
     codec: MeasuredCodec | None,
 ) -> tuple[Sync, ...]:
     """Return what ranks with equal copies exchange; experts have fewer copies, and buckets of their own."""
-    plan = layout.plan
+    (layers, kinds), plan = own, layout.plan
     found: list[Sync] = []
-    if plan.sharding.stage == 3:
-        return ()
-    kinds: list[tuple[tuple[str, ...], tuple[Layer, ...], Shards]] = [(COPIES, layers, shards)]
+    sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
     if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
-        own = shards_of(layout, pipeline, axes=EXPERT_COPIES)
-        kinds = [
-            (COPIES, of_experts(layers, experts=False), shards),
-            (EXPERT_COPIES, of_experts(layers, experts=True), own),
+        sharing = [
+            (COPIES, of_experts(layers, kinds, experts=False), shards),
+            (EXPERT_COPIES, of_experts(layers, kinds, experts=True), shards_of(layout, pipeline, axes=EXPERT_COPIES)),
         ]
-    for axes, parts, sets in kinds:
+    for axes, parts, sets in sharing:
         group = layout.slowest(axes, pipeline)
-        syncs = make_syncs(parts, each.gradient, group=group, plan=plan, codec=codec)
+        whose = " of experts" if axes == EXPERT_COPIES else ""
+        syncs = make_syncs(parts, each.gradient, group=group, plan=plan, codec=codec, whose=whose)
         if plan.sharding.stage:
             syncs = scattered(syncs, sets, each, plan.sharding.offload)
-        if axes == EXPERT_COPIES:
-            syncs = tuple(replace(sync, name=f"{sync.name} of experts") for sync in syncs)
         found += syncs
-    return tuple(sorted(found, key=lambda sync: -sync.layer)) if len(kinds) > 1 else tuple(found)
+    return tuple(sorted(found, key=lambda sync: -sync.layer)) if len(sharing) > 1 else tuple(found)
 
 
 def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None:
@@ -204,6 +200,38 @@ def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
     return balance(costs, num_stages)
 
 
+class _Upkeep(NamedTuple):
+    """What a rank of a stage does beside its passes: how it exchanges gradients and updates its parameters.
+
+    Stages whose layers are of the same kinds, and whose copies sit alike in their nodes, have it in common.
+    """
+
+    syncs: tuple[Sync, ...]
+    units: tuple[UnitTimes, ...]
+    optimizer_ns: int
+    faults: Transfer | None
+
+
+def _upkeep(
+    workload: Workload,
+    layout: Layout,
+    own: tuple[tuple[Layer, ...], tuple[int, ...]],
+    pipeline: int,
+    *,
+    codec: MeasuredCodec | None,
+) -> _Upkeep:
+    (layers, _), plan, each, shards = own, layout.plan, number_bytes(workload, layout.plan), shards_of(layout, pipeline)
+    if plan.sharding.stage == 3:
+        units = time_units(units_of(layers, plan.sharding.unit_layers), shards, each, plan)
+        return _Upkeep((), units, _update_ns(workload, layers, layout, len(units)), None)
+    syncs = _syncs(own, layout, shards, each, pipeline, codec=codec)
+    num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
+    if plan.sharding.stage == 0:
+        return _Upkeep(syncs, (), _update_ns(workload, layers, layout, num_tensors), None)
+    faults = shards.faults(num_tensors) if syncs else None
+    return _Upkeep(syncs, (), _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards)), faults)
+
+
 def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, num_tensors: int) -> int:
     """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
     plan, device = layout.plan, layout.cluster.device
@@ -214,8 +242,8 @@ def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, nu
         own = num_parameters / plan.sharding.num_shards(plan.copies)
         own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
     share = own / workload.num_parameters if workload.num_parameters else 0.0
-    tensors = sum(len(layer.parameter_sizes) for layer in workload.layers)
-    kernels = round(workload.optimizer.num_kernels * (num_tensors / tensors if tensors else 0.0))
+    tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
+    kernels = round(workload.optimizer.num_kernels * tensors)
     work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
     if plan.sharding.offload != "none":
         return to_ns(work.memory_bytes / device.host_memory_bytes_per_s)
@@ -229,34 +257,26 @@ def _stage(
     own: tuple[tuple[Layer, ...], Layer | None],
     *,
     times: Sequence[LayerTimes],
-    shards: Shards,
-    exchange: tuple[tuple[Sync, ...], tuple[UnitTimes, ...]],
+    upkeep: _Upkeep,
 ) -> Stage:
     (layers, last_before), plan = own, layout.plan
     behind, before = place.link_behind(layout), place.link_before(layout)
     forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan)
     backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan)
-    syncs, units = exchange
-    num_tensors = len(units) if units else sum(len(layer.parameter_sizes) for layer in layers)
-    update_ns = _update_ns(workload, layers, layout, num_tensors)
-    faults = None
-    if plan.sharding.stage in (1, 2):
-        faults = shards.faults(num_tensors) if syncs else None
-        update_ns = _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards))
     forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
     pieces = tuple(zip(*(each.pieces for each in times), strict=True)) if is_shared(plan) else ()
     return Stage(
         layers=layers,
         forward_ns=forward,
         backward_ns=backward,
-        syncs=syncs,
-        optimizer_ns=update_ns,
+        syncs=upkeep.syncs,
+        optimizer_ns=upkeep.optimizer_ns,
         send_forward_ns=0 if behind is None else to_ns(message_s(forward_bytes, behind)),
         send_backward_ns=0 if before is None else to_ns(message_s(backward_bytes, before)),
         send_forward_bytes=forward_bytes,
         send_backward_bytes=backward_bytes,
-        units=units,
-        faults=faults,
+        units=upkeep.units,
+        faults=upkeep.faults,
         input_gradient_ns=inputs,
         rank=place.home[place.number],
         weight_gradient_ns=weights if pieces else (),

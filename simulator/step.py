@@ -16,6 +16,7 @@ from distlab.plan.axes import AXES
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.schedules import Schedule
 from simulator.compiled import CompiledOrder
+from simulator.engine import SharedCores
 from simulator.jitter import EVEN, Floats, Jitter, Uneven
 from simulator.layout import Layout
 from simulator.local import check_divides
@@ -60,7 +61,7 @@ def simulate(
     With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
     gather parameters after the update; stage 3 gathers and scatters units (see `simulator.sharded`). Gradients of
     several micro-batches are added up on each rank and scattered in the last; with stage 2, which has no place for
-    them, in each.
+    them, in each. Where ranks outnumber `cluster.num_cores`, those that wait in the pipeline leave theirs to others.
 
     `measured` gives times of compression in place of counted work, and lines to kinds of call, whatever axis makes
     them, in place of the cluster's links.
@@ -103,11 +104,19 @@ def _time(
     contention = cluster.contention
     contends = contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
     communicates = plan.pipeline > 1 or (plan.copies > 1 and plan.gradient_sync in ("bucketed", "overlapped"))
-    if not (contends and communicates):
+    cores = _shared_cores(cluster, plan)
+    if not (contends and communicates) and cores is None:
         timing = time_directly(compiled, stages, sync=plan.gradient_sync, factors=factors)
         if not queues(timing):
             return timing
-    return time_by_graph(compiled, stages, sync=plan.gradient_sync, contention=contention, factors=factors)
+    return time_by_graph(compiled, stages, sync=plan.gradient_sync, contention=contention, factors=factors, cores=cores)
+
+
+def _shared_cores(cluster: Cluster, plan: Plan) -> SharedCores | None:
+    """Return the cores that ranks of a pipeline share unevenly: where one waits, the others have its part."""
+    if cluster.num_cores is None or plan.world_size <= cluster.num_cores or plan.pipeline == 1:
+        return None
+    return SharedCores(cluster.num_cores, plan.world_size // plan.pipeline)
 
 
 def closed_form_bubble(num_stages: int, num_microbatches: int) -> float:

@@ -1,6 +1,7 @@
 """Step graph: a step spelled out, operation by operation, for the event engine.
 
-It is exact always: with contention between computing and communicating, and where messages queue for a link.
+It is exact always: with contention between computing and communicating, where ranks share cores, and where messages
+queue for a link.
 """
 
 from __future__ import annotations
@@ -126,11 +127,12 @@ def time_by_graph(
     sync: str,
     contention: Contention | None = None,
     factors: Floats | None = None,
+    cores: engine.SharedCores | None = None,
 ) -> Timing:
     """Time a step on the event engine."""
     step = _StepGraph(compiled, stages, sync, factors)
     step.build()
-    start, end = engine.run(step.builder.graph(), contention)
+    start, end = engine.run(step.builder.graph(), contention, cores)
     order = compiled.order
     bounds = np.array([step.bounds[action] for action in range(len(order.kind))], np.int64).reshape(-1, 2)
     action_end = end[bounds[:, 1]]

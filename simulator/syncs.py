@@ -8,17 +8,23 @@ after it has worked on what it received.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-from distlab.plan.buckets import assign_buckets
+from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
 from distlab.plan.records import Layer, Plan, Work
 from simulator.codec import CodecTimes, MeasuredCodec, codec_times
 from simulator.cost import compute_s
 from simulator.groups import Group
 from simulator.units import to_ns
+
+
+class Tensors(NamedTuple):
+    """Some of a layer's parameter tensors: elements of each, and shapes."""
+
+    parameter_sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 class Transfer(NamedTuple):
@@ -47,8 +53,7 @@ class Later(NamedTuple):
     after_ns: int
 
 
-@dataclass(frozen=True)
-class Sync:
+class Sync(NamedTuple):
     """One bucket of gradients on its way to the mean.
 
     Attributes:
@@ -91,19 +96,20 @@ class Sync:
 
 
 def make_syncs(
-    layers: Sequence[Layer],
+    layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
     *,
     group: Group,
     plan: Plan,
     codec: MeasuredCodec | None = None,
+    whose: str = "",
 ) -> tuple[Sync, ...]:
-    """Return what a stage exchanges, in the order in which it starts."""
-    shapes = [shape for layer in layers for shape in layer.shapes]
+    """Return what a stage exchanges, in the order in which it starts; `whose` gradients they are ends each name."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
-    owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
     if group.num_ranks == 1 or not sizes:
         return ()
+    owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
+    shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
 
     @cache  # blocks are alike, and so are most buckets
     def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
@@ -112,13 +118,12 @@ def make_syncs(
         travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
         return pack, unpack, *travel
 
-    def sync(what: str, parameters: tuple[int, ...]) -> Sync:
-        num_bytes = sum(sizes[index] for index in parameters)
+    def sync(what: str, parameters: tuple[int, ...], num_bytes: int) -> Sync:
         pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
         plain = Sync(
-            name=f"all_reduce {what}",
+            name=f"all_reduce {what}{whose}",
             num_bytes=num_bytes,
-            layer=min(owner[index] for index in parameters),
+            layer=min(owner[parameters[0]], owner[parameters[-1]]),  # parameters rise or fall, and owners with them
             pack_ns=pack_ns,
             duration_ns=duration_ns,
             unpack_ns=unpack_ns,
@@ -136,15 +141,20 @@ def make_syncs(
             times = codec_times(plan.compression, bucket, device=group.cluster.device, **extra)
         return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
 
-    everything = tuple(range(len(sizes)))
     if plan.gradient_sync == "per_parameter":
-        return tuple(sync(f"parameter {parameter}", (parameter,)) for parameter in everything)
+        return tuple(sync(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
     if plan.gradient_sync == "flat":
-        return (sync("all gradients", everything),)
+        return (sync("all gradients", tuple(range(len(sizes))), sum(sizes)),)
     small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
     first_bucket_bytes = plan.first_bucket_bytes if small_first else None
-    buckets = assign_buckets(sizes, plan.bucket_bytes, first_bucket_bytes)
-    return tuple(sync(f"bucket {bucket.index}", bucket.parameters) for bucket in buckets)
+    buckets = _buckets(tuple(sizes), plan.bucket_bytes, first_bucket_bytes)
+    return tuple(sync(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
+
+
+@lru_cache(maxsize=64)
+def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int | None) -> tuple[Bucket, ...]:
+    """Return the buckets of a stage: stages in the middle of a model are alike, and so are those of the next plan."""
+    return assign_buckets(sizes, bucket_bytes, first_bucket_bytes)
 
 
 def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> Sync:
@@ -156,8 +166,7 @@ def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group
     later = Later(times.between_ns, *last, group.exchange_ns(*last), times.after_ns) if first else None
     first = first or [last]
     kind = first[0].kind
-    return replace(
-        plain,
+    return plain._replace(
         name=plain.name.replace("all_reduce", kind, 1),
         num_bytes=sum(call.num_bytes for call in first),
         pack_ns=plain.pack_ns + times.encode_ns,

@@ -62,7 +62,9 @@ class SyncTimes(NamedTuple):
     @property
     def computing(self) -> tuple[Pair, ...]:
         """The parts that keep the compute lane busy."""
-        return tuple(part for part in (self.pack, self.between, self.after, self.unpack) if part is not None)
+        if self.between is None or self.after is None:
+            return self.pack, self.unpack
+        return self.pack, self.between, self.after, self.unpack
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from distlab.plan.records import Layer, Plan, Work
 from distlab.plan.sharding import make_units
@@ -71,8 +71,7 @@ def peak_gathered_elements(units: Sequence[Unit], prefetch: int, *, reshard_afte
     return root + max(sum(sizes[first : first + prefetch + 1]) for first in range(len(sizes)))
 
 
-@dataclass(frozen=True)
-class UnitTimes:
+class UnitTimes(NamedTuple):
     """What the calls of one unit cost.
 
     Attributes:
@@ -108,54 +107,61 @@ def time_units(units: Sequence[Unit], shards: Shards, each: NumberBytes, plan: P
         """Read and write each gradient once."""
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * each.gradient, num_kernels=1), device))
 
-    return tuple(
-        UnitTimes(
-            unit,
-            gather=shards.gather(unit.num_elements, each.parameter),
-            start_ns=shards.on_rank_ns("all_gather start", unit.num_elements, each.parameter)
-            + shards.on_rank_ns("all_gather beside", unit.num_elements, each.parameter),
-            show_ns=to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * len(unit.sizes) + UNIT_KERNELS), device)),
-            scatter=shards.scatter(unit.num_elements, each.gradient),
-            pack_ns=copies_ns(unit.num_elements)
-            + shards.on_rank_ns("reduce_scatter start", unit.num_elements, each.gradient)
-            + shards.on_rank_ns("reduce_scatter beside", unit.num_elements, each.gradient),
-            sum_ns=shards.on_rank_ns("reduce_scatter sum", unit.num_elements, each.gradient),
-            unpack_ns=copies_ns(shards.padded(unit.num_elements) // shards.num_shards),
-            load=shards.host_copy(unit.num_elements, each.parameter) if offload else None,
-            save=shards.host_copy(unit.num_elements, each.gradient) if offload else None,
-        )
-        for unit in units
-    )
+    @cache  # most units are alike
+    def costs(num_elements: int, num_tensors: int) -> dict[str, Any]:
+        return {
+            "gather": shards.gather(num_elements, each.parameter),
+            "start_ns": shards.on_rank_ns("all_gather start", num_elements, each.parameter)
+            + shards.on_rank_ns("all_gather beside", num_elements, each.parameter),
+            "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
+            "scatter": shards.scatter(num_elements, each.gradient),
+            "pack_ns": copies_ns(num_elements)
+            + shards.on_rank_ns("reduce_scatter start", num_elements, each.gradient)
+            + shards.on_rank_ns("reduce_scatter beside", num_elements, each.gradient),
+            "sum_ns": shards.on_rank_ns("reduce_scatter sum", num_elements, each.gradient),
+            "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
+            "load": shards.host_copy(num_elements, each.parameter) if offload else None,
+            "save": shards.host_copy(num_elements, each.gradient) if offload else None,
+        }
+
+    return tuple(UnitTimes(unit, **costs(unit.num_elements, len(unit.sizes))) for unit in units)
 
 
 def scattered(syncs: Sequence[Sync], shards: Shards, each: NumberBytes, offload: str) -> tuple[Sync, ...]:
     """Turn all-reduces of gradients into the calls of stages 1 and 2: scatter gradients, gather parameters."""
-    rows = []
-    for sync in syncs:
-        size = sync.gradient_bytes // each.gradient
+
+    @cache  # most buckets are alike
+    def changes(gradient_bytes: int, num_tensors: int, pack_ns: int, unpack_ns: int) -> dict[str, Any]:
+        size = gradient_bytes // each.gradient
         own = shards.padded(size) // shards.num_shards * each.gradient
-        pieces = -(-sync.num_tensors // shards.num_shards)
+        pieces = -(-num_tensors // shards.num_shards)
         check = Work(memory_bytes=own, num_kernels=PIECE_KERNELS * pieces)  # finite? then each piece gets its gradient
         parts = shards.scatter(size, each.gradient)
         adding_ns = shards.on_rank_ns("reduce_scatter sum", size, each.gradient)
-        rows.append(
-            replace(
-                sync,
-                name=sync.name.replace("all_reduce", "reduce_scatter", 1),
-                kind="reduce_scatter",
-                num_bytes=parts[0].num_bytes,
-                pack_ns=sync.pack_ns
-                + shards.on_rank_ns("reduce_scatter start", size, each.gradient)
-                + shards.on_rank_ns("reduce_scatter beside", size, each.gradient),
-                unpack_ns=sync.unpack_ns + adding_ns + to_ns(compute_s(check, shards.cluster.device)),
-                duration_ns=sum(part.duration_ns for part in parts),
-                sent_bytes=sum(part.sent_bytes for part in parts),
-                parts=parts,
-                gather=shards.gather(size, each.parameter),
-                start_ns=shards.on_rank_ns("all_gather start", size, each.parameter)
-                + shards.on_rank_ns("all_gather beside", size, each.parameter),
-                save=shards.host_copy(size, each.gradient) if offload != "none" else None,
-                load=shards.host_copy(size, each.parameter) if offload != "none" else None,
-            )
+        return {
+            "kind": "reduce_scatter",
+            "num_bytes": parts[0].num_bytes,
+            "pack_ns": pack_ns
+            + shards.on_rank_ns("reduce_scatter start", size, each.gradient)
+            + shards.on_rank_ns("reduce_scatter beside", size, each.gradient),
+            "unpack_ns": unpack_ns + adding_ns + to_ns(compute_s(check, shards.cluster.device)),
+            "duration_ns": sum(part.duration_ns for part in parts),
+            "sent_bytes": sum(part.sent_bytes for part in parts),
+            "parts": parts,
+            "gather": shards.gather(size, each.parameter),
+            "start_ns": shards.on_rank_ns("all_gather start", size, each.parameter)
+            + shards.on_rank_ns("all_gather beside", size, each.parameter),
+            "save": shards.host_copy(size, each.gradient) if offload != "none" else None,
+            "load": shards.host_copy(size, each.parameter) if offload != "none" else None,
+        }
+
+    return tuple(
+        Sync(
+            name=sync.name.replace("all_reduce", "reduce_scatter", 1),
+            layer=sync.layer,
+            gradient_bytes=sync.gradient_bytes,
+            num_tensors=sync.num_tensors,
+            **changes(sync.gradient_bytes, sync.num_tensors, sync.pack_ns, sync.unpack_ns),
         )
-    return tuple(rows)
+        for sync in syncs
+    )

@@ -122,7 +122,17 @@ class Contention:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes: one link inside a node, one between nodes."""
+    """Equal devices in equal nodes: one link inside a node, one between nodes.
+
+    Attributes:
+        num_devices: ranks that it has room for.
+        devices_per_node: neighbours that `intra_node` links.
+        intra_node: the link inside a node.
+        inter_node: the link between nodes.
+        contention: how computing and communicating slow each other down.
+        num_cores: where ranks are processes of one machine, the cores that they share; None: each has a device of its
+            own. More ranks than cores take turns, and `device` says how fast they are when all of them compute.
+    """
 
     name: str
     device: Device
@@ -131,10 +141,13 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     contention: Contention = Contention()
+    num_cores: int | None = None
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
+        if self.num_cores is not None:
+            require_count(owner, num_cores=self.num_cores)
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
         require(
             whole,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -182,6 +183,16 @@ class Workload:
         """Elements in all parameter tensors of the model."""
         return sum(layer.num_parameters for layer in self.layers)
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Kind of each layer: see `kinds_of`."""
+        return kinds_of(self.layers)
+
+    @cached_property
+    def num_tensors(self) -> int:
+        """Parameter tensors of the model."""
+        return sum(len(layer.parameter_sizes) for layer in self.layers)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients: what data parallelism must combine in a step."""
@@ -200,3 +211,20 @@ class Workload:
         """Floating-point operations in matrix products of each layer, forward and backward."""
         passes = ("forward", "input_gradient", "weight_gradient")
         return tuple(sum(getattr(layer, name).matmul_flops for name in passes) for layer in self.layers)
+
+
+def kinds_of(layers: Sequence[Layer]) -> tuple[int, ...]:
+    """Return the kind of each layer, from 0: layers that differ in their name alone are of one, and cost alike."""
+    by_parts: dict[tuple[int, ...], int] = {}  # the same objects are equal, and quicker to compare than values
+    by_values: dict[tuple[object, ...], int] = {}
+    found = []
+    for layer in layers:
+        values = tuple([getattr(layer, name) for name in _BUT_NAME])
+        parts = tuple(map(id, values))
+        if parts not in by_parts:
+            by_parts[parts] = by_values.setdefault(values, len(by_values))
+        found.append(by_parts[parts])
+    return tuple(found)
+
+
+_BUT_NAME = tuple(field.name for field in fields(Layer) if field.name != "name")

@@ -31,6 +31,7 @@ def test_sums():
         (lambda: Link("l", ()), "Link 'l' has no protocol"),
         (lambda: Contention(0.5), r"compute_slowdown is 0.5; pass 1.0"),
         (lambda: Cluster("c", CPU, 6, 4, LINK, LINK), "6 devices do not fill nodes of 4; use a multiple of 4"),
+        (lambda: Cluster("c", CPU, 4, 4, LINK, LINK, num_cores=0), "num_cores"),
         (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
         (lambda: Plan(pipeline=True), "pipeline is True"),
         (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),

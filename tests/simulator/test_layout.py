@@ -20,16 +20,16 @@ GPT = gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64
 
 def test_ranks_some_way_apart_use_both_wires():
     group = group_of(TWO_NODES, (0, 2, 4, 6))
-    assert group == Group(TWO_NODES, 0, 4, (2, 2))
+    assert group == Group(TWO_NODES, 4, is_in_one_node=False, ranks_per_node=2)
     both = {"intra_node": LINK, "inter_node": SLOW}
     assert group.exchange_ns("all_reduce", 1e6) == to_ns(hierarchical_all_reduce_s(1e6, 2, 2, **both))
     assert group.exchange_ns("all_to_all", 1e6) == to_ns(hierarchical_all_to_all_s(1e6, 2, 2, **both))
     apart = group_of(TWO_NODES, (1, 5))
     assert apart.exchange_ns("all_to_all", 1e6) == to_ns(all_to_all_s(1e6, 2, SLOW))
     assert apart.hop_ns(1e6) == group.hop_ns(1e6) == to_ns(2e-5 + 0.1)
-    assert group_of(TWO_NODES, (4, 5, 6)) == Group(TWO_NODES, 4, 3)
+    assert group_of(TWO_NODES, (4, 5, 6)) == Group(TWO_NODES, 3, is_in_one_node=True, ranks_per_node=3)
     uneven = group_of(TWO_NODES, (0, 2, 4))
-    assert (uneven.in_nodes, uneven.ranks_per_node) == ((2, 1), 0)
+    assert (uneven.is_in_one_node, uneven.ranks_per_node) == (False, 0)
 
 
 def test_an_all_to_all_over_nodes_takes_the_slower_of_two_wires():
@@ -47,7 +47,7 @@ def test_groups_of_a_layout_follow_its_order():
     assert Layout(TWO_NODES, plan, other).ranks.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert not Layout(TWO_NODES, plan, other).crosses_nodes(0, 1)
     assert axes_inside_nodes(TWO_NODES, plan, other) == ("tensor", "pipeline")
-    assert [group.in_nodes for group in Layout(TWO_NODES, plan, other).groups(COPIES)] == [(1, 1)]
+    assert [group.ranks_per_node for group in Layout(TWO_NODES, plan, other).groups(COPIES)] == [1]
 
 
 @pytest.mark.parametrize("jitter", [None, Jitter(0.1)])

@@ -1,10 +1,12 @@
 """Layers that ranks share: times and bytes of their passes, worked out by hand."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 
 from distlab.plan.records import Contention, Link, Plan, Protocol, Work
+from distlab.plan.sharding import Sharding
 from simulator import Measured, gpt_workload, memory_of, mix_experts, simulate
 from simulator.cost import all_gather_s, all_reduce_s, all_to_all_s, compute_s, message_s
 from simulator.jitter import Uneven
@@ -179,6 +181,22 @@ def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0]
     assert sum(found[0]) > 2 * sum(found[2])
+
+
+@pytest.mark.parametrize("workload", [DENSE, MIXED], ids=["dense", "mixed"])
+def test_blocks_that_are_equal_need_not_be_the_same_objects(workload):
+    """Layers are compared by what they are: copies of a block are costed as one, and one that differs is not."""
+    copies = replace(workload, layers=tuple(deepcopy(layer) for layer in workload.layers))
+    assert workload.kinds == copies.kinds == (0, 1, 1, 1, 2)
+    plan = Plan(tensor=2, expert=2, pipeline=2, data=2, num_microbatches=2, sharding=Sharding(stage=1))
+    shared, apart = (step_of(plan, each).stages for each in (workload, copies))
+    assert shared == apart
+    layers = list(copies.layers)
+    layers[2] = replace(layers[2], forward=layers[2].forward.times(2))
+    other = replace(copies, layers=tuple(layers))
+    assert other.kinds == (0, 1, 2, 1, 3)
+    times = [sum((stage.forward_ns for stage in step_of(plan, each).stages), ()) for each in (copies, other)]
+    assert [index for index in range(5) if times[0][index] != times[1][index]] == [2]
 
 
 def test_nothing_is_divided_that_a_layer_does_not_declare():
