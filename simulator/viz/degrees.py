@@ -182,7 +182,7 @@ def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     ranks = _shown_ranks(memory)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
-    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN)
+    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, light=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
     _mark_capacity(axes, capacity, limit)

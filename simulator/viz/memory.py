@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from simulator.memory import KINDS, Memory
 from simulator.units import format_bytes
 from simulator.viz.boxes import CHARACTER_WIDTH, axes_pixels
+from simulator.viz.legend import put_legend
 from simulator.viz.style import (
     DPI,
     FAINT,
@@ -31,7 +33,6 @@ from simulator.viz.style import (
     frame,
     new_figure,
     percent,
-    put_legend,
     put_title,
     text_colour,
     time_unit,
@@ -66,8 +67,8 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
     half = WIDTH_IN / 2
-    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN)
-    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN)
+    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, light=True)
+    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, light=True)
     limit = memory.max_bytes * 1.16 or 1.0
     if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
         limit = max(limit, capacity_bytes * 1.08)
@@ -150,15 +151,18 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     axes.set_ylim(num_rows - 0.4, -0.6)
     wide, tall = axes_pixels(axes)
     size = min(TEXT_PT, 0.6 * tall / num_rows * 72 / DPI)
-    left = np.zeros(num_rows)
+    left, corners, fills = np.zeros(num_rows), [], []
     for kind, style in MEMORY_KINDS.items():
         held = rows[:, KINDS.index(kind)].astype(float)
-        axes.barh(np.arange(num_rows), held, 0.72, left=left, color=style.colour, edgecolor="white", linewidth=0.8)
+        corners.append(_bars(left, held))
+        fills += [style.colour] * num_rows
         for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * DPI / 72).tolist():
             words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
             if size >= 6.5:
                 axes.text(left[row] + held[row] / 2, row, style.letter, fontsize=size, **words)
         left += held
+    look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.8, "gid": "bars"}
+    axes.add_collection(PolyCollection(np.concatenate(corners), facecolors=fills, **look), autolim=False)  # type: ignore[arg-type]
     behind: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a line goes behind the figure
     for row in range(num_rows) if size >= 9 else ():
         axes.text(
@@ -175,6 +179,12 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     axes.set_yticks(ticks, [names[row] for row in ticks])
     axes.tick_params(axis="y", length=0)
     label_bytes(axes, "x", limit)
+
+
+def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the corners [R, 4, 2] of bars, one a row, from `left` on."""
+    across = np.stack([left, left + wide, left + wide, left], axis=1)
+    return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
 
 
 def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None:

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.boxes import axes_pixels
+from simulator.viz.legend import put_legend
 from simulator.viz.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.style import (
     DPI,
@@ -27,7 +28,6 @@ from simulator.viz.style import (
     name_ranks,
     new_figure,
     pale,
-    put_legend,
     put_title,
     text_colour,
     time_unit,

@@ -6,6 +6,7 @@ texts that it has drawn, and a text that comes again, at whatever place, is stam
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 import zlib
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 MAX_STAMPS = 4096
 PARTS = 4  # of a pixel, to which a stamp's place across is rounded; up and down it stands on whole pixels
 MARGIN = 3
+BLOCK = 8  # rows
 Stamp = tuple[NDArray[np.uint8], int, int]
 
 
@@ -49,7 +51,8 @@ def pack_png(pixels: NDArray[np.uint8]) -> bytes:
     """Return pixels as PNG bytes, losing nothing.
 
     Each row is kept as its difference from the row above (filter 2 of the standard), which is zero nearly everywhere in
-    a picture of boxes: then the fastest packing is small too. Trying every filter on every row takes twice as long.
+    a picture of boxes: then the fastest packing is small too. Trying every filter on every row takes twice as long. And
+    of rows that equal the one above, more than half of all, one block is packed and stands for the others.
 
     Shapes: pixels [height, width, 4], red, green, blue and opacity
     Source: Portable Network Graphics (PNG) Specification, third edition, W3C 2025: 5.3, 9.2, 11.2.
@@ -61,8 +64,32 @@ def pack_png(pixels: NDArray[np.uint8]) -> bytes:
     rows[0, 1:] = flat[0]
     np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.data, 1)), (b"IEND", b""))
+    parts = ((b"IHDR", header), (b"IDAT", _deflate(rows)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
+
+
+def _deflate(rows: NDArray[np.uint8]) -> bytes:
+    """Pack filtered rows as a zlib stream, of whose parts none looks back into another (a full flush after each).
+
+    Source: RFC 1950, 2.2 (the header, and the checksum of what was packed) and RFC 1951, 3.2.4.
+    """
+    repeats: NDArray[np.bool_] = np.logical_not(np.any(rows[:, 1:], axis=1))
+    edges = [0, *(np.flatnonzero(np.diff(repeats)) + 1).tolist(), len(rows)]
+    parts = [b"\x78\x01"]
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+
+    def packed(first: int, stop: int) -> bytes:
+        return packer.compress(rows[first:stop].data) + packer.flush(zlib.Z_FULL_FLUSH)
+
+    block = b""
+    for first, stop in itertools.pairwise(edges):
+        blocks, rest = divmod(stop - first, BLOCK) if repeats[first] else (0, stop - first)
+        if blocks:
+            block = block or packed(first, first + BLOCK)
+            parts.append(block * blocks)
+        if rest:
+            parts.append(packed(first, first + rest))
+    return b"".join([*parts, packer.flush(), struct.pack(">I", zlib.adler32(rows.data))])
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

@@ -1,5 +1,7 @@
 // The picture of a Panel: an image with its alt text, and a line under it that screen readers announce.
-// A new image replaces the old one only when it is decoded, so that a moving slider never shows an empty frame.
+// A new image replaces the old one only when it is there, so that a moving slider never shows an empty frame. It is
+// decoded with the frame that shows it (decoding: sync). To wait for decode() instead takes a frame more: the browser
+// begins to decode with the next one.
 
 const STYLE = `
   .distlab-picture { margin: 0; max-width: 1280px; }
@@ -21,6 +23,7 @@ function render({ model, el }) {
   style.textContent = STYLE;
   figure.className = "distlab-picture";
   line.setAttribute("aria-live", "polite");
+  image.decoding = "sync";
   figure.append(image, line);
   el.append(style, figure);
   let newest = 0;
@@ -37,12 +40,10 @@ function render({ model, el }) {
     }
     const next = URL.createObjectURL(new Blob([png], { type: "image/png" }));
     const probe = new Image();
-    probe.src = next;
-    try {
-      await probe.decode();
-    } catch {
-      // A picture that cannot be decoded is shown as the browser shows one, with its alt text.
-    }
+    await new Promise((there) => { // a picture that is none is shown as the browser shows one, with its alt text
+      probe.onload = probe.onerror = there;
+      probe.src = next;
+    });
     if (turn !== newest) {
       URL.revokeObjectURL(next);
       return;

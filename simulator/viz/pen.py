@@ -21,6 +21,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
+from simulator.viz.light_axes import LightAxes
 from simulator.viz.style import DPI, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, new_figure, text_colour
 
 Colour = str | tuple[float, float, float]
@@ -141,7 +142,7 @@ class Pen:
 def sheet(height_in: float) -> tuple[Figure, Pen]:
     """Make an empty figure, and a pen on axes that cover it and whose unit is the inch."""
     figure = new_figure(height_in)
-    axes = figure.add_axes((0, 0, 1, 1))
+    axes = figure.add_axes(LightAxes(figure, (0, 0, 1, 1)))
     axes.set_xlim(0, WIDTH_IN)
     axes.set_ylim(0, height_in)
     axes.set_axis_off()

@@ -15,6 +15,7 @@ from simulator.step import Step
 from simulator.sweep_units import UnitSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.boxes import add_boxes, add_pixels
+from simulator.viz.legend import put_legend
 from simulator.viz.rows import Side, lanes_of, place
 from simulator.viz.style import (
     FAINT,
@@ -30,7 +31,6 @@ from simulator.viz.style import (
     kind_styles,
     new_figure,
     percent,
-    put_legend,
     put_title,
     time_unit,
 )

@@ -10,17 +10,14 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
-from matplotlib.legend_handler import HandlerBase
-from matplotlib.patches import Rectangle
-from matplotlib.text import Text
+
+from simulator.viz.light_axes import LightAxes
 
 DPI = 100
 WIDTH_IN = 12.8
@@ -159,10 +156,14 @@ def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
     return Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
 
 
-def frame(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Add axes whose margins are given in inches, so that they keep their place whatever the figure's size."""
+def frame(figure: Figure, *, left: float, right: float, top: float, bottom: float, light: bool = False) -> Axes:
+    """Add axes whose margins are given in inches, so that they keep their place whatever the figure's size.
+
+    Light axes are for what a slider redraws: they look the same, but have neither a grid nor minor ticks.
+    """
     width, height = figure.get_size_inches()
-    axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
+    place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    axes = figure.add_axes(LightAxes(figure, place) if light else Axes(figure, place))
     axes.tick_params(labelsize=TEXT_PT - 1, colors=INK, length=4)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -187,49 +188,6 @@ class LegendBox(NamedTuple):
     edge: str
     letter: str
     words: str
-
-
-class _LetteredBox(HandlerBase):
-    """Draws a legend entry as a box with its letters inside."""
-
-    def __init__(self, box: LegendBox) -> None:
-        super().__init__()
-        self.box = box
-
-    def create_artists(self, legend: Legend, orig_handle: Artist, *place: Any) -> Sequence[Artist]:
-        """Return the box and its letters; `place` is matplotlib's offset, size, font size and transform."""
-        xdescent, ydescent, width, height, fontsize, transform = place
-        tall = height * 1.5
-        low = -ydescent - (tall - height) / 2
-        patch = Rectangle(
-            (-xdescent, low), width, tall, facecolor=self.box.fill, edgecolor=self.box.edge, linewidth=1.2
-        )
-        look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": fontsize * 0.85}
-        text = Text(width / 2 - xdescent, low + tall / 2, self.box.letter, color=text_colour(self.box.fill), **look)
-        patch.set_transform(transform)
-        text.set_transform(transform)
-        return [patch, text]
-
-
-def put_legend(figure: Figure, boxes: Sequence[LegendBox], *, max_columns: int = 8) -> None:
-    """Put a legend of lettered boxes along the bottom of the figure."""
-    if not boxes:
-        return
-    handles = [Rectangle((0, 0), 1, 1) for _ in boxes]
-    figure.legend(
-        handles,
-        [box.words for box in boxes],
-        handler_map={handle: _LetteredBox(box) for handle, box in zip(handles, boxes, strict=True)},
-        loc="lower left",
-        bbox_to_anchor=(0.0, 0.0),
-        ncol=min(max_columns, len(boxes)),
-        frameon=False,
-        fontsize=TEXT_PT - 1,
-        handlelength=1.9,
-        handletextpad=0.5,
-        columnspacing=1.4,
-        borderaxespad=0.5,
-    )
 
 
 def to_png(figure: Figure) -> bytes:

@@ -193,12 +193,20 @@ function paintEnds(context, scene, { left, wide, tall }, xOf, look) {
   if (x >= left && x <= left + wide) context.fillText(scene.ends.text, Math.max(x, least), 9);
 }
 
+const formats = new Map(); // by digits after the point: one takes longer to make than a whole axis to write
+
+function numbersOf(digits) {
+  const places = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+  if (!formats.has(digits)) formats.set(digits, new Intl.NumberFormat("en", places));
+  return formats.get(digits);
+}
+
 function paintAxis(context, scene, { left, wide, tall }, xOf, look) {
   const [low, high] = scene.view, [size, unit] = high >= 2 ? [1, "s"] : high >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   const least = (high - low) / Math.max(wide / 95, 2) / size, power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= least * 0.999) * power;
   const digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9) + (Math.abs(step / power - 2.5) < 1e-6 ? 1 : 0));
-  const y = TOP + tall + 3;
+  const y = TOP + tall + 3, numbers = numbersOf(digits);
   context.strokeStyle = context.fillStyle = look.ink;
   context.lineWidth = 1;
   context.font = `12px ${FONT}`;
@@ -211,8 +219,7 @@ function paintAxis(context, scene, { left, wide, tall }, xOf, look) {
     const x = Math.round(xOf(tick * step * size)) + 0.5;
     context.moveTo(x, y);
     context.lineTo(x, y + 5);
-    const text = (tick * step).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-    context.fillText(text, x, y + 7);
+    context.fillText(numbers.format(tick * step), x, y + 7);
   }
   context.stroke();
   context.fillText(`time since the first span began (${unit})`, left + wide / 2, y + 22);

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.viz.boxes import View, add_boxes, add_pixels, axes_pixels, fill_of
+from simulator.viz.legend import put_legend
 from simulator.viz.rows import Placement, Side
 from simulator.viz.scene import Scene
 from simulator.viz.style import (
@@ -29,7 +30,6 @@ from simulator.viz.style import (
     lighter,
     new_figure,
     pale,
-    put_legend,
     put_title,
     time_unit,
 )
@@ -93,7 +93,7 @@ def _canvas(placement: Placement, left: float, top: float, bottom: float) -> tup
     """Make a figure high enough for the rows, up to a slide's height; margins are in inches."""
     rows_in = min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN)
     figure = new_figure(rows_in + top + bottom)
-    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom)
+    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom, light=True)
 
 
 def _shade_idle(axes: Axes, placement: Placement) -> None:

@@ -15,7 +15,7 @@ class Timeline {
   constructor(model, el) {
     this.model = model;
     this.get = (name) => model.get(name);
-    this.frame = 0;
+    this.frame = this.waiting = 0;
     this.chosen = -1;
     this.build(el);
     this.listen();
@@ -136,9 +136,8 @@ class Timeline {
   move(low, high) {
     const limit = this.get("limit_s"), length = Math.min(Math.max(high - low, SHORTEST_S), limit);
     const start = Math.min(Math.max(low, 0), limit - length);
-    this.model.set("view", [start, start + length]);
+    this.model.set("view", [start, start + length]); // which draws: see changed()
     this.model.save_changes();
-    this.schedule();
   }
 
   zoom(factor, around) {
@@ -200,12 +199,19 @@ class Timeline {
 
   // ---- painting
 
+  // Draws at once, while the browser waits for its next frame anyway; what changes before that frame is drawn with it.
   schedule() {
-    if (!this.waiting) this.waiting = requestAnimationFrame(() => this.draw());
+    this.stale = this.waiting !== 0;
+    if (this.stale) return;
+    this.waiting = requestAnimationFrame(() => {
+      this.waiting = 0;
+      if (this.stale) this.draw();
+      this.publish();
+    });
+    this.draw();
   }
 
   draw() {
-    this.waiting = 0;
     const width = this.canvas.clientWidth, ratio = window.devicePixelRatio || 1, view = this.get("view");
     if (!width) return;
     const scene = { rows: this.rows, kinds: this.kinds, packed: this.packed, view, chosen: this.chosen };
@@ -228,9 +234,16 @@ class Timeline {
       this.model.set("columns", columns);
       this.model.save_changes();
     }
-    const [low, high] = this.packed.form === "pixels" ? this.packed.view : this.packed.span, slack = 1e-9 * (view[1] - view[0]);
-    const sharp = this.packed.form === "pixels" ? Math.abs(low - view[0]) + Math.abs(high - view[1]) <= slack : low <= view[0] + slack && high >= view[1] - slack;
-    Object.assign(this.canvas.dataset, { view: view.join(" "), form: this.packed.form, count: this.packed.count, sharp, frame: ++this.frame });
+    this.drawn = { view, packed: this.packed };
+  }
+
+  // Says, in the frame that shows it, what was drawn.
+  publish() {
+    if (!this.drawn) return;
+    const { view, packed } = this.drawn, [low, high] = packed.form === "pixels" ? packed.view : packed.span;
+    const slack = 1e-9 * (view[1] - view[0]);
+    const sharp = packed.form === "pixels" ? Math.abs(low - view[0]) + Math.abs(high - view[1]) <= slack : low <= view[0] + slack && high >= view[1] - slack;
+    Object.assign(this.canvas.dataset, { view: view.join(" "), form: packed.form, count: packed.count, sharp, frame: ++this.frame });
   }
 
   // ---- reading a span

@@ -7,6 +7,7 @@ from viz_traces import data_parallel
 from distlab.plan.schedules import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule, zb_h1, zb_h2
 from simulator.pipeline import simulate_schedule
 from simulator.viz import describe_schedules, draw_schedule, draw_schedules, run_schedule
+from simulator.viz.legend import legend_of
 from simulator.viz.schedule_moment import MAX_MOMENTS, describe_moment, moments_of
 from simulator.viz.schedule_sweep import NAMES, play
 from simulator.viz.shades import shaded
@@ -82,8 +83,7 @@ def test_stages_of_a_rank_are_told_apart_by_lightness_in_every_picture():
     assert light == sorted(set(light))
     assert (styles["F"], styles["W~1"].letter) == (KINDS["F"], "W")
     figure = draw_schedule(trace, trace)
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["forward", "backward", "lighter: a later stage of the rank", "measured", "predicted"]
+    assert legend_of(figure) == ["forward", "backward", "lighter: a later stage of the rank", "measured", "predicted"]
     one = simulate_schedule(gpipe(3, 2), EQUAL).trace
     assert shaded(one) is one
     assert shaded(data_parallel(2)).words == data_parallel(2).words
