@@ -10,7 +10,8 @@ head.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,43 +64,81 @@ def all_to_all_attention(
     require_divisible(num_ranks * query.shape[2], num_ranks, f"rank {rank}")
     require_heads(query.shape[1], num_ranks, f"{who}: query")
     require_heads(key.shape[1], num_ranks, f"{who}: key")
-    counts = [tensor.shape[1] // num_ranks for tensor in (query, key, value)]
-    parts = [tensor.unflatten(1, (num_ranks, -1)) for tensor in (query, key, value)]  # [B, n, heads, S/n, D]
-    mine = trade(torch.cat(parts, dim=2).movedim(1, 0), group)  # [n, B, all heads / n, S/n, D]
-    whole = natural_order(mine.movedim(3, 1)).movedim(0, 2)  # [B, all heads / n, S, D]
-    query, key, value = whole.split(counts, dim=1)
+    grouped = query.shape[1] != key.shape[1]
+    query, key, value = _ToHeads.apply(group, query, key, value)  # type: ignore[no-untyped-call]  # [B, A/n, S, D]
     mixed = F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=counts[0] != counts[1]
+        query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )  # [B, A/n, S, D]
-    back = rank_order(mixed.movedim(2, 0), num_ranks).movedim(1, 3)  # [n, B, A/n, S/n, D]
-    return trade(back, group).movedim(0, 1).flatten(1, 2)  # [B, A, S/n, D]
+    (out,) = _ToPositions.apply(group, mixed)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)  # [B, A, S/n, D]
+
+
+class _ToHeads(torch.autograd.Function):
+    """Give positions away for heads; what comes back in backward goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return to_heads(tensors, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *to_positions(gradients, ctx.group)
+
+
+class _ToPositions(torch.autograd.Function):
+    """Give heads away for positions: the inverse, and each one's backward is the other's forward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return to_positions(tensors, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *to_heads(gradients, ctx.group)
+
+
+def to_heads(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
+    """Trade most heads of the own positions for all positions of the own heads; all tensors go in one exchange.
+
+    It copies twice: into what is sent, and out of what arrived, into the order of the sequence. In both the heads of a
+    position lie together, as they do in what a projection makes, so runs that are copied are long.
+
+    Shapes: each [B, heads, S/n, D] -> [B, heads/n, S, D]
+    """
+    num_ranks = dist.get_world_size(group)
+    parts = [x.unflatten(1, (num_ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [n, S/n, B, heads/n, D]
+    whole = natural_order(trade(torch.cat(parts, dim=3), group))  # [S, B, all heads / n, D]
+    found: tuple[Tensor, ...] = whole.permute(1, 2, 0, 3).split([part.shape[3] for part in parts], dim=1)
+    return found
+
+
+def to_positions(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
+    """Trade back: the inverse of `to_heads`.
+
+    Shapes: each [B, heads/n, S, D] -> [B, heads, S/n, D]
+    """
+    num_ranks, counts = dist.get_world_size(group), [x.shape[1] for x in tensors]
+    num_samples, _, length, size = tensors[0].shape
+    leave = tensors[0].new_empty(num_ranks, length // num_ranks, num_samples, sum(counts), size)
+    for part, x in zip(leave.split(counts, dim=3), tensors, strict=True):
+        rank_order(x.permute(2, 0, 1, 3), num_ranks, out=part)
+    parts = trade(leave, group).permute(2, 1, 0, 3, 4).split(counts, dim=3)  # each [B, S/n, n, heads/n, D]
+    return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
 
 
 def trade(parts: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Give part r to rank r and return what the ranks gave this one, in their order; gradients are traded back.
+    """Give part r to rank r and return what the ranks gave this one, in their order: its own inverse.
 
     Shapes: parts [n, ...] -> [n, ...]
     """
-    out: Tensor = _Trade.apply(parts, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Trade(torch.autograd.Function):
-    """An all-to-all of equal parts is its own inverse, and its own backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        if len(parts) == 1:
-            return parts.clone()
-        got = torch.empty_like(parts)
-        dist.all_to_all_single(got, parts, group=group)
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Trade.forward(ctx, gradient, ctx.group), None
+    parts = parts.contiguous()
+    if len(parts) == 1:
+        return parts
+    got = torch.empty_like(parts)
+    dist.all_to_all_single(got, parts, group=group)
+    return got
 
 
 def require_heads(num_heads: int, num_ranks: int, who: str) -> None:

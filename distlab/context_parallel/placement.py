@@ -94,25 +94,41 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None, *, dim: int = 
 def natural_order(parts: Tensor) -> Tensor:
     """Put the ranks' parts, stacked in the first dim, into the order of the whole sequence.
 
-    Early chunks ascend with the rank, late ones descend.
-
     Shapes: parts [n, S/n, ...] -> [S, ...]
     """
     if len(parts) == 1:
         return parts[0]
-    chunks = parts.unflatten(1, (2, -1))  # [n, 2, S/2n, ...]
-    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+    chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)  # [2n, S/2n, ...]: rank 0's two, rank 1's two, ...
+    whole: Tensor = chunks.index_select(0, _places(len(parts)).to(parts.device)).flatten(0, 1)
+    return whole
 
 
-def rank_order(whole: Tensor, num_ranks: int) -> Tensor:
+def rank_order(whole: Tensor, num_ranks: int, out: Tensor | None = None) -> Tensor:
     """Cut a sequence into the ranks' parts: the inverse of `natural_order`.
+
+    Args:
+        whole: of all ranks.
+        num_ranks: n.
+        out: where to put them, perhaps some columns of a larger tensor.
 
     Shapes: whole [S, ...] -> [n, S/n, ...]
     """
+    parts = whole.new_empty(num_ranks, len(whole) // num_ranks, *whole.shape[1:]) if out is None else out
     if num_ranks == 1:
-        return whole[None]
-    early, late = whole.unflatten(0, (2, num_ranks, -1))  # each [n, S/2n, ...]
-    return torch.cat([early, late.flip(0)], dim=1)
+        parts[0].copy_(whole)
+    else:
+        chunks = parts.view(2 * num_ranks, -1, *whole.shape[1:])
+        chunks.index_copy_(0, _places(num_ranks).to(whole.device), whole.unflatten(0, (2 * num_ranks, -1)))
+    return parts
+
+
+def _places(num_ranks: int) -> Tensor:
+    """Return where each chunk of a sequence lies among the ranks': early ones ascend with the rank, late ones descend.
+
+    Shapes: -> [2n]
+    """
+    early = torch.arange(0, 2 * num_ranks, 2)
+    return torch.cat([early, early.flip(0) + 1])
 
 
 def require_divisible(length: int, num_ranks: int, who: str) -> None:
