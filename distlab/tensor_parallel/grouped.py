@@ -18,7 +18,6 @@ from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.functions import sum_gradients
 from distlab.tensor_parallel.linear import ColumnParallelLinear, take_parts
 from distlab.tensor_parallel.overlap import Region, column_linear
-from distlab.tensor_parallel.split import Split
 
 
 class SharedKeyValueLinear(nn.Module):
@@ -91,9 +90,7 @@ class _Whole(nn.Module):
 
     def __init__(self, layer: nn.Linear, group: ProcessGroup | None) -> None:
         super().__init__()
-        self.group = group
-        self.splits: dict[str, Split] = {}
-        take_parts(self, layer)
+        take_parts(self, layer, group=group)
 
 
 def _rows_of(layer: nn.Linear, rows: slice) -> nn.Linear:

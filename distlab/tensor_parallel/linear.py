@@ -16,8 +16,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -242,13 +241,14 @@ def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
 
 
 @torch.no_grad()
-def take_parts(module: nn.Module, full: nn.Module) -> None:
-    """Give a parallel layer its parameters, cut from those of rank 0's full layer as its `splits` say.
+def take_parts(
+    module: nn.Module, full: nn.Module, *, group: ProcessGroup | None, splits: Mapping[str, Split] | None = None
+) -> None:
+    """Give a layer rank 0's parameters of the full layer: cut as `splits` say, and whole where they say nothing.
 
     Raises:
         ValueError: ranks disagree on the parameters.
     """
-    group, splits = cast(Any, module).group, cast(dict[str, Split], module.splits)
     num_ranks, rank = dist.get_world_size(group), group_rank(group)
     shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in full.named_parameters()}
     agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=shapes)
@@ -257,14 +257,14 @@ def take_parts(module: nn.Module, full: nn.Module) -> None:
             module.register_parameter(name, None)
             continue
         values = from_first_rank(parameter, group)
-        if name in splits:
+        if splits and name in splits:
             values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
 
 def _take(module: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:
     module.splits["weight"].check(dist.get_world_size(module.group), group_rank(module.group), type(module).__name__)
-    take_parts(module, full)
+    take_parts(module, full, group=module.group, splits=module.splits)
 
 
 def _check_input(module: ColumnParallelLinear | RowParallelLinear, x: Tensor, features: int) -> None:

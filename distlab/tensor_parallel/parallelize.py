@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -101,16 +102,16 @@ class ParallelGPT(GPT):
         nn.Module.__init__(self)  # the parts come from the model, not from a new draw
         self.config, self.group, self.sequence_parallel = model.config, group, sequence_parallel
         self._seen: object = None  # shape of the tokens that ranks agreed on
-        self.token_embedding = VocabularyParallelEmbedding(
-            model.token_embedding, group, sequence_parallel=sequence_parallel
-        )
-        self.position_embedding = _whole(model.position_embedding, group, sequence_parallel)
-        self.dropout = SplitDropout(model.config.dropout, group) if sequence_parallel else model.dropout
-        self.blocks = nn.ModuleList(_split_block(block, group, sequence_parallel) for block in model.blocks)
-        self.norm = _whole(model.norm, group, sequence_parallel)
-        self.output = ColumnParallelLinear.from_full(
-            model.output, group, padded=True, sequence_parallel=sequence_parallel
-        )
+        put = self.register_module  # parallel layers have the names of the model's own, and are no subclasses of them
+        tokens = VocabularyParallelEmbedding(model.token_embedding, group, sequence_parallel=sequence_parallel)
+        put("token_embedding", tokens)
+        put("position_embedding", _whole(model.position_embedding, group, sequence_parallel))
+        put("dropout", SplitDropout(model.config.dropout, group) if sequence_parallel else model.dropout)
+        blocks = [_split_block(cast(Block, block), group, sequence_parallel) for block in model.blocks]
+        put("blocks", nn.ModuleList(blocks))
+        put("norm", _whole(model.norm, group, sequence_parallel))
+        scores = ColumnParallelLinear.from_full(model.output, group, padded=True, sequence_parallel=sequence_parallel)
+        put("output", scores)
         if model.output.weight is model.token_embedding.weight:
             self.output.weight = self.token_embedding.weight
 
@@ -162,21 +163,23 @@ class ParallelGPT(GPT):
 
 def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:
     """Put parallel layers in the places of a block's own."""
-    block.attention_norm = _whole(block.attention_norm, group, sequence_parallel)
-    block.attention = ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel)
-    block.feed_forward_norm = _whole(block.feed_forward_norm, group, sequence_parallel)
+    put = block.register_module
+    put("attention_norm", _whole(block.attention_norm, group, sequence_parallel))
+    put("attention", ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel))
+    put("feed_forward_norm", _whole(block.feed_forward_norm, group, sequence_parallel))
     if isinstance(block.feed_forward, FeedForward):
         _split_feed_forward(block.feed_forward, group, sequence_parallel)
     else:
         _split_mixture(block.feed_forward, group, sequence_parallel)
     if sequence_parallel:
-        block.dropout = SplitDropout(block.dropout.p, group)
+        put("dropout", SplitDropout(block.dropout.p, group))
     return block
 
 
 def _split_feed_forward(inner: FeedForward, group: ProcessGroup | None, sequence_parallel: bool) -> None:
-    inner.widen = ColumnParallelLinear.from_full(inner.widen, group, sequence_parallel=sequence_parallel)
-    inner.output = RowParallelLinear.from_full(inner.output, group, sequence_parallel=sequence_parallel)
+    put = inner.register_module
+    put("widen", ColumnParallelLinear.from_full(inner.widen, group, sequence_parallel=sequence_parallel))
+    put("output", RowParallelLinear.from_full(inner.output, group, sequence_parallel=sequence_parallel))
 
 
 def _split_mixture(mixture: nn.Module, group: ProcessGroup | None, sequence_parallel: bool) -> None:
@@ -188,7 +191,7 @@ def _split_mixture(mixture: nn.Module, group: ProcessGroup | None, sequence_para
     experts = [module for module in mixture.modules() if isinstance(module, FeedForward)]
     inside = {inner for expert in experts for inner in expert.modules()}
     for module in [module for module in mixture.modules() if module not in inside and module._parameters]:
-        _whole(module, group, sequence_parallel=False)
+        take_parts(module, module, group=group)
     for expert in experts:
         _split_feed_forward(expert, group, sequence_parallel=False)
     if sequence_parallel:  # hooks, so that names stay
@@ -196,14 +199,18 @@ def _split_mixture(mixture: nn.Module, group: ProcessGroup | None, sequence_para
         mixture.register_forward_hook(lambda _, inputs, output: split_sequence(output, group))
 
 
-def _whole(module: nn.Module, group: ProcessGroup | None, sequence_parallel: bool) -> nn.Module:
+def _whole(
+    module: nn.LayerNorm | nn.Embedding, group: ProcessGroup | None, sequence_parallel: bool
+) -> nn.LayerNorm | nn.Embedding | SequenceParallelNorm | SequenceParallelPositions:
     """Return a module that every rank holds whole, with rank 0's weights."""
-    if sequence_parallel:
-        makes = SequenceParallelNorm if isinstance(module, nn.LayerNorm) else SequenceParallelPositions
-        return makes(module, group)
-    module.group, module.splits = group, {}
-    take_parts(module, module)
-    return module
+    if not sequence_parallel:
+        take_parts(module, module, group=group)
+        return module
+    return (
+        SequenceParallelNorm(module, group)
+        if isinstance(module, nn.LayerNorm)
+        else SequenceParallelPositions(module, group)
+    )
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from torch.distributed import ProcessGroup
 
 from distlab.tensor_parallel.functions import split_sequence, sum_gradients
 from distlab.tensor_parallel.linear import take_parts
-from distlab.tensor_parallel.split import Split
 
 
 class SequenceParallelNorm(nn.Module):
@@ -34,9 +33,6 @@ class SequenceParallelNorm(nn.Module):
     Args:
         norm: rank 0's counts; over the last dim.
         group: the ranks.
-
-    Attributes:
-        splits: none: every rank holds both parameters whole.
     """
 
     weight: nn.Parameter | None
@@ -45,8 +41,7 @@ class SequenceParallelNorm(nn.Module):
     def __init__(self, norm: nn.LayerNorm, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.shape, self.eps = group, norm.normalized_shape, norm.eps
-        self.splits: dict[str, Split] = {}
-        take_parts(self, norm)
+        take_parts(self, norm, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each position."""
@@ -76,8 +71,7 @@ class SequenceParallelPositions(nn.Module):
     def __init__(self, embedding: nn.Embedding, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = group
-        self.splits: dict[str, Split] = {}
-        take_parts(self, embedding)
+        take_parts(self, embedding, group=group)
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look all positions up, and keep the own ones: so every rank gets the whole gradient."""

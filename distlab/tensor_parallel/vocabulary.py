@@ -66,7 +66,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.splits = {"weight": Split(0, (self.num_embeddings,), padded=True)}
-        take_parts(self, embedding)
+        take_parts(self, embedding, group=group, splits=self.splits)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look the own tokens up and add up."""
