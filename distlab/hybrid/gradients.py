@@ -127,6 +127,7 @@ class WholeGradients:
                 experts=list(experts.values()),
                 expert_group=layout.expert_copies,
                 late=tied_parameters(self.named, built),
+                spans=spans,
             )
         elif layout.plan.copies > 1:
             self._replicas = list(_replicas(dense, experts, layout, spans))

@@ -84,18 +84,19 @@ def _of_sharding(plan: Plan) -> Iterator[str]:
     sharding = plan.sharding
     if sharding.stage == 3 and plan.pipeline > 1:
         yield (
-            "sharding stage 3 gathers a unit's parameters for each micro-batch, forward and backward, of which a "
-            "pipeline has many; use stage 1 with a pipeline"
+            f"sharding stage 3 with pipeline={plan.pipeline}: each of {plan.num_microbatches} micro-batches would "
+            "gather every unit again, forward and backward; use stage 1 with a pipeline, or pipeline=1"
         )
     if sharding.stage == 2 and plan.pipeline > 1:
         yield (
-            "sharding stage 2 lets gradients go as soon as one micro-batch's are summed, so a pipeline would sum them "
-            "for each; use stage 1 with a pipeline"
+            f"sharding stage 2 with pipeline={plan.pipeline}: gradients go as soon as they are summed, so each of "
+            f"{plan.num_microbatches} micro-batches would sum them over the ranks; use stage 1 with a pipeline, or "
+            "pipeline=1"
         )
     if sharding.stage == 3 and plan.expert > 1:
         yield (
-            "sharding stage 3 puts a block's parameters end to end, and experts have other copies than the rest; use "
-            "stage 1 or 2 with expert > 1, or expert=1"
+            f"sharding stage 3 with expert={plan.expert}: a block's parameters lie end to end, and experts have other "
+            "copies than the rest; use stage 1 or 2, or expert=1"
         )
     if sharding.replicas > 1:
         yield f"sharding has replicas={sharding.replicas}; Hybrid shards over all equal copies: use replicas=1"

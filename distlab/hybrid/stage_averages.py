@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer
 from distlab.pipeline import Pipeline
+from distlab.trace import SpanWriter
 
 
 class StageAverages:
@@ -26,6 +29,8 @@ class StageAverages:
         experts: parameters whose copies are the ranks of `expert_group` alone; sums are divided by all of `group`.
         expert_group: see experts.
         late: parameters whose gradients are complete only when `step` has returned: tied ones.
+        spans: marks each sum's way on the lane "communication"; its end is seen when the next one starts, or in
+            `finish`.
 
     Cost: one all-reduce of a stage's gradients a step, one more of its experts', and one of what is late. Where
         gradients are accumulated over several steps, call `finish` after each: the sum of means is the mean of sums, at
@@ -43,8 +48,9 @@ class StageAverages:
         experts: Sequence[nn.Parameter] = (),
         expert_group: ProcessGroup | None = None,
         late: Sequence[nn.Parameter] = (),
+        spans: SpanWriter | None = None,
     ) -> None:
-        self._num_copies = dist.get_world_size(group)
+        self._num_copies, self._spans = dist.get_world_size(group), spans
         apart, after = {id(p) for p in experts}, {id(p) for p in late}
         own_groups = {False: group, True: group if expert_group is None else expert_group}
         self._order = _ends(pipeline, stages)
@@ -57,13 +63,17 @@ class StageAverages:
                 for when, is_late in ((number, False), (-1, True)):
                     own = [p for p in wanting if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
                     if own:
-                        self._rows.setdefault(when, []).append(_Row(own, same))
+                        name = f"{'tied weights' if is_late else f'stage {number}'}{' of experts' * is_expert}"
+                        self._rows.setdefault(when, []).append(_Row(own, same, name))
         if self._num_copies > 1:
             share_states(stages, own_groups, apart)
             pipeline.on_stage_complete = self._start
 
     def _start(self, stage: int) -> None:
         """Send a stage's gradients on their way."""
+        if self._spans is not None:
+            for row in chain.from_iterable(self._rows.values()):
+                row.note_end()
         for row in self._rows.get(stage, ()):
             row.start(self._num_copies)
 
@@ -73,16 +83,18 @@ class StageAverages:
             return
         for stage in (*self._order, -1):  # all but the last are on their way, unless the step did not get there
             self._start(stage)
-        for rows in self._rows.values():
-            for row in rows:
-                row.finish()
+        for row in chain.from_iterable(self._rows.values()):
+            row.finish()
+            if self._spans is not None:
+                row.mark(self._spans)
 
 
 class _Row:
     """Gradients end to end in one buffer, on their way to the copies of their parameters."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
         self._parameters, self._group, self._flat = parameters, group, FlatBuffer(parameters)
+        self._name, self._start_ns, self._end_ns = name, 0, 0
         self._work: dist.Work | None = None
         self._started = False
 
@@ -93,13 +105,26 @@ class _Row:
         self._flat.pack([parameter.grad for parameter in self._parameters])
         self._flat.buffer /= divisor
         self._started = True
+        self._start_ns, self._end_ns = time.monotonic_ns(), 0
         if dist.get_world_size(self._group) > 1:
             self._work = dist.all_reduce(self._flat.buffer, group=self._group, async_op=True)
+
+    def note_end(self) -> None:
+        """Remember when the sum was first seen to be over."""
+        if self._end_ns == 0 and self._work is not None and self._work.is_completed():
+            self._end_ns = time.monotonic_ns()
+
+    def mark(self, spans: SpanWriter) -> None:
+        """Draw the sum's way; where nothing was sent there is none."""
+        if dist.get_world_size(self._group) > 1:
+            name, num_bytes = f"all_reduce {self._name}", self._flat.num_bytes
+            spans.add(name, "all_reduce", self._start_ns, self._end_ns, lane="communication", num_bytes=num_bytes)
 
     def finish(self) -> None:
         """Wait, and put the means in place."""
         if self._work is not None:
             self._work.wait()
+            self._end_ns = self._end_ns or time.monotonic_ns()
         for parameter, mean in zip(self._parameters, self._flat.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)

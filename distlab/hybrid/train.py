@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from distlab.clip import NotFiniteError
 from distlab.comm.agree import agree, group_device
@@ -36,7 +35,8 @@ class Hybrid(HybridState):
         for step in range(steps):
             loss = hybrid.train_step(*corpus.batch(step, batch_size), max_norm=1.0)
 
-    Every rank calls the same methods with the same arguments; each takes its own part of a batch.
+    It takes all ranks of the job, and makes the groups of the mesh itself. Every rank calls the same methods with the
+    same arguments; each takes its own part of a batch.
 
     Args:
         model: the same on all ranks but for its values, of which the first rank's count; it is used up. It may hold
@@ -44,9 +44,10 @@ class Hybrid(HybridState):
         plan: degrees, schedule, micro-batches, sharding, recompute, precision.
         make_optimizer: builds an optimizer of a list of parameters. Ranks hold parts of tensors, and sharding pieces of
             them: element-wise ones only (SGD, Adam, AdamW).
-        group: all ranks; None is the same.
         order: axes of the mesh from the slowest to the fastest: neighbours in the last one are neighbouring ranks.
-        spans: draws computations, sends and exchanges of gradients.
+        spans: draws passes, the wait for gradients ("synchronize") and the update ("optimizer") on the lane "compute",
+            sends of a pipeline, and on lanes of their own exchanges of gradients and states: under the names and in the
+            order of a simulated step, to be laid over it. What layers send inside of passes a recorder sees.
         balance: weight of the mixtures' mean balance loss. It is made of a micro-batch's tokens of all ranks, and so is
             one process' where there is one micro-batch.
 
@@ -75,12 +76,11 @@ class Hybrid(HybridState):
         plan: Plan,
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
-        group: ProcessGroup | None = None,
         order: Sequence[str] = AXES,
         spans: SpanWriter | None = None,
         balance: float = 0.0,
     ) -> None:
-        _agree(model, plan, order, balance=balance, group=group)
+        _agree(model, plan, order, balance=balance)
         self.plan, self.mesh, self._spans = plan, mesh_of(plan, order=order), spans
         self._layout = lay_out(plan, self.mesh)
         self.coordinates, self.groups = self._layout.coordinates, self._layout.groups
@@ -119,7 +119,8 @@ class Hybrid(HybridState):
                 self._state = "failed"
                 raise RuntimeError(f"rank {dist.get_rank()}: the step failed: {_said(failure)}") from failure
         try:
-            self._exchange.finish()
+            with self._span("synchronize", "wait") if self.plan.copies > 1 else nullcontext():
+                self._exchange.finish()
         except RuntimeError as error:  # told to all copies already
             failure = failure or error
         return self._mean(loss, failure)
@@ -133,7 +134,8 @@ class Hybrid(HybridState):
 
     def update(self) -> None:
         """Update the parameters, and bring new values to whoever holds them."""
-        self._exchange.update()
+        with self._span("optimizer", "optimizer"):
+            self._exchange.update()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -204,9 +206,9 @@ class Hybrid(HybridState):
         losses = []
         for index, (tokens, wanted) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
             with self._exchange.accumulating() if index < num - 1 else nullcontext():
-                with self._span("F", index):
+                with self._span(f"0F{index}", "F", stage=0, microbatch=index):
                     loss = self._built.loss(model(tokens), wanted)
-                with self._span("B", index):
+                with self._span(f"0B{index}", "B", stage=0, microbatch=index):
                     (loss / num).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
@@ -259,28 +261,21 @@ class Hybrid(HybridState):
             return nullcontext()
         return autocast(precision.compute, group_device(self._everyone).type)
 
-    def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
-        if self._spans is None:
-            return nullcontext()
-        return self._spans.span(f"0{kind}{microbatch}", kind, stage=0, microbatch=microbatch)
+    def _span(self, name: str, kind: str, **place: int) -> AbstractContextManager[Any]:
+        return nullcontext() if self._spans is None else self._spans.span(name, kind, **place)
 
 
 def _said(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _agree(model: GPT, plan: Plan, order: Sequence[str], *, balance: float, group: ProcessGroup | None) -> None:
+def _agree(model: GPT, plan: Plan, order: Sequence[str], *, balance: float) -> None:
     """Refuse, on every rank, what ranks do not all want, or what cannot be.
 
     Raises:
         ValueError: the same on every rank.
     """
     world_size = dist.get_world_size()
-    if dist.get_world_size(group) != world_size:
-        raise ValueError(
-            f"rank {dist.get_rank()}: the group has {dist.get_world_size(group)} of {world_size} ranks; a mesh is laid "
-            "over all: start as many ranks as the plan needs"
-        )
     problem = problem_of(plan, model, order, world_size)
     problem = problem or problem_of_balance(balance, model)
     wanted = {"plan": str(plan), "order": list(order), "balance": balance, "problem": problem}

@@ -14,6 +14,7 @@ from distlab.hybrid.rules import problem_of, problem_of_balance
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.compression import Compression
+from simulator import cluster, gpt_workload, simulate
 
 REFUSED = {
     "pipeline (1) x data (3) x expert (1) x context (1) x tensor (2) = 6 does not fill 4 ranks": Plan(data=3, tensor=2),
@@ -22,8 +23,8 @@ REFUSED = {
     "2 layers cannot fill pipeline (4) x stages_per_rank (1) = 4 stages": Plan(pipeline=4),
     "sequence_parallel splits what lies between tensor-parallel layers": Plan(data=4, sequence_parallel=True),
     "expert=2 and the model has no mixtures": Plan(expert=2, data=2),
-    "use stage 1 with a pipeline": Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
-    "a pipeline would sum them": Plan(data=2, pipeline=2, sharding=Sharding(stage=2)),
+    "stage 3 with pipeline=2": Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
+    "stage 2 with pipeline=2": Plan(data=2, pipeline=2, sharding=Sharding(stage=2)),
     "replicas=2": Plan(data=4, sharding=Sharding(stage=3, replicas=2)),
     "offload='all'": Plan(data=4, sharding=Sharding(stage=3, offload="all")),
     "unit_layers=2": Plan(data=4, sharding=Sharding(stage=3, unit_layers=2)),
@@ -34,6 +35,27 @@ REFUSED = {
     "precision computes in float32 and the model is torch.float64": Plan(data=4, precision=Precision("float32")),
     "plan is a dict": {"data": 4},
 }
+
+
+def test_the_simulator_refuses_what_no_rank_can_run_and_says_the_same_of_it():
+    workload = gpt_workload(hidden_size=8, num_layers=2, num_heads=4, sequence_length=8, vocab_size=257)
+    order = ("pipeline", "data", "expert", "context", "tensor")
+    for plan, remedies in (
+        (
+            Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
+            ("use stage 1", "pipeline=1", "gather every unit again"),
+        ),
+        (
+            Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=2)),
+            ("use stage 1", "pipeline=1", "sum them over the ranks"),
+        ),
+        (Plan(data=2, expert=2, sharding=Sharding(stage=3)), ("use stage 1 or 2, or expert=1", "other", "copies")),
+        (Plan(tensor=3), ("tensor", "4 heads", "use a divisor of 4")),
+    ):
+        model = make_model(0, experts=3 if plan.expert > 1 else 0)
+        refused = message(lambda plan=plan: simulate(workload, cluster("laptop", plan.world_size), plan))
+        for text in (problem_of(plan, model, order, plan.world_size), refused):
+            assert all(one in text for one in remedies), text
 
 
 def test_rules_name_what_does_not_fit():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_gpt import batch_of, difference, make_hybrid, make_model, train_alone
+from hybrid_gpt import OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
 
 from distlab.checkpoint import load, save
 from distlab.hybrid import Hybrid
@@ -96,3 +96,28 @@ def test_half_precision_keeps_weights_and_gradients_whole(ranks):
         for losses in found.values():
             assert losses == pytest.approx(train_alone()[1], rel=0.02)
             assert losses != pytest.approx(train_alone()[1], rel=1e-6), "nothing was rounded"
+
+
+def test_half_precision_with_sharded_states_is_that_of_whole_ones(ranks):
+    """Two copies have one order of additions: which of them updates what changes no bit, and bf16 rounds as ever."""
+
+    def run(optimizer):
+        found = {}
+        for stage in (0, 1, 2):
+            plan = Plan(data=2, tensor=2, precision=Precision("bfloat16"), sharding=Sharding(stage=stage))
+            hybrid = Hybrid(make_model(dist.get_rank()).float(), plan, OPTIMIZERS[optimizer])
+            losses = [hybrid.train_step(*batch_of(step)).item() for step in range(3)]
+            assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
+            found[stage] = hybrid.full_state_dict(), losses
+            hybrid.close()
+        return found
+
+    for optimizer in OPTIMIZERS:
+        exact = train_alone(optimizer)[1]
+        for found in ranks(4).run(run, optimizer):
+            state, losses = found[0]
+            assert losses == pytest.approx(exact, rel=0.02)
+            assert losses != pytest.approx(exact, rel=1e-6), "nothing was rounded"
+            for stage in (1, 2):
+                assert found[stage][1] == losses, (optimizer, stage)
+                assert difference(found[stage][0], state) == 0.0, (optimizer, stage)

@@ -1,0 +1,80 @@
+"""What a step marks is what a simulated step shows, in the same order, so that one can be laid over the other."""
+
+import torch.distributed as dist
+from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
+
+from distlab.comm.recorder import recorded
+from distlab.hybrid import Hybrid
+from distlab.measure.layouts import LayoutTraining
+from distlab.models import GPTConfig
+from distlab.plan import Plan, Sharding
+from distlab.trace import SpanWriter
+from simulator import cluster, simulate
+
+PLANS = {
+    "pipeline": (Plan(data=2, pipeline=2, num_microbatches=4, schedule="zb_h1"), 0),
+    "tensor": (Plan(data=2, tensor=2, num_microbatches=2), 0),
+    "experts": (Plan(data=2, expert=2, num_microbatches=2), 3),
+    "ZeRO-1": (Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=1)), 0),
+    "FSDP": (Plan(data=2, tensor=2, num_microbatches=2, sharding=Sharding(stage=3)), 0),
+    "nobody has a copy": (Plan(tensor=2, pipeline=2, num_microbatches=2), 0),
+}
+
+
+def marked(plan, experts):
+    """Run on each rank: what the second of two steps marks, sums over copies that a recorder saw, and the stage."""
+    spans = SpanWriter(dist.get_rank())
+    hybrid = Hybrid(make_model(0, experts=experts), plan, OPTIMIZERS["sgd"], spans=spans)
+    hybrid.train_step(*batch_of(0))
+    spans.clear()
+    with recorded() as seen:
+        hybrid.train_step(*batch_of(1))
+    copies = set()
+    for group in (hybrid._layout.copies, hybrid._layout.expert_copies):
+        copies.add(tuple(dist.get_process_group_ranks(group)))
+    rank = dist.get_rank()
+    calls = [call for call in seen.records.calls(rank) if call.op == "all_reduce" and call.group in copies]
+    hybrid.close()
+    return list(spans.trace()), [(call.num_bytes, call.start_ns) for call in calls], hybrid.coordinates["pipeline"]
+
+
+def simulated(plan, experts):
+    config = GPTConfig(**{**vars(CONFIG), "context": LENGTH})
+    training = LayoutTraining(config, plan, batch_size=BATCH, num_experts=experts)
+    return simulate(training.count(), cluster("laptop", plan.world_size), plan).trace
+
+
+def on(lane, spans):
+    return sorted((span for span in spans if span.lane == lane), key=lambda span: (span.start_ns, span.end_ns))
+
+
+def test_a_measured_step_can_be_laid_over_a_simulated_one(ranks):
+    for name, (plan, experts) in PLANS.items():
+        found = ranks(4).run(marked, plan, experts)
+        expected = simulated(plan, experts)
+        for rank, (spans, *_) in enumerate(found):
+            assert {span.rank for span in spans} == {rank}
+            theirs = [span for span in expected if span.rank == rank]
+            mine, same = ([(s.kind, s.microbatch) for s in on("compute", each)] for each in (spans, theirs))
+            assert mine == same, (name, rank)
+            lanes = {"communication", "scatter", "gather"}
+            assert {s.lane for s in spans} & lanes == {s.lane for s in theirs} & lanes, (name, rank)
+            ways = {(s.stage, s.microbatch, s.name) for s in spans if s.lane in ("send", "receive")}
+            assert ways == {(s.stage, s.microbatch, s.name) for s in theirs if s.lane[:4] in ("send", "recv")}, name
+
+
+def test_sums_over_copies_are_marked_with_their_bytes_while_they_travel(ranks):
+    for name in ("pipeline", "experts"):
+        for rank, (spans, calls, stage) in enumerate(ranks(4).run(marked, *PLANS[name])):
+            sums = on("communication", spans)
+            assert sums, (name, rank)
+            for span in sums:
+                assert any(
+                    span.start_ns <= start_ns <= span.end_ns and num_bytes >= span.num_bytes
+                    for num_bytes, start_ns in calls
+                ), (name, rank, span.name)
+            (wait,) = (span for span in spans if span.name == "synchronize")
+            assert max(span.end_ns for span in sums) <= wait.end_ns
+            if name == "pipeline":  # but for tied weights, a stage's are on their way before the step waits for them
+                begins = {span.name: span.start_ns < wait.start_ns for span in sums}
+                assert begins == {f"all_reduce stage {stage}": True, "all_reduce tied weights": False}, rank
