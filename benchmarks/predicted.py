@@ -3,11 +3,11 @@
 The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
 machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
 repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
-than the model's; each round of a sharded run times gathers and scatters; each round of a pipeline times messages and
-two pipelines of other models; each round of any other layout times its calls on the groups of its mesh and two models
-of other sizes by the same plan. Eight ranks share two cores: what is predicted for them is the sum of what all ranks
-compute and send over the cores, and not when each of them waits. The plain step of the same model is in
-benchmarks/tour.py.
+than the model's, and how much slower they are in steps of two other models; each round of a sharded run times gathers
+and scatters; each round of a pipeline times messages and two pipelines of other models; each round of any other layout
+times its calls on the groups of its mesh and two models of other sizes by the same plan. Experts count as busy as they
+were in the window. Eight ranks share two cores: what is predicted for them is the sum of what all ranks compute and
+send over the cores, and not when each of them waits. The plain step of the same model is in benchmarks/tour.py.
 
     python benchmarks/predicted.py              # all rows: about 25 minutes
     python benchmarks/predicted.py --layouts    # those of tensor, context, expert and hybrid parallelism alone
@@ -56,7 +56,9 @@ LAYOUTS = (
     ("4 experts a block, 2 on each rank", LayoutTraining(plan=Plan(expert=2), num_experts=4)),
     (
         "data x tensor x pipeline, 2 of each",
-        LayoutTraining(plan=Plan(data=2, tensor=2, pipeline=2, num_microbatches=2)),
+        LayoutTraining(
+            plan=Plan(data=2, tensor=2, pipeline=2, num_microbatches=2), steps_a_window=2
+        ),  # long steps drift
     ),
 )
 REPLAY_BAR = 0.03

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from distlab.measure.calibrate import REFERENCES, Reference, Round, fit_cluster, now
 from distlab.measure.calls import CallTimes, links_of, without_accumulation
+from distlab.measure.once import on_first_rank
 from distlab.measure.programs import Program, sharded_program
 from distlab.measure.workload import workload_from_module
 from distlab.plan.records import Plan, Workload
@@ -27,6 +29,7 @@ from simulator import Measured, Step, simulate
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPEATS = 4
 
+Loss = Callable[[Callable[..., Any]], torch.Tensor]  # of a model, or of what stands in for it
 Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
 
 
@@ -36,7 +39,6 @@ class _Pair:
 
     whole: Callable[[], Phases]
     sharded: Callable[[], Phases]
-    workload: Workload
 
 
 class BusyRanks:
@@ -48,52 +50,62 @@ class BusyRanks:
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         self.sharding, self.device = sharding, device
         self.pairs = [_make_pair(reference, sharding, device) for reference in REFERENCES[1:3]]
+        self.workloads = on_first_rank(
+            lambda: [without_accumulation(count_reference(reference, device)) for reference in REFERENCES[1:3]]
+        )
 
     def measure(self, measured: Round, calls: CallTimes) -> CallTimes:
         """Return the calls with what a gather and a scatter cost a computing rank beyond their parts."""
         num_ranks = dist.get_world_size()
         totals = np.zeros((2, 2))  # gathers, scatters: seconds and how many
-        for pair in self.pairs:
+        for pair, workload in zip(self.pairs, self.workloads, strict=True):
             more = np.subtract(_median(pair.sharded), _median(pair.whole))
-            extra = _mean_over_ranks(more, self.device)
+            extra = mean_over_ranks(more, self.device)
             plan = Plan(
                 data=num_ranks, sharding=self.sharding, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=FIRST_BUCKET_BYTES
             )
             cluster = fit_cluster(measured, num_ranks)
-            step = simulate(pair.workload, cluster, plan, measured=Measured(links=links_of(calls, num_ranks)))
-            alone = simulate(pair.workload, cluster, Plan())
+            step = simulate(workload, cluster, plan, measured=Measured(links=links_of(calls, num_ranks)))
+            alone = simulate(workload, cluster, Plan())
             totals += shared_out(extra - np.subtract(phases(step), phases(alone)), step)
         seconds = totals[:, 0] / np.maximum(totals[:, 1], 1)
         gather, scatter = (max(0.0, float(value)) for value in seconds)
         return replace(calls, beside=(gather, scatter))
 
 
+def build_reference(reference: Reference, device: torch.device) -> tuple[nn.Module, Loss]:
+    """Return a reference model, and what calls it (or what stands in for it) on fixed tokens and returns the loss."""
+    model, _, _ = reference.build(device)
+    tokens = torch.randint(256, (reference.samples, reference.context), device=device)
+    return model, lambda caller: model.loss(caller(tokens), tokens)
+
+
+def no_change(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make an optimizer that works as training's does and hardly moves a weight."""
+    return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9)
+
+
+def count_reference(reference: Reference, device: torch.device) -> Workload:
+    """Count a step of a reference model in this process."""
+    model, loss = build_reference(reference, device)
+    optimizer = no_change(list(model.parameters()))
+    return workload_from_module(model, lambda: loss(model), optimizer=optimizer, samples=reference.samples)
+
+
 def _make_pair(reference: Reference, sharding: Sharding, device: torch.device) -> _Pair:
-    def build() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-        model, _, _ = reference.build(device)
-        tokens = torch.randint(256, (reference.samples, reference.context), device=device)
-        return model, lambda caller: model.loss(caller(tokens), tokens)
-
-    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-6, momentum=0.9)
-
-    counted, count_loss = build()
-    own = optimizer(list(counted.parameters()))
-    workload = workload_from_module(counted, lambda: count_loss(counted), optimizer=own, samples=reference.samples)
-    whole, whole_loss = build()
-    update = optimizer(list(whole.parameters()))
-    sharded, sharded_loss = build()
-    program = sharded_program(sharded, sharding, optimizer, bucket_bytes=BUCKET_BYTES)
+    whole, whole_loss = build_reference(reference, device)
+    update = no_change(list(whole.parameters()))
+    sharded, sharded_loss = build_reference(reference, device)
+    program = sharded_program(sharded, sharding, no_change, bucket_bytes=BUCKET_BYTES)
     return _Pair(
         lambda: _time_whole(whole, whole_loss, update, device),
-        lambda: _time_sharded(program, sharded_loss, device),
-        without_accumulation(workload),
+        lambda: time_program(program, sharded_loss, device),
     )
 
 
 def _time_whole(
     model: nn.Module,
-    loss: Callable[[nn.Module], torch.Tensor],
+    loss: Loss,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> Phases:
@@ -109,8 +121,8 @@ def _time_whole(
     return forward - start, backward - forward, now(device) - backward
 
 
-def _time_sharded(program: Program, loss: Callable[[nn.Module], torch.Tensor], device: torch.device) -> Phases:
-    """Run a step of the sharded model on all ranks together."""
+def time_program(program: Program, loss: Loss, device: torch.device) -> Phases:
+    """Run a step of a program on all ranks together."""
     program.zero_grad()
     dist.barrier()
     start = now(device)
@@ -150,7 +162,8 @@ def shared_out(left: np.ndarray, step: Step) -> np.ndarray:
     return np.array([[forward, units], [backward - forward / units * again, units]])
 
 
-def _mean_over_ranks(values: Sequence[float], device: torch.device) -> np.ndarray:
+def mean_over_ranks(values: Sequence[float] | np.ndarray, device: torch.device) -> np.ndarray:
+    """Return each value's mean over all ranks."""
     total = torch.tensor(np.asarray(values), dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).cpu().numpy()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distlab.measure.once import on_first_rank
 from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Cluster, Contention, Device, Link, Protocol, Work
@@ -36,6 +37,12 @@ class Reference:
     num_layers: int
     context: int
     samples: int
+
+    @property
+    def phases(self) -> tuple[str, str, str]:
+        """Names of what is timed: forward, backward, update."""
+        name = f"hidden {self.hidden_size} x {self.num_layers}"
+        return f"{name} F", f"{name} B", f"{name} optimizer"
 
     def build(self, device: torch.device) -> tuple[GPT, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
         """Return a model, its optimizer, and a function that runs it forward on fixed tokens to a loss."""
@@ -90,6 +97,8 @@ def measure_round(
         works: counts of an earlier round, to save counting again; filled in by the first.
     """
     works = {} if works is None else works
+    if not works:
+        works |= on_first_rank(lambda: _count_references(device), group)
     observations = [
         row for reference in REFERENCES for row in _time_reference(reference, device, group, repeats, works)
     ]
@@ -157,18 +166,23 @@ def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float
     return float(best[0]), float(min(1 / best[1], limit) if best[1] else limit), 1 / best[2] if best[2] else limit
 
 
+def _count_references(device: torch.device) -> dict[str, Work]:
+    """Count each phase of each reference, by its name."""
+    works = {}
+    for reference in REFERENCES:
+        model, optimizer, loss = reference.build(device)
+        counted = workload_from_module(model, loss, optimizer=optimizer)
+        forward = sum((layer.forward for layer in counted.layers), Work())
+        backward = sum((layer.input_gradient + layer.weight_gradient for layer in counted.layers), Work())
+        works |= dict(zip(reference.phases, (forward, backward, counted.optimizer), strict=True))
+    return works
+
+
 def _time_reference(
     reference: Reference, device: torch.device, group: dist.ProcessGroup | None, repeats: int, works: dict[str, Work]
 ) -> list[Observation]:
     """Time forward, backward and update of one reference; each repeat starts together on all ranks."""
-    model, optimizer, loss = reference.build(device)
-    name = f"hidden {reference.hidden_size} x {reference.num_layers}"
-    if f"{name} F" not in works:
-        counted = workload_from_module(model, loss, optimizer=optimizer)
-        works[f"{name} F"] = sum((layer.forward for layer in counted.layers), Work())
-        backward = [layer.input_gradient + layer.weight_gradient for layer in counted.layers]
-        works[f"{name} B"] = sum(backward, Work())
-        works[f"{name} optimizer"] = counted.optimizer
+    _, optimizer, loss = reference.build(device)
     samples: list[tuple[float, float, float]] = []
     for repeat in range(repeats + 1):
         optimizer.zero_grad(set_to_none=False)
@@ -185,8 +199,7 @@ def _time_reference(
     slowest = totals.sum(dim=1, keepdim=True).clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     seconds = (totals * slowest / totals.sum(dim=1, keepdim=True)).median(dim=0).values.tolist()
-    keys = (f"{name} F", f"{name} B", f"{name} optimizer")
-    return [Observation(key, works[key], value) for key, value in zip(keys, seconds, strict=True)]
+    return [Observation(key, works[key], value) for key, value in zip(reference.phases, seconds, strict=True)]
 
 
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:

@@ -22,7 +22,7 @@ from distlab.measure.calibrate import now
 from distlab.plan.compression import Compression, exchanges
 from distlab.plan.records import Cluster
 from simulator.codec import MeasuredCodec
-from simulator.groups import Group
+from simulator.groups import group_of
 from simulator.units import to_s
 
 COLUMNS = 256
@@ -90,7 +90,7 @@ def _time_bucket(
         buffer = torch.empty_like(values)
         gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
         buckets.append(GradientBucket(index * IN_A_ROW + place, buffer, gradients))
-    replicas = Group(cluster, 0, dist.get_world_size(group))
+    replicas = group_of(cluster, range(dist.get_world_size(group)))
     *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
     later_s = last if first else 0.0
     settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * (sum(first) or last))

@@ -1,7 +1,8 @@
 """Calibrate for a layout: how fast ranks compute, what its calls cost, and what a block's pass costs beside both.
 
 The last is read off two GPTs of other sizes than the one to be predicted, trained by the same plan: what their steps
-take beyond what the simulator makes of them is shared among their passes.
+take beyond what the simulator makes of them is shared among their passes. One is small and one is large, since a part
+of it grows with the rows that a block hands on: they are cut, copied and put together again on the way to a call.
 """
 
 from __future__ import annotations
@@ -18,14 +19,27 @@ from torch.distributed import ProcessGroup
 from distlab.hybrid import Hybrid
 from distlab.measure.calibrate import Reference, measure_round, now
 from distlab.measure.layout_calls import measure_layout_calls
-from distlab.measure.layout_predict import LayoutRound, num_blocks, num_cores, predict_layout, predicted_step_s
+from distlab.measure.layout_predict import (
+    LayoutRound,
+    PassCost,
+    num_blocks,
+    predict_layout,
+    predicted_step_s,
+    row_bytes,
+)
 from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
+from distlab.measure.loads import loads_of, measure_alone, with_loads
+from distlab.measure.machine import num_cores
+from distlab.measure.once import on_first_rank
 from distlab.models import GPTConfig
 from distlab.plan.records import Plan, Work, Workload
 
-REFERENCES = (Reference(64, 1, 96, 2), Reference(96, 1, 48, 4))  # so many blocks more than the fewest that fit
+# So many blocks more than the fewest that fit, and so many samples in all micro-batches of all replicas: one small
+# reference, whose passes cost what a pass costs at least, and one with nearly as much to copy as a model worth timing.
+REFERENCES = (Reference(64, 1, 48, 2), Reference(96, 1, 96, 10))
 REPEATS = 4
 GUESSES = 4
+EXACT = 1e-4  # of a step: as close as a guess has to come
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class _Busy:
     """A reference model on its ranks."""
 
     step: Callable[[], float]
-    workload: Workload
+    loads: Callable[[], tuple[float, ...]]
     close: Callable[[], None]
 
 
@@ -64,39 +78,49 @@ class LayoutCalibration:
         self.plan, self.order, self.groups, self.device = plan, tuple(order), groups, device
         self._works: dict[str, Work] = {}
         self._busy = [self._make(reference, num_experts, top_k) for reference in REFERENCES]
+        self._workloads = on_first_rank(lambda: [self._count(each, num_experts, top_k) for each in REFERENCES])
 
     def measure(self) -> LayoutRound:
         """Take one round of measurements."""
         compute = measure_round(self.device, works=self._works)
-        measured = LayoutRound(compute, measure_layout_calls(self.plan, self.groups, self.device))
-        costs = []
-        for busy in self._busy:
-            seconds = float(np.median([busy.step() for _ in range(REPEATS + 1)][1:]))  # the first warms up
-            costs.append(self._pass_s(busy.workload, measured, seconds))
-        return replace(measured, pass_s=float(np.mean(costs)))
+        calls = measure_layout_calls(self.plan, self.groups, self.device)
+        alone = measure_alone(self.device) if self.plan.expert > 1 else 1.0
+        measured = LayoutRound(compute, calls, alone=alone)
+        seconds = [float(np.median([busy.step() for _ in range(REPEATS + 1)][1:])) for busy in self._busy]  # one warms
+        loads = [busy.loads() for busy in self._busy]
+
+        def passes() -> tuple[PassCost, ...]:
+            loaded = [with_loads(*pair, self.plan, alone=alone) for pair in zip(self._workloads, loads, strict=True)]
+            return tuple(self._pass(*pair, measured) for pair in zip(loaded, seconds, strict=True))
+
+        return replace(measured, passes=on_first_rank(passes))
 
     def close(self) -> None:
         """End the reference models."""
         for busy in self._busy:
             busy.close()
 
-    def _pass_s(self, workload: Workload, measured: LayoutRound, seconds: float) -> float:
-        """Find the cost of a pass with which the simulated step takes as long as the measured one."""
+    def _pass(self, workload: Workload, seconds: float, measured: LayoutRound) -> PassCost:
+        """Find the cost of a pass with which the simulated step takes as long as the measured one.
+
+        It is below zero where the step took less than its work: noise, of which the median over rounds is taken.
+        """
         blocks = sum(num_blocks(layer) for layer in workload.layers) / self.plan.pipeline
         on_the_way = 2 * blocks * self.plan.num_microbatches
+        num_bytes = next(row_bytes(layer) for layer in workload.layers if row_bytes(layer))
         pass_s = 0.0
         for _ in range(GUESSES):
-            step = predict_layout(workload, replace(measured, pass_s=pass_s), self.plan, order=self.order)
-            left = seconds - predicted_step_s(step, num_cores())
-            pass_s = max(0.0, pass_s + left / on_the_way)
-        return pass_s
+            guess = replace(measured, passes=(PassCost(num_bytes, max(0.0, pass_s)),))
+            left = seconds - predicted_step_s(predict_layout(workload, guess, self.plan, order=self.order), num_cores())
+            pass_s += left / on_the_way
+            if pass_s < 0 or abs(left) < EXACT * seconds:
+                break
+        return PassCost(num_bytes, pass_s)
 
     def _make(self, reference: Reference, num_experts: int, top_k: int) -> _Busy:
         plan, device = self.plan, self.device
-        stages = plan.pipeline * plan.stages_per_rank
         config = reference_sizes(reference, plan)
-        samples = reference.samples * plan.num_microbatches * plan.num_replicas
-        counted = count_gpt(config, reference.samples, num_experts=num_experts, top_k=top_k, device=device)
+        samples = reference_samples(reference, plan) * plan.num_microbatches * plan.num_replicas
         model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k).to(device)
         hybrid = Hybrid(model, plan, _no_change, order=self.order)
         tokens = torch.randint(config.vocab_size, (samples, config.context), generator=torch.Generator().manual_seed(0))
@@ -108,7 +132,13 @@ class LayoutCalibration:
             hybrid.train_step(tokens, tokens)
             return largest([now(device) - begin], device)[0]
 
-        return _Busy(step, merge_stages(counted, stages), hybrid.close)
+        return _Busy(step, lambda: loads_of(hybrid.stages.values(), plan, device), hybrid.close)
+
+    def _count(self, reference: Reference, num_experts: int, top_k: int) -> Workload:
+        config = reference_sizes(reference, self.plan)
+        samples = reference_samples(reference, self.plan)
+        whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=self.device)
+        return merge_stages(whole, self.plan.pipeline * self.plan.stages_per_rank)
 
 
 def reference_sizes(reference: Reference, plan: Plan) -> GPTConfig:
@@ -122,6 +152,11 @@ def reference_sizes(reference: Reference, plan: Plan) -> GPTConfig:
         context=_multiple(reference.context, positions),
         tied=False,
     )
+
+
+def reference_samples(reference: Reference, plan: Plan) -> int:
+    """Return the samples of a micro-batch of a replica, one at least."""
+    return -(-reference.samples // (plan.num_microbatches * plan.num_replicas))
 
 
 def _multiple(least: int, divisor: int) -> int:

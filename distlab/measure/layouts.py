@@ -16,42 +16,37 @@ pass costs beside, read off models of other sizes (`layout_calibrate`), come fro
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from distlab.comm import run
-from distlab.data import ByteCorpus, python_documentation
+from distlab.data import python_documentation
 from distlab.hybrid import Hybrid
 from distlab.measure.calibrate import now
 from distlab.measure.layout_calibrate import LayoutCalibration
 from distlab.measure.layout_predict import (
     LayoutRound,
     median_layout_round,
-    num_cores,
     predict_layout,
     predicted_step_s,
 )
 from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
+from distlab.measure.loads import loads_of, with_loads
+from distlab.measure.machine import num_cores
+from distlab.measure.once import on_first_rank
 from distlab.measure.programs import device_of
-from distlab.measure.timed import time_windows
+from distlab.measure.timed import Batch, batches_of, middle_step, sgd, time_window, time_windows
 from distlab.measure.windows import Verdict, Window, judge, windows_between
 from distlab.models import GPTConfig
 from distlab.plan.axes import AXES
 from distlab.plan.records import Plan, Workload
 from distlab.trace import SpanWriter, Trace
 from simulator import Step
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-LEARNING_RATE = 0.03
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -123,14 +118,18 @@ class LayoutReport:
 
     Attributes:
         losses: mean loss over the batch, of each update.
+        workload: the whole model as counted on the first rank; None without windows.
         rounds: calibration rounds, one more than windows.
+        loads: of each window, how uneven each layer's experts were loaded in its last step; see `loads_of`.
         measured_s: seconds of a step in each window: the mean over its steps, of the rank that ends last.
         step_ns: start and end of each timed step on the machine's monotonic clock.
         trace: what the rank did.
     """
 
     losses: list[float] = field(default_factory=list)
+    workload: Workload | None = None
     rounds: list[LayoutRound] = field(default_factory=list)
+    loads: list[tuple[float, ...]] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
@@ -143,103 +142,89 @@ def train_layout(
     device = device_of(training.device, dist.get_rank())
     model = make_gpt(training.model, training.seed, num_experts=training.num_experts, top_k=training.top_k)
     spans, report = SpanWriter(dist.get_rank()), LayoutReport()
-    workload = training.count() if training.num_windows else None  # before ranks work together: it may refuse
+    if training.num_windows:
+        report.workload = on_first_rank(training.count)  # before anything is trained: it may refuse
     hybrid = Hybrid(model.to(device), training.plan, sgd, order=training.order, spans=spans)
-    batches = _batches(training, python_documentation() if data is None else data, device)
+    batches = batches_of(training, python_documentation() if data is None else data, device)
 
     def step(batch: Batch) -> torch.Tensor:
         hybrid.zero_grad()
         loss = hybrid.step(*batch)
-        with spans.span("optimizer", "optimizer"):
-            hybrid.update()
-            now(device)  # until the device has done it
+        hybrid.update()
+        now(device)  # until the device has done it
         return loss
 
     try:
         for update in range(training.num_updates):
             report.losses.append(float(step(next(batches))))
             progress(update + 1)
-        if workload is not None:
-            calibration = LayoutCalibration(
-                training.plan,
-                training.order,
-                hybrid.groups,
-                device=device,
-                num_experts=training.num_experts,
-                top_k=training.top_k,
+        if training.num_windows:
+            _time_windows(
+                training, report, hybrid, lambda: time_window(training, report, step, batches, device), progress
             )
-            with contextlib.closing(calibration):
-                _time_windows(
-                    training, report, _Timed(step, calibration, workload), batches, device=device, progress=progress
-                )
     finally:
         hybrid.close()
     report.trace = spans.trace()
     return report
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer of the run."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
-class _Timed(NamedTuple):
-    """What is timed: a step, what is measured beside it, and the model that predictions are made of."""
-
-    step: Callable[[Batch], torch.Tensor]
-    calibration: LayoutCalibration
-    workload: Workload
-
-
 def _time_windows(
     training: LayoutTraining,
     report: LayoutReport,
-    timed: _Timed,
-    batches: Iterator[Batch],
-    *,
-    device: torch.device,
+    hybrid: Hybrid,
+    window: Callable[[], float],
     progress: Callable[[int], None],
 ) -> None:
     """Time windows between calibration rounds until enough of them are calm, or time is up."""
-
-    def window() -> float:
-        timed.step(next(batches))  # a warm cache, as in the middle of training
-        ready = [next(batches) for _ in range(training.steps_a_window)]
-        seconds = torch.zeros(len(ready), dtype=torch.float64, device=device)
-        for index, batch in enumerate(ready):
-            dist.barrier()  # ranks begin a step together, as the simulated ones do
-            begin, start_ns = now(device), time.monotonic_ns()
-            timed.step(batch)
-            seconds[index] = now(device) - begin
-            report.step_ns.append((start_ns, time.monotonic_ns()))
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step is over when the last rank's is
-        return float(seconds.mean())
-
-    time_windows(
-        window,
-        lambda: report.rounds.append(timed.calibration.measure()),
-        report.measured_s,
-        calm=lambda: sum(each.calm for each in windows_of_layout(training, report, timed.workload)),
-        num_windows=training.num_windows,
-        budget_s=training.budget_s,
-        progress=lambda done: progress(training.num_updates + done),
+    device = device_of(training.device, dist.get_rank())
+    calibration = LayoutCalibration(
+        training.plan,
+        training.order,
+        hybrid.groups,
+        device=device,
+        num_experts=training.num_experts,
+        top_k=training.top_k,
     )
 
+    def loaded_window() -> float:
+        seconds = window()
+        report.loads.append(loads_of(hybrid.stages.values(), training.plan, device))
+        return seconds
 
-def windows_of_layout(training: LayoutTraining, report: LayoutReport, workload: Workload | None = None) -> list[Window]:
-    """Predict each window from the calibrations around it: the two rounds before it and the two after it.
+    with contextlib.closing(calibration):
+        time_windows(
+            training,
+            report,
+            window=loaded_window,
+            calibrate=lambda: report.rounds.append(calibration.measure()),
+            windows_from=lambda start: windows_of_layout(training, report, start=start),
+            progress=progress,
+        )
 
-    What a pass costs beyond its work is a small difference of large times: it is the median of all rounds.
+
+def windows_of_layout(
+    training: LayoutTraining, report: LayoutReport, workload: Workload | None = None, *, start: int = 0
+) -> list[Window]:
+    """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
+
+    What passes cost beyond their work is a small difference of large times: it is the median of all rounds. Experts are
+    as busy as they were in the window. The workload is the report's unless another is given.
     """
-    counted = training.count() if workload is None else workload
-    pass_s = median_layout_round(report.rounds).pass_s
+    counted = workload or report.workload or training.count()
+    middle = median_layout_round(report.rounds)
 
-    def predicted_s(first: int, stop: int) -> float:
-        measured = replace(median_layout_round(report.rounds[first:stop]), pass_s=pass_s)
-        step = predict_layout(counted, measured, training.plan, order=training.order)
+    def predicted_s(loaded: Workload, first: int, stop: int) -> float:
+        measured = replace(median_layout_round(report.rounds[first:stop]), passes=middle.passes)
+        step = predict_layout(loaded, measured, training.plan, order=training.order)
         return predicted_step_s(step, num_cores())
 
-    return windows_between(report.measured_s, predicted_s)
+    if not any(report.loads):
+        return windows_between(report.measured_s, partial(predicted_s, counted), start=start)
+    windows = []
+    for index in range(start, len(report.measured_s)):
+        loaded = partial(predicted_s, with_loads(counted, report.loads[index], training.plan, alone=middle.alone))
+        windows += windows_between(report.measured_s[: index + 1], loaded, start=index)
+    return windows
 
 
 @dataclass(frozen=True)
@@ -251,8 +236,8 @@ class LayoutResult:
 
     @cached_property
     def workload(self) -> Workload:
-        """The whole model, counted in this process."""
-        return self.training.count()
+        """The whole model, as the first rank counted it."""
+        return self.reports[0].workload or self.training.count()
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -265,31 +250,21 @@ class LayoutResult:
 
     @cached_property
     def predicted(self) -> Step:
-        """The step from the median of all calibration rounds, each rank on a core of its own."""
-        middle = median_layout_round(self.reports[0].rounds)
-        return predict_layout(self.workload, middle, self.training.plan, order=self.training.order)
+        """The step from the median of all calibration rounds, ranks sharing this machine's cores."""
+        report = self.reports[0]
+        middle = median_layout_round(report.rounds)
+        loads = np.median(report.loads, axis=0).tolist() if report.loads else ()
+        loaded = with_loads(self.workload, loads, self.training.plan, alone=middle.alone)
+        cores = None if self.training.device == "cuda" else num_cores()
+        return predict_layout(loaded, middle, self.training.plan, order=self.training.order, cores=cores)
 
     @cached_property
     def measured(self) -> Trace:
         """The timed step of median length, as the ranks marked it."""
-        lengths = [end - start for start, end in self.reports[0].step_ns]
-        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-        times = [(report.trace, *report.step_ns[middle]) for report in self.reports]
-        own = [trace.select((trace.start_ns >= start) & (trace.end_ns <= end)) for trace, start, end in times]
-        return Trace.concatenate(own).from_zero()
+        return middle_step(self.reports)
 
 
 def run_layout(training: LayoutTraining, data: bytes | None = None, *, timeout_s: float = 900.0) -> LayoutResult:
     """Train on as many new ranks as the plan has, and return what they saw."""
     reports = run(partial(train_layout, training, data), training.plan.world_size, timeout_s=timeout_s, record=False)
     return LayoutResult(training, reports)
-
-
-def _batches(training: LayoutTraining, data: bytes, device: torch.device) -> Iterator[Batch]:
-    """Yield whole batches: each rank takes its own part of them."""
-    corpus = ByteCorpus(data, training.model.context)
-    step = 0
-    while True:
-        inputs, targets = corpus.batch(step, training.batch_size, training.seed)
-        yield inputs.to(device), targets.to(device)
-        step += 1

@@ -26,10 +26,10 @@ from distlab.measure.pipeline_replay import replay_errors
 from distlab.measure.pipeline_training import (
     PipelineReport,
     PipelineTraining,
-    step_spans,
     train_pipeline,
     windows_of_pipeline,
 )
+from distlab.measure.timed import middle_step, step_spans
 from distlab.measure.windows import Verdict, Window, judge
 from distlab.trace import Trace
 from simulator import Step
@@ -69,9 +69,7 @@ class PipelineResult:
     @cached_property
     def measured(self) -> Trace:
         """The timed step of median length, as the ranks marked it."""
-        lengths = [end - start for start, end in self.reports[0].step_ns]
-        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-        return Trace.concatenate(step_spans(report, middle) for report in self.reports).from_zero()
+        return middle_step(self.reports)
 
     @cached_property
     def replay_errors(self) -> list[float]:

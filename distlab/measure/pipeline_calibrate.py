@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distlab.comm.p2p import Receive, Send, start
 from distlab.measure.calibrate import Reference, measure_round, now
+from distlab.measure.once import on_first_rank
 from distlab.measure.pipeline_predict import (
     MESSAGE_BYTES,
     Layout,
@@ -28,11 +29,13 @@ from distlab.measure.pipeline_predict import (
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.plan.records import Work, Workload
+from distlab.plan.schedules import Schedule
 
 REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))  # as many layers as stages, and one
 REPEATS = 4
 ROUND_TRIPS = 5
 GUESSES = 6
+EXACT = 1e-4  # of a step: as close as a guess has to come
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class _BusyPipeline:
     """A reference model as a pipeline."""
 
     step: Callable[[], float]
-    workload: Workload
     close: Callable[[], None]
 
 
@@ -54,18 +56,20 @@ class PipelineCalibration:
         self.layout, self.device = layout, device
         self._works: dict[str, Work] = {}
         self._pipelines = [_make_pipeline(reference, layout, device) for reference in REFERENCES]
+        self._workloads = on_first_rank(lambda: [_count(reference, layout, device) for reference in REFERENCES])
 
     def measure(self) -> PipelineRound:
         """Take one round of measurements."""
         compute = measure_round(self.device, works=self._works)
         measured = PipelineRound(compute, measure_messages(self.device))
-        costs = []
-        for pipeline in self._pipelines:
-            seconds = float(np.median([pipeline.step() for _ in range(REPEATS + 1)][1:]))  # the first warms up
-            costs.append(self._action_s(pipeline.workload, measured, seconds))
-        return replace(measured, action_s=float(np.mean(costs)))
+        seconds = [
+            float(np.median([each.step() for _ in range(REPEATS + 1)][1:])) for each in self._pipelines
+        ]  # one warms up
+        pairs = list(zip(self._workloads, seconds, strict=True))
+        action_s = on_first_rank(lambda: float(np.mean([self._action_s(*pair, measured) for pair in pairs])))
+        return replace(measured, action_s=action_s)
 
-    def _action_s(self, workload: Workload, measured: PipelineRound, seconds: float) -> float:
+    def _action_s(self, workload: Workload, seconds: float, measured: PipelineRound) -> float:
         """Find the cost of an action with which the simulated step takes as long as the measured one."""
         schedule = self.layout.make()
         on_the_way = 2 * max(np.diff(schedule.offsets))  # at most so many follow one another
@@ -73,6 +77,8 @@ class PipelineCalibration:
         for _ in range(GUESSES):
             left = seconds - predict_step(workload, replace(measured, action_s=action_s), self.layout).pipeline_s
             action_s = max(0.0, action_s + left / on_the_way)
+            if abs(left) < EXACT * seconds:
+                break
         return action_s
 
     def close(self) -> None:
@@ -107,18 +113,28 @@ def _time_message(num_bytes: int, device: torch.device) -> float:
     return float(np.median(times[1:])) if rank == 0 else 0.0  # rank 0 sees whole round trips
 
 
-def _make_pipeline(reference: Reference, layout: Layout, device: torch.device) -> _BusyPipeline:
-    schedule = layout.make()
-    sizes = GPTConfig(
+def _sizes(reference: Reference, schedule: Schedule) -> GPTConfig:
+    return GPTConfig(
         num_layers=schedule.num_stages + 1,
         hidden_size=reference.hidden_size,
         context=reference.context,
         tied=False,
     )
+
+
+def _count(reference: Reference, layout: Layout, device: torch.device) -> Workload:
+    """Count the stages of a reference, which no pipeline runs."""
+    schedule = layout.make()
+    sizes = _sizes(reference, schedule)
+    tokens = torch.randint(sizes.vocab_size, (reference.samples, reference.context), device=device)
+    return count_stages(build_stages(sizes, schedule.num_stages, 0, device), tokens, tokens)
+
+
+def _make_pipeline(reference: Reference, layout: Layout, device: torch.device) -> _BusyPipeline:
+    schedule = layout.make()
+    sizes = _sizes(reference, schedule)
     samples = reference.samples * schedule.num_microbatches
     tokens = torch.randint(sizes.vocab_size, (samples, reference.context), device=device)
-    micro = tokens[: reference.samples]
-    workload = count_stages(build_stages(sizes, schedule.num_stages, 0, device), micro, micro)
     modules = build_stages(sizes, schedule.num_stages, 0, device)
     own = {stage: modules[stage] for stage in range(schedule.num_stages) if schedule.home[stage] == dist.get_rank()}
     pipeline = Pipeline(own, schedule, loss=GPT.loss)
@@ -130,7 +146,7 @@ def _make_pipeline(reference: Reference, layout: Layout, device: torch.device) -
         pipeline.step(tokens, tokens)
         return _all_max([now(device) - begin], device)[0]
 
-    return _BusyPipeline(step, workload, pipeline.close)
+    return _BusyPipeline(step, pipeline.close)
 
 
 def _all_max(values: list[float], device: torch.device) -> list[float]:

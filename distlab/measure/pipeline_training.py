@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from distlab.data import ByteCorpus, python_documentation
+from distlab.data import python_documentation
 from distlab.measure.calibrate import now
+from distlab.measure.once import on_first_rank
 from distlab.measure.pipeline_calibrate import PipelineCalibration
 from distlab.measure.pipeline_predict import (
     Layout,
@@ -21,17 +22,12 @@ from distlab.measure.pipeline_predict import (
     predict_step,
 )
 from distlab.measure.programs import device_of
-from distlab.measure.timed import time_windows
+from distlab.measure.timed import Batch, batches_of, sgd, time_window, time_windows
 from distlab.measure.windows import Window, windows_between
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.plan.records import Workload
 from distlab.trace import SpanWriter, Trace
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-LEARNING_RATE = 0.03
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,8 @@ def train_pipeline(
     modules = build_stages(training.model, schedule.num_stages, training.seed, device)
     own = {stage: modules[stage] for stage in range(schedule.num_stages) if schedule.home[stage] == rank}
     pipeline = Pipeline(own, schedule, loss=GPT.loss, spans=spans)
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    batches = _batches(training, python_documentation() if data is None else data, device)
+    optimizer = sgd(list(pipeline.parameters()))
+    batches = batches_of(training, python_documentation() if data is None else data, device)
     report = PipelineReport()
 
     def step(batch: Batch) -> torch.Tensor | None:
@@ -129,8 +125,7 @@ def train_pipeline(
         loss = pipeline.step(*batch)
         with spans.span("optimizer", "optimizer"):
             optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            now(device)  # until the device has done it
         return loss
 
     try:
@@ -138,8 +133,11 @@ def train_pipeline(
             report.losses.append(float(pipeline.mean_loss(step(next(batches)))))
             progress(update + 1)
         if training.num_windows:
-            report.workload = _count(training, schedule.num_stages, next(batches))
-            _time_windows(training, report, step, batches, progress=progress)
+            batch = next(batches)
+            report.workload = on_first_rank(lambda: _count(training, schedule.num_stages, batch))
+            _time_windows(
+                training, report, lambda: time_window(training, report, step, batches, device), progress=progress
+            )
         report.peak_in_flight = pipeline.peak_in_flight
     finally:
         pipeline.close()
@@ -156,48 +154,28 @@ def _count(training: PipelineTraining, num_stages: int, batch: Batch) -> Workloa
 def _time_windows(
     training: PipelineTraining,
     report: PipelineReport,
-    step: Callable[[Batch], torch.Tensor | None],
-    batches: Iterator[Batch],
+    window: Callable[[], float],
     *,
     progress: Callable[[int], None],
 ) -> None:
     """Time windows between calibration rounds until enough of them are calm, or time is up."""
     num_ranks = dist.get_world_size()
     device = device_of(training.device, dist.get_rank())
-    calibration = PipelineCalibration(training.layout(num_ranks), device)
-
-    def window() -> float:
-        step(next(batches))  # a warm cache, as in the middle of training
-        ready = [next(batches) for _ in range(training.steps_a_window)]
-        seconds = torch.zeros(len(ready), dtype=torch.float64, device=device)
-        for index, batch in enumerate(ready):
-            dist.barrier()  # ranks begin a step together, as the simulated ones do
-            begin, start_ns = now(device), time.monotonic_ns()
-            step(batch)
-            seconds[index] = now(device) - begin
-            report.step_ns.append((start_ns, time.monotonic_ns()))
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step is over when the last rank's is
-        return float(seconds.mean())
-
-    def calm() -> int:
-        return sum(each.calm for each in windows_of_pipeline(training, report, num_ranks))
-
-    try:
+    with contextlib.closing(PipelineCalibration(training.layout(num_ranks), device)) as calibration:
         time_windows(
-            window,
-            lambda: report.rounds.append(calibration.measure()),
-            report.measured_s,
-            calm=calm,
-            num_windows=training.num_windows,
-            budget_s=training.budget_s,
-            progress=lambda done: progress(training.num_updates + done),
+            training,
+            report,
+            window=window,
+            calibrate=lambda: report.rounds.append(calibration.measure()),
+            windows_from=lambda start: windows_of_pipeline(training, report, num_ranks, start=start),
+            progress=progress,
         )
-    finally:
-        calibration.close()
 
 
-def windows_of_pipeline(training: PipelineTraining, report: PipelineReport, num_ranks: int) -> list[Window]:
-    """Predict each window from the calibrations around it: the two rounds before it and the two after it.
+def windows_of_pipeline(
+    training: PipelineTraining, report: PipelineReport, num_ranks: int, *, start: int = 0
+) -> list[Window]:
+    """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
 
     What an action costs beyond its work is a small difference of large times: it is the median of all rounds.
     """
@@ -209,20 +187,4 @@ def windows_of_pipeline(training: PipelineTraining, report: PipelineReport, num_
         measured = replace(median_pipeline_round(report.rounds[first:stop]), action_s=action_s)
         return predict_step(workload, measured, layout).duration_s
 
-    return windows_between(report.measured_s, predicted_s)
-
-
-def step_spans(report: PipelineReport, step: int) -> Trace:
-    """Return what the rank did in a timed step."""
-    start, end = report.step_ns[step]
-    return report.trace.select((report.trace.start_ns >= start) & (report.trace.end_ns <= end))
-
-
-def _batches(training: PipelineTraining, data: bytes, device: torch.device) -> Iterator[Batch]:
-    """Yield whole batches: of a pipeline's ranks the first reads the inputs and the last the targets."""
-    corpus = ByteCorpus(data, training.model.context)
-    step = 0
-    while True:
-        inputs, targets = corpus.batch(step, training.batch_size, training.seed)
-        yield inputs.to(device), targets.to(device)
-        step += 1
+    return windows_between(report.measured_s, predicted_s, start=start)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distlab.measure.timed import step_spans
 from distlab.measure.training import RankReport
-from distlab.trace import Span, Trace
+from distlab.trace import Span
 from simulator.engine import run
 from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
 
@@ -64,9 +65,7 @@ def _add_passes(graph: GraphBuilder, rank: int, spans: Sequence[Span], origin: i
 
 
 def _step_spans(report: RankReport, step: int) -> list[Span]:
-    start, end = report.step_ns[step]
-    inside: Trace = report.trace.select((report.trace.start_ns >= start) & (report.trace.end_ns <= end))
-    return sorted(inside, key=lambda span: span.start_ns)
+    return sorted(step_spans(report, step), key=lambda span: span.start_ns)
 
 
 def _of_kind(spans: Sequence[Span], kind: str) -> list[Span]:

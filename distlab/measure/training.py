@@ -10,17 +10,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from distlab.data import ByteCorpus
 from distlab.measure.beside import BusyRanks
 from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round, now
 from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
+from distlab.measure.codec_beside import BusyCodec
 from distlab.measure.compression import measure_codec, median_codec
+from distlab.measure.once import on_first_rank
 from distlab.measure.programs import device_of, make_program
-from distlab.measure.timed import time_windows
+from distlab.measure.timed import Batch, batches_of, sgd, time_windows
 from distlab.measure.windows import Window, windows_between
 from distlab.measure.workload import workload_from_module
 from distlab.models import GPT, GPTConfig
@@ -30,11 +32,6 @@ from distlab.plan.sharding import Sharding
 from distlab.trace import SpanWriter, Trace
 from simulator import Measured, Step, simulate
 from simulator.codec import MeasuredCodec
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-LEARNING_RATE = 0.03
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ class RankReport:
         weights: a copy of the model's parameters after num_updates updates, by name, on the CPU.
         workload: what the model asks of a device at this rank's batch.
         rounds: calibration rounds, one more than windows.
-        codecs: encoding and decoding as timed in each round, where gradients are compressed.
+        codecs: encoding and decoding as timed alone in each round, where gradients are compressed.
+        codec_slowdowns: how much slower these are in a step, as seen in each round.
         calls: gathers and scatters as timed in each round, where states are sharded.
         measured_s: seconds of a step in each window, the mean over its steps and over all ranks.
         step_ns: start and end of each timed step on the machine's monotonic clock.
@@ -93,6 +91,7 @@ class RankReport:
     workload: Workload | None = None
     rounds: list[Round] = field(default_factory=list)
     codecs: list[MeasuredCodec] = field(default_factory=list)
+    codec_slowdowns: list[float] = field(default_factory=list)
     calls: list[CallTimes] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
@@ -107,14 +106,14 @@ def train(training: Training, data: bytes, progress: Callable[[int], None] = lam
     spans = SpanWriter(rank)
     program = make_program(  # starts from rank 0's weights
         model,
-        _make_optimizer,
+        sgd,
         sharding=training.sharding,
         compression=training.compression,
         bucket_bytes=training.bucket_bytes,
         first_bucket_bytes=training.first_bucket_bytes,
         spans=spans,
     )
-    batches = _batches(training, data, rank, world_size, device)
+    batches = batches_of(training, data, device, rank=rank, world_size=world_size)
     report = RankReport()
 
     def step(batch: Batch) -> torch.Tensor:
@@ -140,20 +139,17 @@ def train(training: Training, data: bytes, progress: Callable[[int], None] = lam
         progress(update + 1)
     report.weights = program.weights()
     if training.num_windows:
-        report.workload = _count(training, *_microbatches(training, next(batches))[0])
+        first = _microbatches(training, next(batches))[0]
+        report.workload = on_first_rank(lambda: _count(training, *first))
         _time_windows(training, report, step, batches, progress=progress)
     report.trace = spans.trace()
     return report
 
 
-def _make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
 def _count(training: Training, inputs: torch.Tensor, targets: torch.Tensor) -> Workload:
     """Count the work of a rank's step on a model of its own, which no hook watches."""
     model = GPT(training.model).to(inputs.device)
-    optimizer = _make_optimizer(list(model.parameters()))
+    optimizer = sgd(list(model.parameters()))
     counted = workload_from_module(
         model, lambda: model.loss(model(inputs), targets), optimizer=optimizer, samples=len(inputs), name="small GPT"
     )
@@ -172,12 +168,14 @@ def _time_windows(
     device = device_of(training.device, dist.get_rank())
     works: dict[str, Work] = {}
     busy = BusyRanks(training.sharding, device) if training.sharding.stage else None
+    codec = BusyCodec(training.compression, device) if training.compression is not None else None
 
     def calibrate() -> None:
         report.rounds.append(measure_round(device, works=works))
-        if training.compression is not None:
+        if codec is not None:
             cluster = fit_cluster(report.rounds[-1], dist.get_world_size())
-            report.codecs.append(measure_codec(training.compression, cluster, device=device))
+            report.codecs.append(measure_codec(codec.compression, cluster, device=device))
+            report.codec_slowdowns.append(codec.measure(report.rounds[-1], report.codecs[-1]))
         if busy is not None:
             report.calls.append(busy.measure(report.rounds[-1], measure_calls(device)))
 
@@ -195,35 +193,35 @@ def _time_windows(
         return _mean_over_ranks(seconds.to(device))
 
     time_windows(
-        window,
-        calibrate,
-        report.measured_s,
-        calm=lambda: sum(each.calm for each in windows_of(training, report, dist.get_world_size())),
-        num_windows=training.num_windows,
-        budget_s=training.budget_s,
-        progress=lambda done: progress(training.num_updates + done),
+        training,
+        report,
+        window=window,
+        calibrate=calibrate,
+        windows_from=lambda start: windows_of(training, report, dist.get_world_size(), start=start),
+        progress=progress,
     )
 
 
-def windows_of(training: Training, report: RankReport, num_ranks: int) -> list[Window]:
-    """Predict each window from the calibrations around it.
+def windows_of(training: Training, report: RankReport, num_ranks: int, *, start: int = 0) -> list[Window]:
+    """Predict each window from number `start` on, from the calibrations around it.
 
     A window's speeds come from the two rounds before it and the two after it. How much computing and communicating slow
-    each other down, in general and at each of sharding's calls, is a difference of times, hard to measure and slow to
-    drift: it is the median of all rounds.
+    each other down, in general, at each of sharding's calls and in a codec, is a difference of times, hard to measure
+    and slow to drift: it is the median of all rounds.
     """
     contention = median_round(report.rounds).contention
     beside = median_calls(report.calls).beside if report.calls else ()
+    slowdown = median(report.codec_slowdowns) if report.codec_slowdowns else 1.0
     assert report.workload is not None, "windows are timed after the workload was counted"
     workload = report.workload
 
     def predicted_s(first: int, stop: int) -> float:
         speeds = replace(median_round(report.rounds[first:stop]), contention=contention)
-        codec = median_codec(report.codecs[first:stop]) if report.codecs else None
+        codec = median_codec(report.codecs[first:stop]).slower(slowdown) if report.codecs else None
         calls = replace(median_calls(report.calls[first:stop]), beside=beside) if report.calls else None
         return predict(training, workload, speeds, num_ranks, codec=codec, calls=calls).duration_s
 
-    return windows_between(report.measured_s, predicted_s)
+    return windows_between(report.measured_s, predicted_s, start=start)
 
 
 def predict(
@@ -256,16 +254,6 @@ def _on_device(spans: SpanWriter, name: str, kind: str, device: torch.device) ->
         yield
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-
-def _batches(training: Training, data: bytes, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
-    """Yield this rank's slice of the global batches, the same global batches whatever the number of ranks."""
-    corpus = ByteCorpus(data, training.model.context)
-    step = 0
-    while True:
-        inputs, targets = corpus.batch(step, training.batch_size, training.seed, rank=rank, world_size=world_size)
-        yield inputs.to(device), targets.to(device)
-        step += 1
 
 
 def _microbatches(training: Training, batch: Batch) -> list[Batch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -74,17 +75,21 @@ class Verdict:
         )
 
 
-def windows_between(measured_s: Sequence[float], predicted_s: Callable[[int, int], float]) -> list[Window]:
+def windows_between(
+    measured_s: Sequence[float], predicted_s: Callable[[int, int], float], *, start: int = 0
+) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
     Args:
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
         predicted_s: what the rounds from a first to a stop predict together.
+        start: the window to begin with.
     """
+    predicted = cache(predicted_s)  # the two rounds after a window are those before the next but one
     windows = []
-    for index, seconds in enumerate(measured_s):
+    for index, seconds in enumerate(measured_s[start:], start):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
-        windows.append(Window(seconds, predicted_s(first, stop), predicted_s(first, middle), predicted_s(middle, stop)))
+        windows.append(Window(seconds, predicted(first, stop), predicted(first, middle), predicted(middle, stop)))
     return windows
 
 

@@ -5,11 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.measure.layout_calibrate import REFERENCES, reference_sizes
+from distlab.expert_parallel import Load
+from distlab.measure.layout_calibrate import REFERENCES, reference_samples, reference_sizes
 from distlab.measure.layout_calls import MESSAGE_BYTES, calls_of, layout_links, steps_of
-from distlab.measure.layout_predict import LayoutRound, num_blocks, predict_layout, predicted_step_s
+from distlab.measure.layout_predict import (
+    LayoutRound,
+    PassCost,
+    fit_passes,
+    num_blocks,
+    predict_layout,
+    predicted_step_s,
+)
 from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure.layouts import LayoutReport, LayoutResult, LayoutTraining, train_layout
+from distlab.measure.loads import loads_of, measure_alone, with_loads
 from distlab.models import GPTConfig
 from distlab.plan.records import Contention, Plan, Work
 from distlab.plan.sharding import Sharding
@@ -128,18 +137,76 @@ def test_predicted_bytes_are_those_that_ranks_send(sequence):
 def test_a_pass_costs_what_was_measured_beside_its_work():
     for plan in (Plan(tensor=2), Plan(tensor=2, sequence_parallel=True), Plan(context=2)):
         counted, measured = count_gpt(SMALL, B), made_up_round(plan)
-        plain = predict_layout(counted, measured, plan)
-        more = predict_layout(counted, replace(measured, pass_s=0.01), plan)
-        assert more.duration_s - plain.duration_s == pytest.approx(2 * L * 0.01, rel=1e-6), plan
+        plain, row = predict_layout(counted, measured, plan), 4 * B * S * H
+        for passes, cost in (
+            ((PassCost(row, 0.01), PassCost(3 * row, 0.01)), 0.01),
+            ((PassCost(2 * row, 0.02), PassCost(4 * row, 0.04)), 0.01),
+            ((PassCost(2 * row, 0.03), PassCost(4 * row, 0.05)), 0.02),
+        ):
+            more = predict_layout(counted, replace(measured, passes=passes), plan)
+            assert more.duration_s - plain.duration_s == pytest.approx(2 * L * cost, rel=1e-6), plan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fitted"),
+    [
+        ((3.0, 5.0), (1.0, 2.0)),
+        ((4.0, 2.0), (3.0, 0.0)),  # no fewer seconds for more bytes
+        ((1.0, 4.0), (0.0, 1.8)),  # nothing below zero for no bytes: the line through zero that is closest
+        ((-1.0, -2.0), (0.0, 0.0)),
+    ],
+)
+def test_passes_are_fitted_with_no_negative_part(seconds, fitted):
+    passes = tuple(PassCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True))
+    assert fit_passes(passes) == pytest.approx(fitted)
+    assert fit_passes(()) == (0.0, 0.0)
 
 
 def test_ranks_that_share_cores_fill_each_others_bubbles():
     plan = Plan(pipeline=2, num_microbatches=2)
-    step = predict_layout(merge_stages(count_gpt(SMALL, B), 2), made_up_round(plan), plan)
+    stages = merge_stages(count_gpt(SMALL, B), 2)
+    step = predict_layout(stages, made_up_round(plan), plan)
     assert step.bubble_fraction > 0.1
     assert predicted_step_s(step, 2) == step.duration_s
     busy = sum(span.end_ns - span.start_ns for span in step.trace if span.lane == "compute") / 2 / 1e9
     assert predicted_step_s(step, 1) == pytest.approx(busy, rel=0.05)  # the mean over ranks, and some waiting
+    shared = predict_layout(stages, made_up_round(plan), plan, cores=1)  # what the picture shows
+    assert busy <= shared.duration_s < (busy + step.duration_s) / 2  # messages are waited for all the same
+    assert predict_layout(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
+
+
+def test_experts_are_as_busy_as_on_the_busiest_rank():
+    counted, plan = count_gpt(SMALL, B, num_experts=4), Plan(expert=2)
+    busy = with_loads(counted, (1.0, 2.0), plan)
+    assert with_loads(counted, (), plan) is with_loads(counted, (1.0, 1.0), Plan()) is counted
+    assert with_loads(counted, (1.0, 1.5), plan, alone=4 / 3) == with_loads(counted, (1.0, 1.25), plan)
+    assert with_loads(counted, (1.0, 2.0), plan, alone=2.0) == counted  # all ranks share one core
+    first, second = ([layer for layer in each.layers if layer.experts] for each in (counted, busy))
+    assert first[0] == second[0]
+    for name in WORKS:  # the experts' work doubles, and the rest of the layer stays
+        own, more = getattr(first[1].experts, name), getattr(second[1].experts, name)
+        assert more == own.times(2)
+        rest, still = (getattr(layer, name).without(part) for layer, part in ((first[1], own), (second[1], more)))
+        assert (still.matmul_flops, still.num_kernels) == (rest.matmul_flops, rest.num_kernels)
+        assert still.memory_bytes == pytest.approx(rest.memory_bytes)
+    training = LayoutTraining(SMALL, plan, batch_size=2 * B, num_experts=4)
+    rounds = [made_up_round(plan)] * 2
+    even, uneven = (
+        LayoutResult(training, [LayoutReport(workload=counted, rounds=rounds, measured_s=[1.0], loads=[loads])])
+        for loads in ((1.0, 1.0), (1.0, 2.0))
+    )
+    found = uneven.windows[0].predicted_s - even.windows[0].predicted_s
+    assert found == pytest.approx(uneven.predicted.duration_s - even.predicted.duration_s)
+    works = sum((getattr(first[1].experts, name).times(0.5) for name in WORKS), Work())  # half of it on each rank
+    assert found > works.matmul_flops / 1e9 + works.memory_bytes / 1e10
+
+
+class Chosen(torch.nn.Module):
+    """Stands for a layer of experts of which a rank's tokens chose these."""
+
+    def __init__(self, *kept):
+        super().__init__()
+        self.load = Load(sum(kept), kept, kept, 0)
 
 
 TIMED = LayoutTraining(
@@ -158,7 +225,11 @@ def train_both():
     model = parallelize(make_gpt(SMALL, 0))
     parts = splits_of(model)
     divided = 2 * sum(p.numel() for name, p in model.named_parameters() if name in parts)
-    return train_layout(TIMED), train_layout(MIXED).losses, divided
+    rank = torch.distributed.get_rank()
+    layers = torch.nn.Sequential(Chosen(8, 0, 2, 2), torch.nn.Identity(), Chosen(3, 3 * rank, 3, 3 - 3 * rank))
+    loads = loads_of([layers, Chosen(1, 0, 0, 9 * rank)], Plan(expert=2), torch.device("cpu"))
+    faster = measure_alone(torch.device("cpu"))
+    return train_layout(TIMED), train_layout(MIXED).losses, (divided, loads, faster)
 
 
 def train_alone():
@@ -168,7 +239,10 @@ def train_alone():
 def test_runs_on_two_ranks_are_timed_and_predicted(ranks):
     alone = ranks(1).run(train_alone)[0]
     results = ranks(2).run(train_both)
-    for report, mixed, divided in results:
+    assert results[0][2][2] == results[1][2][2]
+    for report, mixed, (divided, loads, faster) in results:
+        assert 1.0 <= faster <= 2.0
+        assert loads == pytest.approx([16 / 12, 1.0, 9 / 5.5])
         assert report.losses == pytest.approx(alone[0], rel=1e-5)  # whatever the plan
         assert mixed == pytest.approx(alone[1], rel=1e-5)
         assert divided == sum(layer.tensor_parameters for layer in TIMED.count().layers)
@@ -194,7 +268,10 @@ def test_what_cannot_be_trained_is_refused():
     assert torch.equal(make_gpt(SMALL, 3).output.weight, make_gpt(SMALL, 3).output.weight)
 
 
-@pytest.mark.parametrize("plan", [Plan(tensor=3), Plan(tensor=6, context=5), Plan(tensor=4, context=3, pipeline=2)])
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(tensor=3), Plan(tensor=6, context=5), Plan(data=3, tensor=4, context=3, pipeline=2, num_microbatches=4)],
+)
 def test_reference_models_can_be_split_by_any_plan(plan):
     for reference in REFERENCES:
         sizes = reference_sizes(reference, plan)
@@ -203,3 +280,5 @@ def test_reference_models_can_be_split_by_any_plan(plan):
         assert sizes.context % (2 * plan.context * plan.tensor if plan.context > 1 else plan.tensor) == 0
         assert sizes.hidden_size >= reference.hidden_size
         assert sizes.context >= reference.context
+        parts = plan.num_microbatches * plan.num_replicas
+        assert reference.samples <= parts * reference_samples(reference, plan) < reference.samples + parts

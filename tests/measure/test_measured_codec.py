@@ -3,17 +3,22 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from distlab.measure.beside import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from distlab.measure.codec_beside import slowdown
 from distlab.measure.compression import COLUMNS, IN_A_ROW, ROWS, _fit_line, median_codec
 from distlab.measure.training import Training
 from distlab.models import GPTConfig
 from distlab.plan.compression import Compression, exchanges
-from distlab.plan.records import Cluster, Device, Link, Protocol
-from simulator import MeasuredCodec
+from distlab.plan.records import Cluster, Device, Link, Plan, Protocol
+from simulator import Measured, MeasuredCodec, gpt_workload, simulate
 
 LINK = Link("l", (Protocol(1e-4, 1e9),))
 MACHINE = Cluster("c", Device("d", 1e10, 1e10, 1e9), 2, 2, LINK, LINK)
+SIZES = {"hidden_size": 64, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
+BUCKETS = {"bucket_bytes": BUCKET_BYTES, "first_bucket_bytes": FIRST_BUCKET_BYTES}
 EACH = (Compression("quantize", bits=8), Compression("powersgd", rank=2))
 
 
@@ -59,6 +64,26 @@ def test_codecs_combine_by_median():
     )
 
 
+def test_a_codec_is_as_much_slower_as_its_steps_are_longer():
+    codec = MeasuredCodec(EACH[0], 2, 1e-3, 1e-9, 2e-3, 2e-9)
+    workloads = [gpt_workload(**SIZES, num_layers=layers, microbatch_size=2) for layers in (2, 3)]
+
+    def added_s(slower):
+        busy, plain = (
+            sum(
+                simulate(each, MACHINE, Plan(data=2, **BUCKETS, compression=compression), measured=measured).duration_s
+                for each in workloads
+            )
+            for compression, measured in ((EACH[0], Measured(slower)), (None, Measured()))
+        )
+        return busy - plain
+
+    for factor in (0.5, 1.0, 2.5):
+        extra = np.array([0.4, 0.6]) * added_s(codec.slower(factor))
+        assert slowdown(extra, workloads, MACHINE, codec) == pytest.approx(factor, rel=0.01)
+    assert slowdown(np.array([-9.0]), workloads, MACHINE, codec) == 0.0
+
+
 def test_training_accumulates_to_the_same_weights_and_predicts_every_window(ranks):
     plain = Training(GPTConfig(context=16, num_layers=1, num_heads=2, hidden_size=16), 8, num_updates=3, num_windows=0)
     compressed = replace(plain, compression=EACH[0], num_windows=1, steps_a_window=1, budget_s=0.0)
@@ -75,6 +100,7 @@ def test_training_accumulates_to_the_same_weights_and_predicts_every_window(rank
         assert parts.losses == pytest.approx(whole.losses, abs=1e-5)
         for name, weight in whole.weights.items():
             assert float((parts.weights[name] - weight).abs().max()) <= 1e-5
-        assert len(last.rounds) == len(last.codecs) >= 1
+        assert len(last.rounds) == len(last.codecs) == len(last.codec_slowdowns) >= 1
+        assert min(last.codec_slowdowns) >= 0
         kinds = [span.kind for span in parts.trace]
         assert kinds.count("F") == kinds.count("B") == 2 * kinds.count("optimizer") == 6

@@ -98,9 +98,8 @@ def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(
 def measure_busy_ranks():
     device = torch.device("cpu")
     busy = [BusyRanks(sharding, device) for sharding in (Sharding(1), Sharding(3))]
-    works = {}
-    measured = measure_round(device, works=works)
-    return [each.measure(measured, measure_calls(device)).beside for each in busy]
+    measured, calls = measure_round(device), measure_calls(device)
+    return [each.measure(measured, calls).beside for each in busy]
 
 
 def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
