@@ -4,6 +4,7 @@ Only what the plan says is set; the rest keeps DeepSpeed's defaults, apart from 
 sharding stay whole there, and all are sharded here.
 
 Source: the fields of DeepSpeedConfig and DeepSpeedZeroConfig, DeepSpeed 0.19; its parser accepts all of them.
+    `initialize` reads sequence_parallel_size and data_parallel_size.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def deepspeed_config(
         config["tensor_parallel"] = {"autotp_size": plan.tensor}
     if plan.context > 1:
         config["sequence_parallel_size"] = plan.context
+        if plan.tensor == plan.pipeline == 1:  # the sequence's groups are made from both numbers
+            config["data_parallel_size"] = plan.num_replicas
     return config
 
 
@@ -60,6 +63,14 @@ def deepspeed_notes(plan: Plan) -> tuple[str, ...]:
             f"pipeline={plan.pipeline}: in code, PipelineModule(layers, num_stages={plan.pipeline}); its schedule is "
             f"one_f_one_b{'' if plan.schedule == 'one_f_one_b' else f', not {plan.schedule}'}"
         )
+    if plan.context > 1:
+        ring = "; there is no ring" if plan.context_kind == "ring" else ""
+        notes.append(
+            f"context={plan.context}: in code, deepspeed.sequence.layer.DistributedAttention around each attention, "
+            f"which trades positions for heads{ring}"
+        )
+        if plan.tensor > 1 or plan.pipeline > 1:
+            notes.append("context beside tensor or pipeline: the mesh of a configuration has data and sequence alone")
     if plan.recompute != "none":
         which = "each layer" if plan.recompute == "full" else "attention's inner part"
         notes.append(f"recompute={plan.recompute!r}: in code, deepspeed.checkpointing.checkpoint around {which}")
