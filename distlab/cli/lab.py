@@ -86,9 +86,11 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
     values = vars(parser.parse_args(flags))
     num_ranks = values.pop("ranks") or default_num_ranks()
     try:
-        return num_ranks, _checked(kind(**values))
+        settings = _checked(kind(**values))
+        settings.check_ranks(num_ranks)
     except ValueError as error:
         parser.error(str(error))
+    return num_ranks, settings
 
 
 def load_settings(number: str, script: Path) -> type[CommonSettings]:

@@ -208,6 +208,7 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
             functions = load_functions(settings.impl, number)
             member = group.enter_context(_group(settings))
             agree([number, what_is_run(settings), sorted(functions)], what=f"settings of lab {number}")
+            settings.check_ranks(member.world_size)
         except ValueError as error:
             return _refuse(number, error)
         lab = Lab(number, settings, member, functions, _report(number, settings, member, beside), guard)

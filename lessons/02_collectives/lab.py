@@ -40,6 +40,14 @@ class Settings(CommonSettings):
     blocks: int = flag(9, least=1)
     ranks_per_machine: int = flag(0, least=0)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse machines of unequal size."""
+        if num_ranks % (self.ranks_per_machine or 1):
+            raise ValueError(
+                f"--ranks-per-machine {self.ranks_per_machine} does not divide {num_ranks} ranks; pass a divisor of "
+                f"{num_ranks}"
+            )
+
 
 class Links(NamedTuple):
     """What a message to a neighbour costs."""
@@ -148,10 +156,6 @@ def hierarchical(lab: Lab[Settings], links: Links | None) -> list[Contestant]:
     """Return the two-level all-reduce, where the ranks can be cut into equal machines."""
     num_ranks = lab.member.world_size
     local_size = lab.settings.ranks_per_machine or (num_ranks // 2 if num_ranks % 2 == 0 else num_ranks)
-    if num_ranks % local_size:
-        raise ValueError(
-            f"--ranks-per-machine {local_size} does not divide {num_ranks} ranks; pass a divisor of {num_ranks}"
-        )
     machines = num_ranks // local_size
     groups = mesh_groups(Mesh({"machine": machines, "local": local_size}))
     all_reduce = collectives.hierarchical_all_reduce

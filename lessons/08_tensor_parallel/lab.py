@@ -54,6 +54,18 @@ class Settings(CommonSettings):
     def __post_init__(self) -> None:
         self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse what cannot be cut into so many parts."""
+        for name in ("heads", "context"):
+            value = getattr(self, name)
+            if value % num_ranks:
+                raise ValueError(
+                    f"{name} is {value}, which {num_ranks} ranks do not divide; pass a multiple of {num_ranks}"
+                )
+        if self.layers < num_ranks:
+            text = f"layers is {self.layers}; naive model parallelism needs one for each of {num_ranks} ranks"
+            raise ValueError(f"{text}, so pass at least {num_ranks}")
+
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
@@ -78,7 +90,6 @@ class Way(NamedTuple):
 def run(lab: Lab[Settings]) -> None:
     """Train in every way; then time windows of steps between calibrations."""
     settings = lab.settings
-    check_sizes(settings, lab.member.world_size)
     text = python_documentation() if settings.data is None else read_text(settings.data, settings.context)
     corpus = ByteCorpus(text, settings.context)
     batches = [corpus.batch(number, settings.samples) for number in range(settings.updates)]
@@ -91,23 +102,6 @@ def run(lab: Lab[Settings]) -> None:
     time_calibrated(lab)
     lab.report.note("On ranks that share cores, or one GPU, times say little: there is no wire, and no core to spare.")
     lab.report.note("Busy: the part of a recorded update in which a rank waits for no call. Recording costs time too.")
-
-
-def check_sizes(settings: Settings, num_ranks: int) -> None:
-    """Refuse what cannot be cut, on every rank alike.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    for name in ("heads", "context"):
-        value = getattr(settings, name)
-        if value % num_ranks:
-            raise ValueError(
-                f"{name} is {value}, which {num_ranks} ranks do not divide; pass a multiple of {num_ranks}"
-            )
-    if settings.layers < num_ranks:
-        text = f"layers is {settings.layers}; naive model parallelism needs one for each of {num_ranks} ranks"
-        raise ValueError(f"{text}, so pass at least {num_ranks}")
 
 
 def new_model(lab: Lab[Settings]) -> GPT:

@@ -64,6 +64,21 @@ class Settings(CommonSettings):
         validate(self.order)
         object.__setattr__(self, "microbatches", self.order.num_microbatches)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse an order for other ranks, and more stages than layers."""
+        most = max(each.num_stages for each in self.schedules(num_ranks).values())
+        if most > self.layers:
+            raise ValueError(f"layers is {self.layers}; {most} stages need one each, so pass --layers {most} or more")
+
+    def schedules(self, n: int) -> dict[str, Schedule]:
+        """Return the schedules that were asked for, for n ranks, by what the table calls them."""
+        if self.schedule in ("all", *RUNNABLE):
+            names = ALL if self.schedule == "all" else (self.schedule,)
+            return {SCHEDULES[name].title: make_schedule(name, n, self.microbatches) for name in names}
+        if (lines := self.order.num_ranks) != n:
+            raise ValueError(f"{self.schedule} has {lines} lines, one a rank; run this lab on so many, not {n}")
+        return {"your schedule": self.order}
+
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
@@ -142,15 +157,7 @@ def ways(lab: Lab[Settings]) -> list[Way]:
     """Return the schedules to run: those asked for, and the orders that the learner wrote."""
     settings, n = lab.settings, lab.member.world_size
     m = settings.microbatches
-    if settings.schedule not in ("all", *RUNNABLE):
-        order = settings.order
-        if order.num_ranks != n:
-            raise ValueError(
-                f"{settings.schedule} has {order.num_ranks} lines, one a rank; run this lab on so many, not {n}"
-            )
-        return [Way("your schedule", order)]
-    names = ALL if settings.schedule == "all" else (settings.schedule,)
-    found = [Way(SCHEDULES[name].title, make_schedule(name, n, m)) for name in names]
+    found = [Way(name, schedule) for name, schedule in settings.schedules(n).items()]
     if settings.schedule == "all":
         gpipe, alternate, zero = (lab.function(f"09.{name}") for name in ("gpipe", "one_f_one_b", "zero_bubble"))
         found.append(Way("your GPipe", from_orders([gpipe(rank, m) for rank in range(n)])))

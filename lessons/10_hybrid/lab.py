@@ -16,8 +16,7 @@ from distlab.comm.records import Call
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layout_predict import median_layout_round, predict_layout
-from distlab.measure.layouts import LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Mesh, Plan, Sharding
 from distlab.plan.axes import AXES, mesh_of
@@ -54,6 +53,10 @@ class Settings(CommonSettings):
 
     def __post_init__(self) -> None:
         mesh_of(Plan(), order=self.axes)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse degrees whose product is not the number of ranks."""
+        self.plan(num_ranks)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -161,7 +164,7 @@ def predict(lab: Lab[Settings], plan: Plan) -> Trace | None:
     windows = windows_of_layout(training, report)
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured("calibrated: step", measured, "s", predicted=expected)
-    return predict_layout(training.count(), median_layout_round(report.rounds), plan, order=settings.axes).trace
+    return LayoutResult(training, [report]).predicted.trace
 
 
 def train(

@@ -59,6 +59,12 @@ class Settings(CommonSettings):
     capacity: float = flag(1.25, least=0.1)
     data: Path | None = None
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse sequences that cannot be dealt out evenly."""
+        if num_ranks > 1 and self.length % (2 * num_ranks):
+            fits = 2 * num_ranks * max(self.length // (2 * num_ranks), 1)
+            raise ValueError(f"length {self.length} is no multiple of twice {num_ranks} ranks; pass --length {fits}")
+
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
@@ -101,9 +107,6 @@ class Batches:
 def run(lab: Lab[Settings]) -> None:
     """Train with sequences spread, then with experts spread; then the learner's own functions, and predictions."""
     settings, n = lab.settings, lab.member.world_size
-    if n > 1 and settings.length % (2 * n):
-        fits = 2 * n * max(settings.length // (2 * n), 1)
-        raise ValueError(f"length {settings.length} is no multiple of twice {n} ranks; pass --length {fits}")
     batches = Batches(lab)
     wanted = batches.train_alone()
     kinds = ["ring"] if settings.heads % n else ["ring", "all_to_all"]

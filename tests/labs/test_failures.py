@@ -83,7 +83,8 @@ def test_a_deadlock_is_told_with_who_waits_for_whom(tmp_path):
 
 
 def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(tmp_path):
-    text = "\ndef shift(tensor):\n    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
+    # It must keep a core busy; os.nice leaves that core to whoever else has work.
+    text = "\ndef shift(tensor):\n    os.nice(10)\n    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
     told = failed(tmp_path, text, 2, "--limit-s", "25")
     assert told.startswith("distlab lab: lab 01 did not finish in 25 s")
     assert "--- rank 1 stands here (innermost call last) ---" in told
@@ -134,6 +135,11 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 ranks cannot be used"),
         (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no such file"),
         (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
+        (["02", "--ranks", "4", "--ranks-per-machine", "3"], "--ranks-per-machine 3 does not divide 4 ranks"),
+        (["08", "--ranks", "5"], "heads is 24, which 5 ranks do not divide"),
+        (["09", "--ranks", "3", "--layers", "5"], "layers is 5; 6 stages need one each"),
+        (["10", "--ranks", "8", "--tensor", "3"], "does not fill 8 ranks"),
+        (["11", "--ranks", "4", "--length", "50"], "pass --length 48"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(arguments, told, capsys):
