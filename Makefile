@@ -10,7 +10,15 @@ BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev
 
 # Three files of tests at a time: most tests wait for processes. The browser's run alone, since they print times.
-SIDE_BY_SIDE := --numprocesses 3 --dist loadfile
+# A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run would never end.
+SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --max-worker-restart 0
+# Files in the order of their names. By number of tests, the labs' files come last: few tests, and minutes each.
+BY_NAME := --no-loadscope-reorder
+
+# One thread of torch a process: three that each ask for all cores mostly spin while they wait for one another.
+test: export OMP_NUM_THREADS = 1
+# The tests start hundreds of processes; each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup gates test browser lessons tour bench soak format clean
 
@@ -27,7 +35,7 @@ gates: setup
 
 test: gates
 	$(BIN)/python -m pytest tests/browser
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not soak" --ignore tests/architecture --ignore tests/browser
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) -m "not soak" --ignore tests/architecture --ignore tests/browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --nbval-lax --nbval-cell-timeout 60 --timeout 300 lessons
 
 browser: setup

@@ -90,6 +90,7 @@ def test_results_keep_their_class_and_large_ones_arrive():
 def test_each_rank_has_one_thread_and_the_launcher_s_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTLAB_PASSED_ON", "yes")
     monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # `make test` sets it
     monkeypatch.chdir(tmp_path)
 
     def look() -> tuple:

@@ -56,6 +56,20 @@ def test_what_the_plan_says_is_there():
     assert zero["stage3_max_live_parameters"] == 3 * unit
 
 
+def test_a_spread_sequence_needs_both_sizes_and_a_line_of_code():
+    plan = Plan(2, context=4, context_kind="all_to_all")
+    config = deepspeed_config(plan)
+    assert config["sequence_parallel_size"] * config["data_parallel_size"] == plan.world_size
+    (note,) = (one for one in deepspeed_notes(plan) if "context" in one)
+    assert "DistributedAttention" in note
+    assert "no ring" not in note
+    assert any("no ring" in one for one in deepspeed_notes(Plan(context=2)))
+    beside = Plan(context=2, tensor=2)
+    assert "data_parallel_size" not in deepspeed_config(beside), "two sizes would not fill the ranks"
+    assert any("data and sequence alone" in one for one in deepspeed_notes(beside))
+    assert not any("context" in one for one in deepspeed_notes(Plan(2)))
+
+
 def test_stages_differ_by_what_they_shard():
     found = [deepspeed_config(Plan(4, sharding=Sharding(stage)))["zero_optimization"] for stage in range(4)]
     assert [one["stage"] for one in found] == [0, 1, 2, 3]
