@@ -126,7 +126,8 @@ EXERCISES = (
         hints=(
             "`torch.rand(x.shape, generator=g)` draws from your own g: torch.Generator().manual_seed(...).",
             "`derive_seed(seed, rank, purpose)` mixes all three to a seed. Whose rank counts where all hold the same?",
-            "The seed: of this rank where is_split, of rank 0 else. Keep where rand >= p; times x; divided by 1 - p.",
+            "The seed: of this rank where is_split, of rank 0 else, with a purpose for each. Keep where rand >= p; "
+            "times x; divided by 1 - p.",
         ),
         budget=judge_update.budget_drop,
     ),

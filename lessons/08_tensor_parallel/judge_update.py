@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -83,6 +83,15 @@ def _judge_masks(masks: list[dict[tuple[bool, int], Tensor]]) -> Iterator[Fault]
         if torch.equal(mask, same):
             text = f"seed {other_seed} on rank {other} is seed {seed} on rank {rank}: sums or products as seeds collide"
             yield Fault("seeds collide", f"{text}; derive_seed(seed, rank, purpose) mixes them")
+            return
+    for seed, (rank, mask) in product(cases.DROP_SEEDS, enumerate(masks)):
+        common = [other for other in cases.DROP_SEEDS if torch.equal(mask[True, seed], mask[False, other])]
+        if common:
+            text = (
+                f"rank {rank}: the mask of its own part with seed {seed} is the one that all ranks draw for what they"
+            )
+            text += f" hold in common, with seed {common[0]}: one layer drops the same places as another"
+            yield Fault("split equals whole", f"{text}. Derive the two seeds for different purposes")
             return
 
 

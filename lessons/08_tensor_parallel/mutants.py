@@ -98,6 +98,7 @@ MUTANTS = (
         ("different everywhere", state.drop_different, "whole, masks differ", "copies drift apart", 2, MUSEUM(39)),
         ("seed + rank", state.drop_colliding, "seeds collide", "derive_seed", 2, MUSEUM(39)),
         ("seed x rank", state.drop_multiplied, "seeds collide", "seed 14 on rank 0", 2, SLIP),
+        ("one purpose", state.drop_for_one_purpose, "split equals whole", "different purposes", 2, SLIP),
         ("torch's generator", state.drop_globally, "generator moved", "of its own", 2, MUSEUM(39)),
         ("not scaled", state.drop_unscaled, "not scaled", "divide it by 1 - p", 1, SLIP),
     ),

@@ -153,7 +153,8 @@ def drop(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
     """Return x with each number dropped with probability p, and what stays divided by 1 - p.
 
     Where every rank holds the same x (is_split False), all drop the same numbers; where each holds another part, masks
-    are independent. The same seed repeats a mask, another seed draws another. torch's own generator is not touched.
+    are independent, of each other and of the common one. The same seed repeats a mask, another seed draws another.
+    torch's own generator is not touched.
 
     Shapes: x [...] -> [...]
     """

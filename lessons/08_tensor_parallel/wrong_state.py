@@ -127,13 +127,22 @@ def drop_multiplied(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
 
 def drop_globally(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
     """Seed torch's own generator."""
-    torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, "dropout"))
+    torch.manual_seed(_own_seed(seed, is_split))
     return F.dropout(x, p)
 
 
 def drop_unscaled(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
     """Leave what stays as it is."""
-    return (1 - p) * _dropped(x, p, derive_seed(seed, dist.get_rank() if is_split else 0, "dropout"))
+    return (1 - p) * _dropped(x, p, _own_seed(seed, is_split))
+
+
+def drop_for_one_purpose(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
+    """Let rank 0's own mask be the one that all have in common."""
+    return _dropped(x, p, derive_seed(seed, dist.get_rank() if is_split else 0, "dropout"))
+
+
+def _own_seed(seed: int, is_split: bool) -> int:
+    return derive_seed(seed, dist.get_rank() if is_split else 0, "split" if is_split else "whole")
 
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:

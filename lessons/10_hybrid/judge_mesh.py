@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
-from math import prod
+from math import log2, prod
 from numbers import Integral
 from typing import Any
 
@@ -203,16 +203,29 @@ def _order_fault(order: tuple[str, ...], case: Case, asked: str, *, is_turned: b
     if axes[busiest] > devices and order[-1] == busiest:
         text += f". {busiest} has {axes[busiest]} ranks and leaves a node of {devices} wherever it stands: give the"
         return Fault("does not fit", f"{text} place inside to an axis that fits")
-    if worst == busiest:
-        return Fault(f"{worst} across nodes", f"{text}. {worst} sends most: its ranks should be next to each other")
     kept, better = ([axis for axis in axes if axis not in crossing(one, axes, devices)] for one in (order, best))
     room = devices // prod(axes[axis] for axis in kept)
+    denser = _denser(kept, worst, case)
+    left = devices // prod(axes[axis] for axis in denser)
+    if worst in better and denser and left < axes[worst]:
+        text += f". {_listed(denser, axes)} sends more than {worst} for each doubling of its size, but leaves room for"
+        text += f" {left} in a node where {worst} has {axes[worst]}: compare whole orders, not axis by axis"
+        return Fault("per doubling", text)
+    if worst == busiest:
+        return Fault(f"{worst} across nodes", f"{text}. {worst} sends most: its ranks should be next to each other")
     if all(axes[axis] > room for axis in outside):
         text += f". {_listed(kept, axes)} inside leaves no room in a node; {_listed(better, axes)} fit there instead"
         return Fault("others send more", f"{text}, and send more together: compare whole orders, not axis by axis")
     inside = prod(axes[axis] for axis in order[order.index(worst) :])
     text += f". With the faster axes' sizes {worst} reaches over {inside} devices: is there an axis that still fits?"
     return Fault("room left", text)
+
+
+def _denser(kept: list[str], outside: str, case: Case) -> list[str]:
+    """Return the axes inside a node that send more than one outside for each doubling of their size."""
+    axes, traffic, _ = case
+    parts = {axis: traffic[axis] / log2(axes[axis]) for axis in (*kept, outside) if axes[axis] > 1}
+    return [axis for axis in parts if parts[axis] > parts[outside]]
 
 
 def _listed(names: list[str], axes: dict[str, int]) -> str:

@@ -128,8 +128,10 @@ show(
 # groups, to see whom it meets:
 
 # %%
+from distlab.comm.fork_client import preload
 from distlab.comm.groups import mesh_groups
 
+preload("distlab.measure.layouts")  # loads nearly all of the package once, and not in each of eight ranks
 ranks = Ranks(8, timeout_s=120)
 
 
@@ -199,7 +201,7 @@ def new_gpt():
 
 
 # %%
-def train_2d(part_of, num_steps=3):
+def train_2d(part_of, num_steps=2):
     groups, losses = mesh_groups(TWO), []
     model = parallelize(new_gpt(), groups["tensor"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -217,7 +219,7 @@ def train_2d(part_of, num_steps=3):
 
 
 # %%
-def train_alone(num_steps=3):
+def train_alone(num_steps=2):
     model, losses = new_gpt(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
@@ -354,7 +356,7 @@ from distlab.hybrid import Hybrid
 CUBE = Plan(data=2, tensor=2, pipeline=2, num_microbatches=4)
 
 
-def train_mesh(plan, num_steps=3):
+def train_mesh(plan, num_steps=2):
     hybrid = Hybrid(new_gpt(), plan, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     try:
         steps = [hybrid.train_step(*CORPUS.batch(step, 16)) for step in range(num_steps)]
@@ -413,8 +415,8 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 #
 # ### Measured over predicted
 #
-# One replica of it, tensor 2 x pipeline 2 on four ranks, between calibrations of this machine: the simulator takes
-# measured speeds and predicts the step.
+# One replica of it, tensor 2 x pipeline 2 on four ranks, with two micro-batches, between calibrations of this machine:
+# the simulator takes measured speeds and predicts the step.
 
 # %%
 from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
@@ -422,7 +424,7 @@ from simulator.viz.timeline_widget import Timeline
 
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
-SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=4)
+SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=2)
 TRAINING = LayoutTraining(CONFIG, SQUARE, num_updates=1, num_windows=1, steps_a_window=2, budget_s=1.0)
 result = LayoutResult(TRAINING, ranks.run(train_layout, TRAINING))
 for window in result.windows:
@@ -438,10 +440,10 @@ timeline.view = (0.0, result.predicted.duration_s)  # the predicted step's lengt
 
 # %% [markdown]
 # The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
-# pairs (ranks 0 and 1, 2 and 3) move in step. Their lengths differ. Speeds were measured while all four ranks
-# computed, sharing this machine's cores; in a real step a rank that waits lends its core to the others, whose boxes get
-# shorter. The numbers above account for that: on few cores all that ranks do adds up, and a bubble costs nothing. Few
-# windows of a small model are little to judge by: the lab takes more, and `benchmarks/` holds the error against a bar.
+# pairs (ranks 0 and 1, 2 and 3) move in step. Speeds were measured while all four ranks computed. Where they share
+# fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the prediction does so too.
+# So on few cores all that ranks do adds up, and a bubble costs little. Few windows of a small model are little to
+# judge by: the lab takes more, and `benchmarks/` holds the error against a bar.
 
 # %% [markdown]
 # ## Which axis on which wire
@@ -761,8 +763,9 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 # | `expert` | | `expert_parallel` | `--expert-model-parallel-size` | `ep_size` |
 #
 # Megatron-LM orders axes as the recipe says, tensor fastest and pipeline slowest, or swaps data and pipeline with
-# `--use-tp-pp-dp-mapping`. There, as in torchtitan and DeepSpeed, expert ranks are taken out of the data ranks: what
-# they call data parallel is data x expert here. Horovod has data alone.
+# `--use-tp-pp-dp-mapping`. There, as in DeepSpeed, expert ranks are taken out of the data ranks: what they call data
+# parallel is data x expert here. torchtitan takes them out of the sharding ranks, and of the tensor ranks too.
+# DeepSpeed makes groups for `sequence_parallel_size` only with `data_parallel_size` beside it. Horovod has data alone.
 
 # %% [markdown]
 # ## Lab

@@ -117,6 +117,7 @@ MUTANTS = (
         ("turned round", mesh.order_busiest_slowest, "turned round", "the other way round", 1, SLIP),
         ("busiest fastest", mesh.order_busiest_fastest, "room left", "is there an axis that still fits", 1, SLIP),
         ("greedy", mesh.order_by_greed, "others send more", "leaves no room in a node", 1, SLIP),
+        ("per bit", mesh.order_by_bits, "per doubling", "but leaves room for 4 in a node", 1, SLIP),
         ("largest fastest", mesh.order_largest_fastest, "tensor across nodes", "next to each other", 1, SLIP),
         ("fits alone", mesh.order_fitting_first, "room left", "is there an axis that still fits", 1, SLIP),
     ),

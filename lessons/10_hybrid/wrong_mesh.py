@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log2, prod
 
 from torch import Tensor
 
@@ -208,14 +208,25 @@ def order_fitting_first(axes: Axes, traffic: dict[str, float], devices_per_node:
     return sorted(axes, key=lambda axis: (axes[axis] <= devices_per_node, traffic[axis]))
 
 
-def order_by_greed(axes: Axes, traffic: dict[str, float], devices_per_node: int) -> list[str]:
-    """Take axes into a node by their traffic, busiest first, as long as they fit."""
-    inside, room = [], devices_per_node
-    for axis in sorted(axes, key=lambda name: -traffic[name]):
+def _as_they_fit(wanted: list[str], axes: Axes, room: int) -> list[str]:
+    """Take axes into a node as long as they fit."""
+    inside = []
+    for axis in wanted:
         if axes[axis] <= room:
             inside.append(axis)
             room //= axes[axis]
     return [axis for axis in axes if axis not in inside] + inside[::-1]
+
+
+def order_by_greed(axes: Axes, traffic: dict[str, float], devices_per_node: int) -> list[str]:
+    """Take axes into a node by their traffic, busiest first, as long as they fit."""
+    return _as_they_fit(sorted(axes, key=lambda name: -traffic[name]), axes, devices_per_node)
+
+
+def order_by_bits(axes: Axes, traffic: dict[str, float], devices_per_node: int) -> list[str]:
+    """Take axes into a node by what they send for each bit of a rank's number that they use up."""
+    part = {axis: traffic[axis] / log2(size) if size > 1 else 0.0 for axis, size in axes.items()}
+    return _as_they_fit(sorted(axes, key=lambda name: -part[name]), axes, devices_per_node)
 
 
 def axes_twice(kind: str, axes: Axes, sequence_parallel: bool) -> tuple[list[str], int]:

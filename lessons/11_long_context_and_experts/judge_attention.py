@@ -60,6 +60,10 @@ def _merged_fault(got: list[Any], parts: list[Tensor], want: tuple[Tensor, Tenso
         ),
         "old log_sum": (log_sum, "is that of the first part alone: log"),
         "new log_sum": (new_log_sum, "is that of the second part alone: log"),
+        "maximum not added back": (
+            torch.log1p((log_sum - new_log_sum).abs().neg().exp()),
+            "had the larger one subtracted, for exp, and never added back: log",
+        ),
         "no logarithm": (
             log_sum.exp() + new_log_sum.exp(),
             "is the sum itself, which overflows; keep its logarithm, log",
@@ -74,10 +78,24 @@ def _merged_fault(got: list[Any], parts: list[Tensor], want: tuple[Tensor, Tenso
 def _slip_of_mean(got: Any, parts: list[Tensor], name: str) -> Fault | None:
     mean, log_sum, new, new_log_sum = parts
     share = torch.sigmoid(log_sum - new_log_sum)[..., None]
+    largest, total = torch.maximum(log_sum, new_log_sum), torch.logaddexp(log_sum, new_log_sum)
+    by_largest = (log_sum - largest).exp()[..., None] * mean + (new_log_sum - largest).exp()[..., None] * new
     by_logs = (log_sum[..., None] * mean + new_log_sum[..., None] * new) / (log_sum + new_log_sum)[..., None]
     words = {
         "plain mean": ((mean + new) / 2, "counts both parts alike, however much weight their keys have: each counts"),
         "plain sum": (mean + new, "is the sum of both means; weights must add up to 1 over all keys: each counts"),
+        "shares not divided": (
+            by_largest,
+            "weighs with exp(its log_sum - the larger one), which do not add up to 1: each counts",
+        ),
+        "first mean not rescaled": (
+            mean + (new_log_sum - total).exp()[..., None] * new,
+            "leaves the first mean the weight it had alone, though keys were added: each counts",
+        ),
+        "second mean not rescaled": (
+            (log_sum - total).exp()[..., None] * mean + new,
+            "gives the second mean the weight it had alone, though it joins other keys: each counts",
+        ),
         "shares swapped": ((1 - share) * mean + share * new, "gives each part the other's share: each counts"),
         "logarithms as shares": (by_logs, "takes logarithms for shares; exp of them are the sums: each counts"),
     }

@@ -58,6 +58,11 @@ def slips_of(rank: int, n: int) -> dict[str, tuple[Tensor, str]]:
             weights[:, None] * right[order][order],
             "was sorted once more instead of put back; the inverse of order is order.argsort()",
         ),
+        "not sorted": (
+            weights[:, None] * answers[experts.sort().values, torch.arange(len(tokens))],
+            "comes from tokens sent as they stand, though counts are by expert: they must leave sorted by expert, and "
+            "answers be put back",
+        ),
         "weights not sorted": (
             (weights[:, None] * right[order])[order.argsort()],
             "gives answers other tokens' weights: they are sorted when they arrive, so put them back first, or sort "

@@ -68,6 +68,9 @@ def _weights_fault(got: Any, case: tuple[int, int, int, int], what: str) -> Faul
     if same(got, chosen):
         text = f"{what}: a token's weights sum to {float(chosen[0].sum()):.2f}; divide by the sum of its chosen"
         return Fault("not normalised", f"{text} probabilities")
+    if case[2] > 1 and same(got, chosen.softmax(-1)):
+        text = f"{what}: a softmax of the chosen probabilities, which went through a softmax already: it evens them out"
+        return Fault("softmax twice", f"{text}; divide by their sum")
     if same(got, over_kept) or same(got, torch.where(kept, want, 0.0)):
         text = f"{what}: weights depend on what was dropped; a dropped choice adds nothing, and the weights of the"
         return Fault("weights after drops", f"{text} others stay as they were")
@@ -128,6 +131,19 @@ def _kept_slip(got: Any, case: tuple[int, int, int, int], what: str) -> Fault | 
     if same(got, kept.T.reshape(tokens, top_k)):
         text = f"{what}: kept has the right values at the wrong places: they are in the order of experts.T;"
         return Fault("not transposed", f"{text} make them [K, T], then transpose")
+    by_choice = [(token, choice) for choice in range(top_k) for token in range(tokens)]
+    by_token = kept_in_turn([(token, choice) for token in range(tokens) for choice in range(top_k)], experts, capacity)
+    if same(got, by_token.reshape(top_k, tokens).T):
+        text = f"{what}: places were counted token by token and read choice by choice, so that kept belongs to other"
+        return Fault("orders mixed", f"{text} choices; take experts.T before you count")
+    if same(got, kept.all(-1, keepdim=True).expand_as(kept)):
+        text = f"{what}: a token is dropped with all its choices where one finds no room"
+        return Fault("whole token dropped", f"{text}; its other choice stays, if that expert has room")
+    chosen = cases.probabilities_of(*case[:2]).gather(1, experts)
+    surest = sorted(by_choice, key=lambda one: -float(chosen[one]))
+    if same(got, kept_in_turn(surest, experts, capacity)):
+        text = f"{what}: the most probable choices find room, wherever their tokens stand; asked for was the order of"
+        return Fault("by probability", f"{text} choices, and among equals the earlier token first")
     apart = [kept_in_turn([(token, choice) for token in range(tokens)], experts, capacity) for choice in range(top_k)]
     if same(got, torch.stack([one[:, choice] for choice, one in enumerate(apart)], 1)):
         text = f"{what}: an expert keeps {capacity} first choices and {capacity} second ones"
@@ -207,6 +223,10 @@ def _loss_slip(got: Any, case: tuple[int, int, int], what: str) -> Fault | None:
         "unasked forgotten": (
             (int(chosen.indices.max()) + 1) * fraction @ mean,
             "leaves out experts that nobody asked: torch.bincount needs minlength, and E counts all of them",
+        ),
+        "softmax twice": (
+            num_experts * fraction @ probabilities.softmax(-1).mean(0),
+            "puts probabilities through a softmax; they come from a softmax already, and a second evens them out",
         ),
         "sum over tokens": (tokens * num_experts * fraction @ mean, "sums probabilities over tokens; P is their mean"),
     }

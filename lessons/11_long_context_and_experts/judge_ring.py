@@ -19,15 +19,16 @@ DOUBLE = 8
 
 
 class Slip(NamedTuple):
-    """A wrong attention: whose keys each step reads, whose positions mask them, and how."""
+    """A wrong attention: whose keys and values each step reads, whose positions mask them, and how."""
 
     code: str
     words: str
     keys_of: Callable[[int, int, int], int] = lambda rank, step, n: (rank - step) % n
+    values_of: Callable[[int, int, int], int] | None = None  # those that belong to the keys
     mask_of: Callable[[int, int, int], int] = lambda rank, step, n: (rank - step) % n
     mask: str = "causal"
     merge: str = "exact"
-    scaled: bool = True
+    power: float = 0.5  # of D, by which scores are divided
 
 
 RIGHT = Slip("", "")
@@ -67,7 +68,36 @@ SLIPS = (
     ),
     Slip("plain mean", "counts every block alike; each counts with exp(its log_sum - the total)", merge="mean"),
     Slip("plain sum", "adds the blocks' means; weights must add up to 1 over all keys", merge="sum"),
-    Slip("not scaled", "leaves out the division of the scores by sqrt(D)", scaled=False),
+    Slip("not scaled", "leaves out the division of the scores by sqrt(D)", power=0.0),
+    Slip("divided by D", "divides the scores by D; divide by the root of D, for a sum of D products", power=1.0),
+    Slip(
+        "values stay behind",
+        "weighs this rank's own values with the keys of others; a key and its value belong together: hand on both",
+        values_of=lambda rank, step, n: rank,
+    ),
+    Slip(
+        "keys stay behind",
+        "weighs the values of others with this rank's own keys; a key and its value belong together: hand on both",
+        keys_of=lambda rank, step, n: rank,
+        values_of=lambda rank, step, n: (rank - step) % n,
+    ),
+    Slip(
+        "mask transposed",
+        "has a mask with keys down the rows and queries along them; scores have queries down the rows: "
+        "positions[rank][:, None] >= positions[owner]",
+        mask="transposed",
+    ),
+    Slip(
+        "log_sum not kept",
+        "merges every block as if the first alone had come before; keep the total of each merge as the log_sum",
+        merge="stale",
+    ),
+    Slip(
+        "mean not rescaled",
+        "adds each block's share to a mean that keeps its weight; shrink what was there by exp(its log_sum - the "
+        "total)",
+        merge="unscaled",
+    ),
 )
 
 
@@ -75,10 +105,11 @@ def attention_of(rank: int, n: int, steep: float, slip: Slip = RIGHT) -> Tensor:
     """Return what a rank should get, or would get with a slip."""
     query, key, value = cases.whole_sequence(n, steep)
     placed = cases.positions_of(n)
-    query = query[:, placed[rank]] * (1.0 if slip.scaled else cases.SIZE**0.5)
+    query = query[:, placed[rank]] * cases.SIZE ** (0.5 - slip.power)
     parts = []
     for step in range(n):
         owner, masker = placed[slip.keys_of(rank, step, n)], placed[slip.mask_of(rank, step, n)]
+        valued = placed[(slip.values_of or slip.keys_of)(rank, step, n)]
         visible = torch.ones(len(owner), len(owner), dtype=torch.bool)
         if slip.mask == "causal":
             visible = placed[rank][:, None] >= masker
@@ -86,17 +117,30 @@ def attention_of(rank: int, n: int, steep: float, slip: Slip = RIGHT) -> Tensor:
             visible = placed[rank][:, None] > masker
         elif slip.mask == "after":
             visible = placed[rank][:, None] <= masker
+        elif slip.mask == "transposed":
+            visible = masker[:, None] >= placed[rank]
         elif slip.mask == "local":
             visible = visible.tril()
-        parts.append(cases.attend(query, key[:, owner], value[:, owner], visible))
-    if slip.merge == "first":
-        return parts[0][0]
+        parts.append(cases.attend(query, key[:, owner], value[:, valued], visible))
+    return _merged(parts, slip.merge)
+
+
+def _merged(parts: list[tuple[Tensor, Tensor]], how: str) -> Tensor:
+    """Merge the blocks' means, right ("exact") or as a slip does."""
+    mean, log_sum = parts[0]
     means, log_sums = (torch.stack(some) for some in zip(*parts, strict=True))
-    if slip.merge == "mean":
+    if how == "mean":
         return means.mean(0)
-    if slip.merge == "sum":
+    if how == "sum":
         return means.sum(0)
-    return (log_sums.softmax(0)[..., None] * means).sum(0)
+    if how == "exact":
+        return (log_sums.softmax(0)[..., None] * means).sum(0)
+    for new, new_log_sum in parts[1:] if how != "first" else ():
+        total = torch.logaddexp(log_sum, new_log_sum)
+        kept = mean if how == "unscaled" else (log_sum - total).exp()[..., None] * mean
+        mean = kept + (new_log_sum - total).exp()[..., None] * new
+        log_sum = log_sum if how == "stale" else total
+    return mean
 
 
 def judge_ring(evidence: Evidence) -> Iterator[Fault]:

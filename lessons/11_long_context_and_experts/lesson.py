@@ -354,7 +354,7 @@ def parted(kind):
 
 
 # %%
-def train(kind, num_steps=5):
+def train(kind, num_steps=3):
     (model, part, average), losses = parted(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
@@ -384,27 +384,19 @@ for kind, values in losses.items():
 # ### Measured over predicted
 #
 # What does the simulator say of a step of such a model? First it must know this machine: how fast two ranks compute,
-# and what a hop costs. `train_layout` calibrates before and after it times some steps; `LayoutResult` predicts each
-# window of steps from the calibrations around it. Two ranks on a ring, 512 positions, two samples.
+# and what a hop costs. `train_layout` calibrates before and after it times some steps; `LayoutResult` predicts them
+# from these calibrations. Two ranks on a ring, 512 positions, two samples.
 
 # %%
 from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
 from distlab.plan.records import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
-SHORT = {"num_windows": 2, "steps_a_window": 3, "num_updates": 1, "budget_s": 3.0}
+SHORT = {"num_windows": 1, "steps_a_window": 3, "num_updates": 1, "budget_s": 1.0}
 TRAINING = LayoutTraining(model=LONGER, plan=Plan(context=2), batch_size=2, **SHORT)
 
-
-def measure_and_predict():
-    result = LayoutResult(TRAINING, [train_layout(TRAINING)])
-    said = (result.windows, result.predicted.trace) if dist.get_rank() == 0 else ((), None)
-    return result.reports[0], *said
-
-
 with Ranks(2, timeout_s=110) as pair:
-    reports, (windows, _), (predicted_step, _) = zip(*pair.run(measure_and_predict), strict=True)
-measured_step = LayoutResult(TRAINING, list(reports)).measured
+    result = LayoutResult(TRAINING, pair.run(train_layout, TRAINING))
 
 # %%
 guess_ring = predict("How long is this step, in milliseconds?", unit="ms")
@@ -414,18 +406,18 @@ guess_ring
 from statistics import median
 
 guess_ring.default(100)  # counts if you committed nothing above
-seen, said = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
+seen, said = (median(getattr(one, what) for one in result.windows) for what in ("measured_s", "predicted_s"))
 print(f"measured {seen * 1e3:.0f} ms, predicted {said * 1e3:.0f} ms, error {said / seen - 1:+.0%}")
 print(guess_ring.compare(seen * 1e3))
 
 # %%
 from simulator.viz.timeline_widget import Timeline
 
-timeline = Timeline(measured_step, predicted_step)
+timeline = Timeline(result.measured, result.predicted.trace)
 timeline
 
 # %%
-timeline.view = (0.0, measured_step.duration_s)  # the whole step
+timeline.view = (0.0, result.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said. Green is the ring:
@@ -655,7 +647,7 @@ def fullest_share(load):
 
 
 # %%
-def with_experts(weight, num_steps=30):
+def with_experts(weight, num_steps=20):
     draw, history = torch.Generator().manual_seed(0), []
     model = expert_parallel(mix_experts(GPT(SHORTER, draw), 8, draw, top_k=2, capacity_factor=1.25))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -674,7 +666,7 @@ def with_experts(weight, num_steps=30):
 # %%
 for weight in (0.0, 0.05):
     history = ranks.run(with_experts, weight)[0]
-    for step in (0, 14, 29):
+    for step in (0, 9, 19):
         loss, fullest, dropped = history[step]
         print(f"{weight:4} x balance loss, step {step:2}: loss {loss:.2f}, fullest expert {fullest:.2f}", end=" ")
         print(f"times an even share, {dropped:.0%} of choices dropped")
@@ -788,12 +780,13 @@ print(f"{ratios[1]:.2f} by all-to-all")
 # |---|---|---|
 # | distlab | `Plan(context=..., context_kind=...)` | `Plan(expert=...)`, `mix_experts(top_k=, capacity_factor=)` |
 # | torch | `context_parallel(mesh, buffers=...)`, `set_rotate_method` | |
-# | torchtitan | `context_parallel_degree`, `context_parallel_rotate_method` | `expert_parallel_degree` |
+# | torchtitan | `context_parallel_degree`, `context_parallel_load_balancer` | `expert_parallel_degree` |
 # | Megatron-LM | `--context-parallel-size`, `--cp-comm-type` | `--expert-model-parallel-size`, `--moe-router-topk` |
-# | DeepSpeed | Ulysses: `sequence_parallel_size` | `deepspeed.moe.layer.MoE(ep_size=, k=, capacity_factor=)` |
+# | DeepSpeed | `sequence_parallel_size`, `data_parallel_size` | `MoE(ep_size=, k=, capacity_factor=)` |
 #
 # Megatron-LM's kinds are `p2p` (the ring), `a2a`, `all_gather` and `a2a+p2p`, which is both; capacity is
-# `--moe-expert-capacity-factor`, and the weight of the balance loss `--moe-aux-loss-coeff`.
+# `--moe-expert-capacity-factor`, and the weight of the balance loss `--moe-aux-loss-coeff`. DeepSpeed's context axis is
+# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`.
 #
 # Horovod has neither: it averages gradients, and offers `alltoall` with uneven splits to build on.
 

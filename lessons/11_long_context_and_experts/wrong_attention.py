@@ -1,4 +1,4 @@
-"""Wrong versions of lesson 11's first half: merges, positions, rings. What is wrong is each function's name."""
+"""Wrong versions of attention round a ring of ranks. What is wrong is each class's name."""
 
 from __future__ import annotations
 
@@ -9,87 +9,6 @@ from torch import Tensor
 from distlab.comm.single_tensor import all_gather_single
 
 Pair = tuple[Tensor, Tensor]
-
-
-def merge_plain_mean(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Ignore how much weight each part has."""
-    return (mean + new) / 2, torch.logaddexp(log_sum, new_log_sum)
-
-
-def merge_without_max(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Go through the sums themselves."""
-    old, more = log_sum.exp(), new_log_sum.exp()
-    total = old + more
-    return (old[..., None] * mean + more[..., None] * new) / total[..., None], total.log()
-
-
-def merge_by_logarithms(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Take logarithms for shares."""
-    total = (log_sum + new_log_sum)[..., None]
-    return (log_sum[..., None] * mean + new_log_sum[..., None] * new) / total, torch.logaddexp(log_sum, new_log_sum)
-
-
-def merge_adding_logs(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Add the logarithms."""
-    share = torch.sigmoid(new_log_sum - log_sum)[..., None]
-    return mean + share * (new - mean), log_sum + new_log_sum
-
-
-def merge_larger(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Keep the larger logarithm, as one keeps a maximum."""
-    share = torch.sigmoid(new_log_sum - log_sum)[..., None]
-    return mean + share * (new - mean), torch.maximum(log_sum, new_log_sum)
-
-
-def merge_swapped(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Give each part the other's share."""
-    share = torch.sigmoid(log_sum - new_log_sum)[..., None]
-    return mean + share * (new - mean), torch.logaddexp(log_sum, new_log_sum)
-
-
-def merge_by_ratio(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Divide by the old log_sum's weight, which is nothing where no key was visible."""
-    ratio = (new_log_sum - log_sum).exp()
-    merged = (mean + ratio[..., None] * new) / (1 + ratio)[..., None]
-    return merged, log_sum + (1 + ratio).log()
-
-
-def merge_in_place(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> Pair:
-    """Write into the first part."""
-    share = torch.sigmoid(new_log_sum - log_sum)[..., None]
-    mean.lerp_(new, share)
-    log_sum.copy_(torch.logaddexp(log_sum, new_log_sum))
-    return mean, log_sum
-
-
-def zigzag_straight(length: int, num_ranks: int, rank: int) -> Tensor:
-    """Cut into as many pieces as there are ranks."""
-    size = length // num_ranks
-    return torch.arange(rank * size, (rank + 1) * size)
-
-
-def zigzag_striped(length: int, num_ranks: int, rank: int) -> Tensor:
-    """Deal positions out one by one."""
-    return torch.arange(rank, length, num_ranks)
-
-
-def zigzag_parallel(length: int, num_ranks: int, rank: int) -> Tensor:
-    """Take chunks r and n + r."""
-    size = length // (2 * num_ranks)
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, num_ranks + rank)])
-
-
-def zigzag_late_first(length: int, num_ranks: int, rank: int) -> Tensor:
-    """Put the late chunk in front."""
-    size = length // (2 * num_ranks)
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (2 * num_ranks - 1 - rank, rank)])
-
-
-def zigzag_overlapping(length: int, num_ranks: int, rank: int) -> Tensor:
-    """Forget that chunks count from 0."""
-    size = length // (2 * num_ranks)
-    chunks = (rank, (2 * num_ranks - rank) % (2 * num_ranks))
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in sorted(chunks)])
 
 
 class Ring:
@@ -185,6 +104,62 @@ class PlainMean(Ring):
     def joined(self, parts: list[Pair]) -> Tensor:
         """Ignore log_sums."""
         return torch.stack([mean for mean, _ in parts]).mean(0)
+
+
+class ValuesStay(Ring):
+    """Keys go round, and values do not."""
+
+    def part(self, held: Tensor, step: int) -> Pair:
+        """Weigh this rank's values by the keys of others."""
+        return super().part(torch.stack([held[0], self.value]), step)
+
+
+class KeysStay(Ring):
+    """Values go round, and keys do not."""
+
+    def part(self, held: Tensor, step: int) -> Pair:
+        """Ask this rank's keys about the values of others."""
+        return super().part(torch.stack([self.key, held[1]]), step)
+
+
+class MaskTransposed(Ring):
+    """Keys down the rows of the mask."""
+
+    def hidden(self, step: int) -> Tensor:
+        """Compare the other way round."""
+        return self.positions[self.owner(step)][:, None] < self.positions[self.rank]
+
+
+class DividedByD(Ring):
+    """Scores over D in place of its root."""
+
+    def scores(self, key: Tensor, step: int) -> Tensor:
+        """Divide by the root once more."""
+        return super().scores(key, step) / self.query.shape[-1] ** 0.5
+
+
+class StaleLogSum(Ring):
+    """The first block's log_sum for all before."""
+
+    def joined(self, parts: list[Pair]) -> Tensor:
+        """Merge one after the other, and forget to keep the new log_sum."""
+        mean, log_sum = parts[0]
+        for new, new_log_sum in parts[1:]:
+            share = torch.sigmoid(new_log_sum - log_sum)[..., None]
+            mean = mean + share * (new - mean)
+        return mean
+
+
+class NotRescaled(Ring):
+    """Each block's share added to what was there."""
+
+    def joined(self, parts: list[Pair]) -> Tensor:
+        """Leave the mean of the earlier blocks as it was."""
+        mean, log_sum = parts[0]
+        for new, new_log_sum in parts[1:]:
+            log_sum = torch.logaddexp(log_sum, new_log_sum)
+            mean = mean + (new_log_sum - log_sum).exp()[..., None] * new
+        return mean
 
 
 class WithoutMax(Ring):

@@ -1,87 +1,13 @@
-"""Wrong versions of lesson 11's second half: routing, tokens that travel, balance, gradients."""
+"""Wrong versions of lesson 11's second half: tokens that travel, balance, gradients."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm.single_tensor import all_gather_single
 from distlab.expert_parallel.exchange import exchange_rows
-
-Routed = tuple[Tensor, Tensor, Tensor, int]
-
-
-def routed(probabilities: Tensor, top_k: int, capacity: int, *, by_token: bool = False, first: int = 1) -> Routed:
-    """Route as asked; by_token and first spoil it."""
-    weights, experts = probabilities.topk(top_k, dim=-1)
-    if top_k > 1:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    wanted = experts.reshape(-1) if by_token else experts.T.reshape(-1)
-    places = F.one_hot(wanted, probabilities.shape[1]).cumsum(0).gather(1, wanted[:, None])[:, 0] - 1 + first
-    kept = places <= capacity
-    kept = kept.view(-1, top_k) if by_token else kept.view(top_k, -1).T
-    return experts, weights, kept, int((~kept).sum())
-
-
-def route_by_token(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Place both choices of a token before the next token's."""
-    return routed(probabilities, top_k, capacity, by_token=True)
-
-
-def route_off_by_one(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Count places from 0, and compare with <=."""
-    return routed(probabilities, top_k, capacity, first=0)
-
-
-def route_unlimited(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Take everybody in."""
-    experts, weights, kept, _ = routed(probabilities, top_k, capacity)
-    return experts, weights, torch.ones_like(kept), 0
-
-
-def route_silently(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Drop, and say nothing."""
-    return *routed(probabilities, top_k, capacity)[:3], 0
-
-
-def route_counting_tokens(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Count tokens that lost everything."""
-    experts, weights, kept, _ = routed(probabilities, top_k, capacity)
-    return experts, weights, kept, int((~kept.any(-1)).sum())
-
-
-def route_unnormalised(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Leave the probabilities of several choices as they are."""
-    experts, _, kept, dropped = routed(probabilities, top_k, capacity)
-    return experts, probabilities.gather(1, experts), kept, dropped
-
-
-def route_normalising_one(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Divide a single choice by itself."""
-    experts, weights, kept, dropped = routed(probabilities, top_k, capacity)
-    return experts, weights / weights.sum(-1, keepdim=True), kept, dropped
-
-
-def route_after_drops(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Give a dropped choice's weight to the others."""
-    experts, weights, kept, dropped = routed(probabilities, top_k, capacity)
-    left = weights * kept
-    return experts, left / left.sum(-1, keepdim=True).clamp(min=1e-300) if top_k > 1 else left, kept, dropped
-
-
-def route_each_choice(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Count first and second choices apart."""
-    experts, weights, _, _ = routed(probabilities, top_k, capacity)
-    asked = torch.nn.functional.one_hot(experts, probabilities.shape[1])  # [T, K, E]
-    kept = asked.cumsum(0).gather(2, experts[..., None])[..., 0] <= capacity
-    return experts, weights, kept, int((~kept).sum())
-
-
-def route_detached(probabilities: Tensor, top_k: int, capacity: int) -> Routed:
-    """Route outside the graph."""
-    return routed(probabilities.detach(), top_k, capacity)
 
 
 class Ask:
@@ -121,6 +47,19 @@ class NotPutBack(Ask):
 
     def put_back(self, answers: Tensor) -> Tensor:
         """Leave them."""
+        return answers
+
+
+class NotSorted(Ask):
+    """Tokens as they stand, and counts for tokens that are sorted."""
+
+    def answers(self) -> Tensor:
+        """Leave out the sorting on the way there."""
+        give, take = self.counts()
+        return self.exchange(self.expert(self.exchange(self.tokens, give, take)), take, give)
+
+    def put_back(self, answers: Tensor) -> Tensor:
+        """Nothing was sorted."""
         return answers
 
 
@@ -246,6 +185,11 @@ def balance_of_asked(probabilities: Tensor, experts: Tensor) -> Tensor:
     """Take as many experts as bincount finds."""
     counts = torch.bincount(experts.flatten())
     return len(counts) * (counts / counts.sum()) @ probabilities.mean(0)[: len(counts)]
+
+
+def balance_with_softmax(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Take probabilities for scores."""
+    return probabilities.shape[1] * _fraction(experts, probabilities) @ probabilities.softmax(-1).mean(0)
 
 
 def balance_detached(probabilities: Tensor, experts: Tensor) -> Tensor:
