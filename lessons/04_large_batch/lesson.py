@@ -482,11 +482,17 @@ from distlab.measure.calibrate import fit_cluster, measure_round
 from distlab.measure.workload import workload_from_module
 
 MACHINE = fit_cluster(ranks.run(measure_round, torch.device("cpu"))[0], 4)
-gpt, tokens = GPT(CONFIG), CORPUS.batch(0, 4)
-adam = torch.optim.AdamW(gpt.parameters())
-WORK = workload_from_module(
-    gpt, lambda: gpt.loss(gpt(tokens[0]), tokens[1]), optimizer=adam, samples=4, name="small GPT"
-)
+
+
+def count_work():
+    model, (inputs, targets) = GPT(CONFIG), CORPUS.batch(0, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    return workload_from_module(
+        model, lambda: model.loss(model(inputs), targets), optimizer=adam, samples=4, name="small GPT"
+    )
+
+
+WORK = ranks.run(count_work)[0]
 
 # %% [markdown]
 # Commit first. Against one micro-batch an update, what does a sample cost with eight?
@@ -500,7 +506,7 @@ import statistics
 import time
 
 
-def seconds_per_sample(pieces, num_updates=6):
+def seconds_per_sample(pieces, num_updates=4):
     model, rank, times = GPT(CONFIG), dist.get_rank(), []
     optimizer = torch.optim.AdamW(model.parameters())
     for update in range(num_updates):

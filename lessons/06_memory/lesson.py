@@ -209,7 +209,7 @@ def beside(at_peak, predicted):
     print(f"{'together':15} measured {total / 1e6:6.2f} MB, counted {want / 1e6:6.2f} MB: {want / total - 1:+.1%}")
 
 
-plain = counted()
+plain = ranks.run(counted)[0]
 beside(at_peak, plain)
 
 # %% [markdown]
@@ -318,7 +318,7 @@ guess_3
 guess_3.default(9)  # counts if you committed nothing above
 recomputed, recomputed_over_time = ranks.run(lambda: measured(recomputed=True))[0]
 print(guess_3.compare(recomputed["activations"] / 1e6))
-full = counted(recompute="full")
+full = ranks.run(lambda: counted(recompute="full"))[0]
 beside(recomputed, full)
 
 # %% [markdown]
@@ -453,7 +453,8 @@ print(guess_5.compare(100 * ranks.run(share_changed)[0]))
 
 # %% [markdown]
 # Does it matter? Three trainings of the same small model, on the same batches: all in float32, all in bfloat16, and
-# bfloat16 with masters (the library's `MasterWeights`, around any optimizer).
+# bfloat16 with masters (the library's `MasterWeights`, around any optimizer). Nothing is exchanged here, so the two
+# ranks share out the three trainings.
 
 # %%
 from distlab.precision import MasterWeights
@@ -477,8 +478,12 @@ def train(kind, num_steps=60, lr=3e-4):
 
 
 # %%
-for kind in ("float32", "bfloat16", "bfloat16 with masters"):
-    print(f"{kind:22} loss {ranks.run(train, kind)[0]:.3f} in the last ten updates")
+TRAININGS = ("float32", "bfloat16", "bfloat16 with masters")
+ends = {}
+for part in ranks.run(lambda: {kind: train(kind) for kind in TRAININGS[dist.get_rank() :: 2]}):
+    ends |= part
+for kind in TRAININGS:
+    print(f"{kind:22} loss {ends[kind]:.3f} in the last ten updates")
 
 # %% [markdown]
 # With masters the loss is that of float32 to a few thousandths. Without them it lags, and the lower the learning rate,
@@ -680,7 +685,7 @@ def ours(recomputed, half):
 
 
 # %%
-def side_by_side(first, second, num_steps=9):
+def side_by_side(first, second, num_steps=7):
     programs, rows = (first(), second()), []
     for step in range(num_steps):
         batch = CORPUS.batch(step, 8, rank=dist.get_rank(), world_size=2)

@@ -81,7 +81,7 @@ for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parame
 # ## Each rank owns some tensors
 #
 # A small GPT reads Python's own documentation. `Ranks(4)` starts four processes that stay until the end of the
-# lesson. `bench(prepare)` trains for five steps on each of them; `prepare(model)` returns what to call for the
+# lesson. `bench(prepare)` trains for three steps on each of them; `prepare(model)` returns what to call for the
 # forward pass, what to call after backward, and the optimizer. It notes the losses, the bytes that a rank sends in
 # the last step, and the bytes of its optimizer state.
 
@@ -100,7 +100,7 @@ def batch_of(step):
 
 
 # %%
-def measured(prepare, num_steps=5):
+def measured(prepare, num_steps=3):
     model, losses = GPT(CONFIG, torch.Generator().manual_seed(0)), []
     forward, update, optimizer = prepare(model)
     for step in range(num_steps):
@@ -394,7 +394,7 @@ print(guess_1.compare(3))
 # ## What a rank holds
 #
 # The formula says for float32 Adam: 4 bytes a parameter, 4 for its gradient, 8 for two moments. Measure it: the
-# tracker of lesson 6 enters every storage that a rank makes, by kind. On 1, 2 and 4 ranks:
+# tracker of lesson 6 enters every storage that a rank makes, by kind. On 2 ranks and on 4:
 
 
 # %%
@@ -408,10 +408,9 @@ def held(prepare):
     model = GPT(CONFIG, torch.Generator().manual_seed(0))
     forward, update, optimizer = prepare(model)
     with track_memory(forward, optimizer) as memory:
-        for step in range(2):
-            inputs, targets = batch_of(step)
-            GPT.loss(forward(inputs), targets).backward()
-            update()
+        inputs, targets = batch_of(0)
+        GPT.loss(forward(inputs), targets).backward()
+        update()
     most = memory.over_time()[1].max(axis=0)
     return {kind: int(most[KINDS.index(kind)]) for kind in STATES}
 
@@ -426,9 +425,10 @@ def formula(stage, n):
     return [size * PSI / 4 for size in whole]
 
 
-for n in (1, 2, 4):
-    print(f"MB on {n} rank{'s' if n > 1 else ''}: parameters, gradients, optimizer (formula); whole units")
-    for stage, got in enumerate(run(held_in_all, n)[0]):
+pair = Ranks(2)
+for n, members in ((2, pair), (4, ranks)):
+    print(f"MB on {n} ranks: parameters, gradients, optimizer (formula); whole units")
+    for stage, got in enumerate(members.run(held_in_all)[0]):
         pairs = zip(STATES, formula(stage, n), strict=False)
         words = [f"{got[kind] / 1e6:5.2f} ({size / 1e6:.2f})" for kind, size in pairs]
         print(f"  stage {stage}: {', '.join(words)}; {got['buffers'] / 1e6:.2f}")
@@ -567,22 +567,26 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # %% [markdown]
 # ### Measured over predicted
 #
-# Does the simulator get a real step right? Two ranks on this machine. First what it must know: how fast this machine
-# computes and sends, and what work the model is.
+# Does the simulator get a real step right? Two ranks on this machine, the `pair` of above. First what it must know: how
+# fast this machine computes and sends, and what work the model is.
 
 # %%
 from distlab.measure.calibrate import fit_cluster, measure_round
 from distlab.measure.workload import workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
-pair = Ranks(2)
 HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)
-counted = GPT(WIDE)
-batch = CORPUS.batch(0, 16, rank=0, world_size=2)
-adam = torch.optim.AdamW(counted.parameters(), lr=1e-3)
-WORK = workload_from_module(
-    counted, lambda: counted.loss(counted(batch[0]), batch[1]), optimizer=adam, samples=8, name="small GPT"
-)
+
+
+def count_work():
+    model, (inputs, targets) = GPT(WIDE), CORPUS.batch(0, 16, rank=0, world_size=2)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return workload_from_module(
+        model, lambda: model.loss(model(inputs), targets), optimizer=adam, samples=8, name="small GPT"
+    )
+
+
+WORK = pair.run(count_work)[0]
 predicted = simulate(WORK, HERE, Plan(2, sharding=Sharding(stage=3)))
 
 # %%
@@ -625,7 +629,6 @@ timeline
 
 # %%
 timeline.view = (0.0, seen.duration_s)  # the whole step
-pair.close()
 
 # %% [markdown]
 # Look at the order first. Each gather runs beside the compute of the unit before it. In backward the units come the
@@ -701,8 +704,6 @@ for offload in ("none", "optimizer", "all"):
 # machine shows that nothing else changes:
 
 # %%
-ranks.close()
-ranks = Ranks(4)
 bench("FSDP, offloaded", fully_sharded(offload=True))
 
 # %% [markdown]
@@ -757,7 +758,7 @@ print("rank 0 rebuilds the model bit for bit:", (got := ranks.run(saved_and_load
 #
 # `torch.distributed.optim.ZeroRedundancyOptimizer` is ZeRO-1 by whole tensors, as your first version.
 # `torch.distributed.fsdp.fully_shard` (FSDP2) shards each tensor by its first dimension. Same model, same batches,
-# turn by turn in one run.
+# turn by turn in one run, on two ranks.
 
 # %%
 import time
@@ -802,7 +803,7 @@ for name, prepare, theirs in (
     ("ZeRO-1 and ZeroRedundancyOptimizer", zero(1), torch_zero),
     ("FullyShard and fully_shard", fully_sharded(), torch_fsdp),
 ):
-    ours, other = ranks.run(side_by_side, prepare, theirs)[0]
+    ours, other = pair.run(side_by_side, prepare, theirs)[0]
     gap = max(abs(a[0] - b[0]) for a, b in zip(ours, other, strict=True))
     ratios = [a[1] / b[1] for a, b in zip(ours[2:], other[2:], strict=True)]
     low, _, high = quantiles(ratios)
@@ -929,6 +930,7 @@ print(f"5. inside 3 x 3/4, across 2 x 3/4 x 1/4: {inside + across:.3f} Psi, {acr
 
 # %%
 ranks.close()
+pair.close()
 
 # %% [markdown]
 # ## Sources

@@ -829,13 +829,14 @@ for name in THEIRS:
 # |---|---|---|---|
 # | distlab | `Plan(pipeline=...)` | `num_microbatches` | `schedule` |
 # | torch | `PipelineStage(..., num_stages)` | `n_microbatches` | a class, such as `Schedule1F1B` |
-# | torchtitan | `pipeline_parallel_degree` | `pipeline_parallel_microbatch_size` | `pipeline_parallel_schedule` |
+# | torchtitan | `pipeline_parallel_degree` | `num_pp_microbatches` | `pipeline_parallel_schedule` |
 # | Megatron-LM | `--pipeline-model-parallel-size` | `--micro-batch-size` | 1F1B, interleaved |
 # | DeepSpeed | `PipelineModule(..., num_stages)` | `gradient_accumulation_steps` | 1F1B |
 #
-# torchtitan and Megatron-LM are told the size of a micro-batch; the number follows from the batch's. Several stages a
-# rank are `--num-layers-per-virtual-pipeline-stage` or `--num-virtual-stages-per-pipeline-rank` in Megatron-LM. In
-# torchtitan they follow from `pipeline_parallel_layers_per_stage` or, without it, from the schedule. DeepSpeed cuts by
+# Megatron-LM is told the size of a micro-batch; the number follows from the batch's. So were earlier versions of
+# torchtitan, by `pipeline_parallel_microbatch_size`. Several stages a rank are
+# `--num-layers-per-virtual-pipeline-stage` or `--num-virtual-stages-per-pipeline-rank` in Megatron-LM. In torchtitan
+# they follow from `pipeline_parallel_layers_per_stage` or, without it, from the schedule. DeepSpeed cuts by
 # `partition_method`: `"parameters"` (the default), `"uniform"` or `"type:..."`. torchtitan runs any order from a file,
 # `pipeline_parallel_schedule_csv`; `parse_schedule` reads the same files.
 
