@@ -221,7 +221,7 @@ beside(at_peak, plain)
 # (a count knows no times: there each layer takes the same).
 
 # %%
-from simulator.viz.memory_compare import describe_measured_memory, draw_measured_memory
+from simulator.viz.memory.compare import describe_measured_memory, draw_measured_memory
 
 
 def draw_over_time(predicted, over_time):
@@ -586,7 +586,7 @@ except ValueError as error:
 # Decide before you run the next cell.
 
 # %%
-from simulator.viz.memory_compare import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 
 plans = {
     "as it is": Plan(8, precision=MIXED),
@@ -612,7 +612,7 @@ show(
 # recompute?
 
 # %%
-from simulator.viz.memory_panel import memory_panel
+from simulator.viz.memory.memory_panel import memory_panel
 
 fits = memory_panel(devices=("h100-sxm", "h200-sxm"))
 fits

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from simulator.viz.pen import Pen, outline_of, width_in
-from simulator.viz.style import DPI, LegendBox, new_figure, to_png
+from simulator.viz.drawing.pen import Pen, outline_of, width_in
+from simulator.viz.drawing.style import DPI, LegendBox, new_figure, to_png
 
 
 def sheet(wide=12.8, tall=4.0):

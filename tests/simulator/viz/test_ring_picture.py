@@ -8,7 +8,7 @@ from viz_traces import data_parallel, ring
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_ring_steps, draw_ring_steps, to_png
-from simulator.viz.ring_record import chunk_name, messages_of, ring_steps, step_verb
+from simulator.viz.collectives.ring_record import chunk_name, messages_of, ring_steps, step_verb
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])

@@ -5,7 +5,7 @@ import pytest
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import describe_routing, routing_figure
-from simulator.viz.routes import routes_of
+from simulator.viz.expert_parallel.routes import routes_of
 
 
 def choices(num_ranks=3, tokens=7, num_experts=6, top_k=2, seed=3):
