@@ -19,7 +19,7 @@ from distlab.measure.memory_run import Job, RankMemory, measure_memory, workload
 from distlab.measure.ratio import Row, format_rows
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
-from simulator.memory import Memory, memory_of
+from simulator.memory.memory import Memory, memory_of
 from simulator.units import format_bytes
 
 CONFIG = GPTConfig(context=128, num_layers=4, num_heads=4, hidden_size=128)

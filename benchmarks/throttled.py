@@ -45,7 +45,7 @@ from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
 from simulator import Measured as MeasuredApart
 from simulator import break_even_bytes_per_s, simulate
-from simulator.codec import MeasuredCodec
+from simulator.gradients.compression import MeasuredCodec
 
 LATENCY_S = 500e-6  # more than the machine's own, so that the link's is what counts
 BANDWIDTHS = (5e6, 10e6, 20e6, 40e6, 80e6, 160e6, 320e6)  # bytes a second, one way

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distlab.plan.schedules.times import ActionTimes
-from simulator.pipeline import PipelineRun
+from simulator.pipeline.simulate_schedule import PipelineRun
 
 SEQUENCE = 1024
 

@@ -37,7 +37,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
-    from simulator import hardware, memory_of, simulate
+    from simulator.hardware import presets as hardware
+    from simulator import memory_of, simulate
 
     if arguments.list:
         print("\n".join(hardware.names("clusters")))
@@ -101,7 +102,7 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
     Raises:
         ValueError: there is neither a preset nor a file of that name.
     """
-    from simulator import hardware
+    from simulator.hardware import presets as hardware
 
     known = hardware.names("clusters")
     if name in known:
@@ -132,7 +133,7 @@ def facts(step: Step) -> dict[str, object]:
 def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
     """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
     from simulator import DoesNotFitError, check_fit
-    from simulator.memory import KINDS
+    from simulator.memory.memory import KINDS
 
     device, why = cluster.device, ""
     if not memory.fits(device):

@@ -17,7 +17,7 @@ from distlab.measure.calibrate import Observation, Round, fit_cluster, measure_r
 from distlab.measure.machine import memory_bytes, this_machine
 from distlab.measure.programs import device_of
 from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
-from simulator.cost import compute_s
+from simulator.hardware.cost import compute_s
 
 MIN_ROUNDS = 3
 DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"

@@ -22,8 +22,8 @@ from distlab.measure.calibrate import MESSAGE_BYTES, now
 from distlab.measure.workload import BACKWARD_KERNELS
 from distlab.plan.records import Layer, Link, Protocol, Work, Workload
 from distlab.sharding.direct import DirectGather, DirectScatter
-from simulator.cost import Steps, reduce_scatter_steps
-from simulator.fit import fit_steps
+from simulator.hardware.cost import Steps, reduce_scatter_steps
+from simulator.hardware.fit import fit_steps
 
 Times = tuple[float, ...]
 LEAST_S = 1e-9  # a part that takes no time has a line all the same

@@ -35,7 +35,7 @@ from distlab.plan.compression import Compression
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.sharding import Sharding
 from simulator import Measured, simulate
-from simulator.codec import MeasuredCodec
+from simulator.gradients.compression import MeasuredCodec
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from distlab.gradient_hook import GradientBucket, GradientHook
 from distlab.measure.calibrate import now
 from distlab.plan.compression import Compression, exchanges
 from distlab.plan.records import Cluster
-from simulator.codec import MeasuredCodec
-from simulator.groups import group_of
+from simulator.gradients.compression import MeasuredCodec
+from simulator.hardware.process_groups import group_of
 from simulator.units import to_s
 
 COLUMNS = 256

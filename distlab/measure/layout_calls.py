@@ -20,8 +20,8 @@ from distlab.context_parallel.all_to_all import trade
 from distlab.measure.calibrate import now
 from distlab.plan.records import Link, Plan
 from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
-from simulator.cost import Steps, all_reduce_steps, reduce_scatter_steps
-from simulator.fit import fit_steps
+from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
+from simulator.hardware.fit import fit_steps
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = 2_000_000  # repeated until so much was sent, within limits

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from distlab.measure.memory_hooks import MemoryLimitError, Tracker
 from distlab.measure.memory_tracker import HOST, Ledger
 from distlab.sharding.optimizer_state import ShardedOptimizer
-from simulator.memory import KINDS
+from simulator.memory.memory import KINDS
 
 __all__ = ["KINDS", "MeasuredMemory", "MemoryLimitError", "storage_bytes", "track_memory"]
 

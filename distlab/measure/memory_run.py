@@ -1,6 +1,6 @@
 """Measured over predicted memory: train a small GPT under a plan on real ranks, and keep what each rank held.
 
-The same Plan goes to `simulator.memory.memory_of` and to `measure_memory`, which builds what the plan says out of the
+The same Plan goes to `simulator.memory.memory.memory_of` and to `measure_memory`, which builds what the plan says out of the
 techniques: DataParallel (stage 0), ShardedOptimizer (1 and 2), FullyShard (3), recompute, accumulation.
 """
 

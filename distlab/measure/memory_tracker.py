@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from simulator.memory import KINDS
+from simulator.memory.memory import KINDS
 
 HOST = "host"  # kept in the host's memory on purpose: known, and no part of the device's sum
 CERTAINTY = ("temporary", "activations", "logits", "buffers", "gradients", "optimizer", "master weights", "parameters")

@@ -19,8 +19,8 @@ from distlab.pipeline.split import split_gpt
 from distlab.plan.records import Cluster, Contention, Layer, Plan, Work, Workload
 from distlab.plan.schedules import SCHEDULES, Schedule, make_schedule
 from simulator import Step, simulate
-from simulator.cost import Steps
-from simulator.fit import fit_steps
+from simulator.hardware.cost import Steps
+from simulator.hardware.fit import fit_steps
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 

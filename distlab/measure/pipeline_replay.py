@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distlab.plan.schedules import Schedule
 from distlab.trace import Trace
-from simulator.pipeline import LETTERS, CompiledOrder, F, order_of
+from simulator.pipeline.simulate_schedule import LETTERS, CompiledOrder, F, order_of
 
 Ints = NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from distlab.measure.timed import step_spans
 from distlab.measure.training import RankReport
 from distlab.trace import Span
-from simulator.engine import run
-from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.engine.event_engine import run
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 
 
 def replay_errors(reports: Sequence[RankReport]) -> list[float]:

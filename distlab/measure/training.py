@@ -31,7 +31,7 @@ from distlab.plan.records import Plan, Work, Workload
 from distlab.plan.sharding import Sharding
 from distlab.trace import SpanWriter, Trace
 from simulator import Measured, Step, simulate
-from simulator.codec import MeasuredCodec
+from simulator.gradients.compression import MeasuredCodec
 
 
 @dataclass(frozen=True)

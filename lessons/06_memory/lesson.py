@@ -42,8 +42,8 @@ guess_0
 
 # %%
 from distlab.plan import Plan, Precision, Sharding
-from simulator.memory import KINDS, memory_of
-from simulator.models_by_name import model_by_name
+from simulator.memory.memory import KINDS, memory_of
+from simulator.models.by_name import model_by_name
 
 MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
 MODEL = model_by_name("llama-2-7b")
@@ -573,7 +573,7 @@ for step, (first, second) in enumerate(zip(*ranks.run(course_of_scale), strict=T
 
 # %% tags=["nbval-check-output"]
 from simulator import device
-from simulator.memory_fit import check_fit
+from simulator.memory.advice import check_fit
 
 H100 = device("h100-sxm")
 try:
@@ -835,6 +835,6 @@ ranks.close()
 #   Megatron-LM's `arguments.py`, torchtitan's `job_config.py` (later `configs.py`), Horovod's `DistributedOptimizer`
 #   and DeepSpeed's JSON files and documentation; they change between versions.
 # - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory.py`, and
-#   `simulator/memory.py`, in this order.
+#   `simulator/memory/memory.py`, in this order.
 #
 # Next: lesson 7, which splits parameters, gradients and optimizer state over the ranks.

@@ -23,7 +23,7 @@ from distlab.pipeline.split import split_gpt
 from distlab.plan.schedules import SCHEDULES, ActionTimes, Schedule, add_communication, make_schedule, parse_schedule
 from distlab.plan.validate import validate
 from distlab.trace import Trace
-from simulator.pipeline import PipelineRun, simulate_schedule
+from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 
 LEARNING_RATE = 1e-3
 SAME = 1e-3  # by how much losses of float32 may differ, sums being formed in other orders

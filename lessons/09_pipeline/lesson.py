@@ -213,7 +213,7 @@ guess_1 = predict("What part of the ranks' time is idle in GPipe?", unit="%")
 guess_1
 
 # %%
-from simulator.pipeline import simulate_schedule
+from simulator.pipeline.simulate_schedule import simulate_schedule
 from simulator.viz import describe_schedule, draw_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told

@@ -479,7 +479,7 @@ print("yours, slowest to fastest:", ", ".join(place_axes({"data": 2, "pipeline":
 # Bytes are a guess at time. The simulator has the time: all orders, fastest first.
 
 # %% tags=["nbval-check-output"]
-from simulator.placement import rank_orders
+from simulator.sweeps.axis_order import rank_orders
 
 orders = rank_orders(MODEL, MACHINE, QUESTION)
 for order, step in orders:

@@ -23,7 +23,7 @@ from distlab.models import GPTConfig
 from distlab.plan.records import Contention, Plan, Work
 from distlab.plan.sharding import Sharding
 from distlab.tensor_parallel import parallelize, splits_of
-from simulator.cost import steps_s
+from simulator.hardware.cost import steps_s
 
 SMALL = GPTConfig(context=16, num_layers=2, num_heads=4, hidden_size=32, tied=False)
 B, S, H, V, L = 4, SMALL.context, SMALL.hidden_size, SMALL.vocab_size, SMALL.num_layers

@@ -14,7 +14,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.plan.schedules import make_schedule
 from distlab.plan.validate import validate
 from distlab.trace import Span, Trace
-from simulator.pipeline import LETTERS, CompiledOrder, order_of
+from simulator.pipeline.simulate_schedule import LETTERS, CompiledOrder, order_of
 
 SMALL = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=24, tied=False)
 MESSAGE_NS = 2_000_000

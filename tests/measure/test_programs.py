@@ -17,7 +17,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Plan
 from distlab.plan.sharding import Sharding
 from simulator import Measured, simulate
-from simulator.cost import all_gather_s, message_s
+from simulator.hardware.cost import all_gather_s, message_s
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
 SHARDINGS = (Sharding(), Sharding(1), Sharding(2), Sharding(3), Sharding(3, reshard_after_forward=False, prefetch=0))

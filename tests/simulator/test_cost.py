@@ -3,7 +3,7 @@ import math
 import pytest
 
 from distlab.plan.records import Device, Link, Protocol, Work
-from simulator import cost
+from simulator.hardware import cost
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
 MIB = 2**20

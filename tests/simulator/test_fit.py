@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from distlab.plan.records import Link, Protocol
-from simulator import fit
-from simulator.cost import Steps, all_reduce_s, all_reduce_steps
+from simulator.hardware import fit
+from simulator.hardware.cost import Steps, all_reduce_s, all_reduce_steps
 
 SIZES = [2**power for power in range(12, 30)]
 

@@ -11,7 +11,7 @@ from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
 from distlab.plan.sharding import Sharding
 from simulator import gpt_workload, simulate
 from simulator.units import to_ns
-from simulator.units_of_sharding import peak_gathered_elements, units_of
+from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 
 shardings = st.builds(
     Sharding,

@@ -3,7 +3,7 @@ import pytest
 
 from distlab.plan.records import Plan
 from simulator import cluster, gpt_workload, simulate
-from simulator.memory import KINDS, memory_of
+from simulator.memory.memory import KINDS, memory_of
 
 WORKLOAD = gpt_workload(hidden_size=64, num_layers=6, num_heads=4, sequence_length=32, vocab_size=100)
 

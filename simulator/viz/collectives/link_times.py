@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from distlab.plan.records import Link, Protocol
-from simulator.cost import message_s
-from simulator.hardware import link as preset
+from simulator.hardware.cost import message_s
+from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, pale, percent, put_title
 

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from distlab.plan.records import Link
-from simulator import hardware
+from simulator.hardware import presets as hardware
 from simulator.viz.drawing.panel import Panel
 from simulator.viz.collectives.race import describe_race, draw_race
 

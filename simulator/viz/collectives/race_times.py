@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.records import Link
-from simulator import hardware
-from simulator.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
+from simulator.hardware import presets as hardware
+from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import format_bytes
 from simulator.viz.drawing.style import KindStyle
 
@@ -36,7 +36,7 @@ def _of_library(algorithm: str) -> Callable[[int], Steps]:
     return lambda num_ranks: all_reduce_steps(num_ranks, algorithm)
 
 
-# Steps of each algorithm on one link: those of `simulator.cost`, and the two that lessons begin with.
+# Steps of each algorithm on one link: those of `simulator.hardware.cost`, and the two that lessons begin with.
 STEPS: Mapping[str, Callable[[int], Steps]] = MappingProxyType(
     {
         "naive": _naive,

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from distlab.plan.compression import Compression
-from simulator.sweep import CompressionLine, CompressionSweep
+from simulator.sweeps.buckets_and_compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s
 from simulator.viz.drawing.boxes import axes_pixels
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title, time_unit

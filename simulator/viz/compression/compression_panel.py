@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from distlab.plan.compression import Compression
 from distlab.plan.records import Cluster, Plan, Workload
-from simulator.codec import MeasuredCodec
-from simulator.sweep import CompressionSweep, bandwidths, replica_link, sweep_compression
+from simulator.gradients.compression import MeasuredCodec
+from simulator.sweeps.buckets_and_compression import CompressionSweep, bandwidths, replica_link, sweep_compression
 from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression
 from simulator.viz.drawing.panel import Panel
 

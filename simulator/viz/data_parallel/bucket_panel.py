@@ -8,8 +8,8 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from distlab.plan.records import Cluster, Plan, Workload
-from simulator.step import simulate
-from simulator.sweep import BucketSweep, sweep_buckets, with_bucket_bytes
+from simulator.step.simulate import simulate
+from simulator.sweeps.buckets_and_compression import BucketSweep, sweep_buckets, with_bucket_bytes
 from simulator.units import format_bytes
 from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep, nearest
 from simulator.viz.drawing.panel import Panel

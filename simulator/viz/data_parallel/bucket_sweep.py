@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from simulator.sweep import BucketSweep
+from simulator.sweeps.buckets_and_compression import BucketSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title, time_unit
 

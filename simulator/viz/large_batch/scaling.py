@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from simulator.step import Step
+from simulator.step.simulate import Step
 from simulator.viz.drawing.boxes import axes_pixels
 from simulator.viz.drawing.style import (
     DPI,

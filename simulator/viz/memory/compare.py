@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.memory import KINDS, Memory
+from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
 from simulator.viz.memory.memory import MEMORY_KINDS, name_kinds, put_kinds, stack_area, stack_bars
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, frame, new_figure, percent, put_title

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from simulator.memory import KINDS, Memory
+from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
 from simulator.viz.drawing.legend import put_legend

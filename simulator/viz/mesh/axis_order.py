@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from simulator.placement import axes_inside_nodes
-from simulator.step import Step
+from simulator.sweeps.axis_order import axes_inside_nodes
+from simulator.step.simulate import Step
 from simulator.units import format_s
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.drawing.pen import Pen, sheet, width_in

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from distlab.plan.axes import AXES
 from distlab.plan.records import Plan
-from simulator.memory import KINDS, Memory
-from simulator.placement import axes_inside_nodes
-from simulator.step import Step
+from simulator.memory.memory import KINDS, Memory
+from simulator.sweeps.axis_order import axes_inside_nodes
+from simulator.step.simulate import Step
 from simulator.units import format_bytes, format_s
 from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
 from simulator.viz.mesh.mesh import axis_style

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from distlab.plan.axes import AXES
 from distlab.plan.records import RECOMPUTES, Cluster, Plan, Workload
 from distlab.plan.sharding import Sharding
-from simulator.hardware import cluster as cluster_by_name
-from simulator.models_by_name import model_by_name
-from simulator.step import simulate
+from simulator.hardware.presets import cluster as cluster_by_name
+from simulator.models.by_name import model_by_name
+from simulator.step.simulate import simulate
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
 from simulator.viz.drawing.panel import Panel
 

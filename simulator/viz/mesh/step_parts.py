@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distlab.plan.axes import AXES
-from simulator.step import Step
+from simulator.step.simulate import Step
 from simulator.viz.drawing.style import AXIS_STYLES
 
 COMPUTE, BUBBLE = "compute", "bubble"

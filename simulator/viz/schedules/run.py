@@ -8,7 +8,7 @@ import numpy as np
 
 from distlab.plan.schedules import ActionTimes, Schedule
 from distlab.trace.span import Trace
-from simulator.pipeline import LETTERS, PipelineRun, simulate_schedule
+from simulator.pipeline.simulate_schedule import LETTERS, PipelineRun, simulate_schedule
 from simulator.viz.drawing.shades import stages_of_ranks
 
 UNIT_S = 1e-3  # a time of 1 is a millisecond on screen

@@ -11,8 +11,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.step import Step
-from simulator.sweep_units import UnitSweep
+from simulator.step.simulate import Step
+from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.legend import put_legend

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.sharding import Sharding
-from simulator.hardware import cluster as cluster_by_name
-from simulator.models_by_name import model_by_name
-from simulator.step import simulate
-from simulator.sweep_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
+from simulator.hardware.presets import cluster as cluster_by_name
+from simulator.models.by_name import model_by_name
+from simulator.step.simulate import simulate
+from simulator.sweeps.fsdp_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
 from simulator.viz.drawing.panel import Panel
 from simulator.viz.sharding.unit_size import describe_sharding, draw_sharding
 

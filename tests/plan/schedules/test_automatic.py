@@ -11,7 +11,7 @@ from distlab.plan.schedules.automatic_rules import Costs, Rules, follow_rules
 from distlab.plan.schedules.automatic_tiling import can_run, find_steady, schedule_of, tile
 from distlab.plan.schedules.grammar import F, I, W
 from distlab.plan.validate import ScheduleError, validate
-from simulator.pipeline import simulate_schedule
+from simulator.pipeline.simulate_schedule import simulate_schedule
 
 
 def span_of(schedule, times):

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from distlab.plan import Plan, Sharding
 from simulator import gpt_workload, memory_of
-from simulator.memory import KINDS
+from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
 from simulator.viz import (
     describe_measured_memory,
