@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.comm import Ranks
-from distlab.comm.recorder import recorded
-from distlab.comm.records import Records
+from distlab.comm.record.recorder import recorded
+from distlab.comm.record.read import Records
 from distlab.context_parallel import all_to_all_attention, ring_attention, scatter_sequence
 from distlab.measure.ratio import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
 

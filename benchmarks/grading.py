@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import run
-from distlab.comm.fork_client import shut_down
+from distlab.comm.launch.fork_client import shut_down
 from distlab.grading.check import examine
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.report import Report

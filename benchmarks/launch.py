@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from distlab.comm import RankError, Ranks, run
-from distlab.comm.fork_client import shut_down
+from distlab.comm.launch.fork_client import shut_down
 from distlab.measure.bench_script import run_script
 from distlab.measure.ratio import Row, absolute
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import Ranks
-from distlab.comm.recorder import Recorder, recorded
+from distlab.comm.record.recorder import Recorder, recorded
 from distlab.measure.bench_script import run_script
 from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from distlab.comm.operations import ring_bytes
-from distlab.comm.records import Records
+from distlab.comm.record.operations import ring_bytes
+from distlab.comm.record.read import Records
 from distlab.measure.calibrate import median_round
 from distlab.measure.machine import Machine, this_machine
 from distlab.measure.training import RankReport, Training, predict, windows_of

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
     number, script = find_lab(arguments.number)
     num_ranks, settings = _read_flags(number, script, arguments.flags)
-    from distlab.comm.torchrun import plain_command, run_script
+    from distlab.comm.launch.torchrun import plain_command, run_script
     from distlab.lab.settings import as_arguments
 
     given = as_arguments(settings)

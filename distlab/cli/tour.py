@@ -20,7 +20,7 @@ from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
     from distlab.cli.findings import Findings
-    from distlab.comm.records import Records
+    from distlab.comm.record.read import Records
     from distlab.measure.training import RankReport, Training
     from distlab.trace import Trace
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from distlab.comm.agree import agree  # first, or the name would come to mean the submodule of the same name
 
 if TYPE_CHECKING:
-    from distlab.comm.failures import RankError, RankTimeout
+    from distlab.comm.launch.failures import RankError, RankTimeout
     from distlab.comm.groups import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group
-    from distlab.comm.launch import run, warm
-    from distlab.comm.ranks import Ranks
-    from distlab.comm.recorder import Recorder, recorded
-    from distlab.comm.records import Records, read_records
+    from distlab.comm.launch.launch import run, warm
+    from distlab.comm.launch.ranks import Ranks
+    from distlab.comm.record.recorder import Recorder, recorded
+    from distlab.comm.record.read import Records, read_records
     from distlab.comm.throttle import throttled
 
 _HOMES = {

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from distlab.comm.failures import Failure, RankError, RankTimeout
+from distlab.comm.launch.failures import Failure, RankError, RankTimeout
 from distlab.grading.exercise import Exercise, Fault
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)

@@ -726,7 +726,7 @@ import time
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.recorder import recorded
+from distlab.comm.record.recorder import recorded
 
 
 def train_accumulating(num_accumulated):

@@ -208,7 +208,7 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # $$\frac{\text{all-reduce}}{\text{top-k}} = \frac{2\frac{n-1}{n} \cdot 4E}{(n-1) \cdot 8 r E} = \frac{1}{n\,r}$$
 
 # %% tags=["nbval-check-output"]
-from distlab.comm.operations import ring_bytes
+from distlab.comm.record.operations import ring_bytes
 
 for n in (2, 4, 8, 64, 100, 256):
     all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)

@@ -9,7 +9,7 @@ from typing import Any
 from distlab_lesson_10 import cases
 from torch import Tensor
 
-from distlab.comm.failures import RankError
+from distlab.comm.launch.failures import RankError
 from distlab.grading.exercise import Evidence, Fault
 from distlab.grading.traffic import calls
 from distlab.grading.values import describe

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm.groups import mesh_groups
-from distlab.comm.operations import ring_bytes
-from distlab.comm.records import Call
+from distlab.comm.record.operations import ring_bytes
+from distlab.comm.record.read import Call
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.lab import CommonSettings, Lab, flag, main

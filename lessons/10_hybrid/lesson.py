@@ -128,7 +128,7 @@ show(
 # groups, to see whom it meets:
 
 # %%
-from distlab.comm.fork_client import preload
+from distlab.comm.launch.fork_client import preload
 from distlab.comm.groups import mesh_groups
 
 preload("distlab.measure.layouts")  # loads nearly all of the package once, and not in each of eight ranks
@@ -380,7 +380,7 @@ compare_losses("data 2 x tensor 2 x pipeline 2", CUBE)
 
 
 # %%
-from distlab.comm.operations import ring_bytes
+from distlab.comm.record.operations import ring_bytes
 
 
 def axis_of(call, mesh):

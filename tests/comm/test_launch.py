@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, fork_client, run
-from distlab.comm.fork_client import preload
+from distlab.comm.launch.fork_client import preload
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.comm.recorder import recorded
+from distlab.comm.record.recorder import recorded
 from distlab.data import ByteCorpus, python_documentation
 from distlab.expert_parallel import (
     ExpertParallel,

@@ -16,10 +16,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.comm.forkserver import send_request
+from distlab.comm.launch.forkserver import send_request
 
 # torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once a rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "distlab.comm.worker", "distlab.comm.recorder")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "distlab.comm.launch.worker", "distlab.comm.record.recorder")
 
 
 class ForkServer:
@@ -32,7 +32,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.forkserver import serve; "
+            f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
             f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD!r})"
         )
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

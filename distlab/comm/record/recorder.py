@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.call_site import Site
-from distlab.comm.front_end import FrontEnd
-from distlab.comm.ledger import channel_of, fingerprint_of
-from distlab.comm.operations import Operation, describe_shapes, num_bytes_of, ring_bytes, tensors_in
-from distlab.comm.record_file import Known, RecordWriter, known_call
-from distlab.comm.records import Records, read_records
+from distlab.comm.record.call_site import Site
+from distlab.comm.record.intercept import FrontEnd
+from distlab.comm.record.matching import channel_of, fingerprint_of
+from distlab.comm.record.operations import Operation, describe_shapes, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record.file import Known, RecordWriter, known_call
+from distlab.comm.record.read import Records, read_records
 
 MAX_KNOWN = 8192
 

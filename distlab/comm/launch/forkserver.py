@@ -166,7 +166,7 @@ class Server:
                 self.become_rank(output_fd, status_fd)
                 if os.getppid() != server_pid:
                     os._exit(code)  # the server died before the kernel knew to kill this process with it
-                from distlab.comm.worker import serve_rank
+                from distlab.comm.launch.worker import serve_rank
 
                 code = serve_rank(job_fd, self.alive_r)
             except (

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.failures import Failure, describe_exit, format_stack
-from distlab.comm.fork_client import fork_server
-from distlab.comm.forkserver import STATUS
-from distlab.comm.messages import Job, Reply, Settings
-from distlab.comm.output import Output
-from distlab.comm.worker import stack_path
+from distlab.comm.launch.failures import Failure, describe_exit, format_stack
+from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.forkserver import STATUS
+from distlab.comm.launch.messages import Job, Reply, Settings
+from distlab.comm.launch.output import Output
+from distlab.comm.launch.worker import stack_path
 
 
 class Event(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from distlab.comm.records import Records
+from distlab.comm.record.read import Records
 
 
 def is_settled(records: Records, ranks: Collection[int]) -> bool:

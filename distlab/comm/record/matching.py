@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record_file import RECV, ROW
-from distlab.comm.records import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.file import RECV, ROW
+from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.failures import Failure
+from distlab.comm.launch.failures import Failure
 
 INLINE_BYTES = 16_000  # below, a message is one write into the socket's buffer
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.comm.call_site import SiteFinder, is_internal
+from distlab.comm.record.call_site import SiteFinder, is_internal
 
 
 class Operation(NamedTuple):

@@ -4,7 +4,7 @@ torchrun prints its ranks' output unmarked and, after a failure, a page of its o
 Here torchrun runs inside a small agent process that reports in a file which ranks failed and how; the caller passes the
 output on line by line and raises the same `RankError` as `distlab.comm.run`.
 
-    python -m distlab.comm.torchrun PARENT_PID FOLDER torchrun's arguments ...
+    python -m distlab.comm.launch.torchrun PARENT_PID FOLDER torchrun's arguments ...
 
 is the agent. When its parent goes it kills its ranks and goes too; should the agent itself be killed, the kernel kills
 the ranks (Linux; elsewhere each rank looks every half second).
@@ -29,8 +29,8 @@ from types import FrameType
 from typing import Any
 
 from distlab.comm.checks import check_timeout, check_world_size
-from distlab.comm.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.forkserver import children, kill_group, prctl
+from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
+from distlab.comm.launch.forkserver import children, kill_group, prctl
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
 REFUSED = 2  # of one that was asked for something that cannot be: one line is enough
@@ -75,7 +75,7 @@ def run_script(
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
         flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
-        agent = [sys.executable, "-m", "distlab.comm.torchrun", str(os.getpid()), folder]
+        agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
         with _started(command) as process:
             own_words = _pass_on(process, echo, limit_s)

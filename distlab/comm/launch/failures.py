@@ -169,7 +169,7 @@ def format_stack(text: str) -> str:
             continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
         for file, number, name in reversed(frames):
-            if _is_launcher(file) or file.endswith("distlab/comm/front_end.py") or file == "<string>":
+            if _is_launcher(file) or file.endswith("distlab/comm/record/intercept.py") or file == "<string>":
                 continue
             lines.append(f'  File "{file}", line {number}, in {name}')
             source = linecache.getline(file, int(number)).strip()
@@ -180,4 +180,4 @@ def format_stack(text: str) -> str:
 
 
 def _is_launcher(file: str) -> bool:
-    return file.endswith(("distlab/comm/worker.py", "distlab/comm/forkserver.py"))
+    return file.endswith(("distlab/comm/launch/worker.py", "distlab/comm/launch/forkserver.py"))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record_file import (
+from distlab.comm.record.file import (
     ASIDE,
     DONE,
     FAILED,
@@ -183,7 +183,7 @@ class Records:
     def ring_equivalent_bytes(self, rank: int) -> int:
         """Return the bytes that the rank would have sent if its native collectives ran as rings.
 
-        The formulas are those of distlab.comm.operations.ring_bytes: 2(n-1)/n S for an all_reduce of S over n ranks.
+        The formulas are those of distlab.comm.record.operations.ring_bytes: 2(n-1)/n S for an all_reduce of S over n ranks.
         """
         return self._total(rank, "ring")
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distlab.comm.fork_client import fork_server
-from distlab.comm.ranks import Ranks
+from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.ranks import Ranks
 
 
 def run(

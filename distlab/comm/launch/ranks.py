@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
-from distlab.comm.failures import Failure, RankError, error_of, standing, timeout_of
-from distlab.comm.messages import Body, Job, pack_call
-from distlab.comm.pool import Pool
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
+from distlab.comm.launch.messages import Body, Job, pack_call
+from distlab.comm.launch.pool import Pool
 
 if TYPE_CHECKING:
-    from distlab.comm.records import Records
-    from distlab.comm.watchdog import Watchdog
+    from distlab.comm.record.read import Records
+    from distlab.comm.record.watchdog import Watchdog
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
@@ -96,7 +96,7 @@ class Ranks:
         Raises:
             RuntimeError: nothing has been run, or record is False.
         """
-        from distlab.comm.records import read_records
+        from distlab.comm.record.read import read_records
 
         if self._pool is not None and self.record:
             return read_records(self._pool.folder)
@@ -168,7 +168,7 @@ class Ranks:
         """Read the records before the folder goes."""
         if self.record and self._pool is not None:
             try:
-                from distlab.comm.records import read_records
+                from distlab.comm.record.read import read_records
 
                 self._failed_records = read_records(self._pool.folder)
             except Exception:  # a failure is being reported already
@@ -186,7 +186,7 @@ class _Round:
         self.gone = False  # whether a process has ended
         self.watchdog: Watchdog | None = None
         if owner.record:
-            from distlab.comm.watchdog import Watchdog
+            from distlab.comm.record.watchdog import Watchdog
 
             self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=time.monotonic_ns())
 
@@ -215,7 +215,7 @@ class _Round:
             return False
         if any(failure.is_noise or "has not been initialized" in failure.summary for failure in self.failures):
             return False
-        from distlab.comm.settled import is_settled
+        from distlab.comm.launch.settled import is_settled
 
         return is_settled(records, self.ranks)
 
@@ -264,8 +264,8 @@ class _Round:
         """Who waits for whom, from the recorded calls."""
         if self.watchdog is None:
             return []
-        from distlab.comm.records import read_records
-        from distlab.comm.watchdog import describe
+        from distlab.comm.record.read import read_records
+        from distlab.comm.record.watchdog import describe
 
         try:
             return list(describe(read_records(self.pool.folder), self.pool.world_size))

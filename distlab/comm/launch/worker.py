@@ -21,14 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from distlab.comm.failures import PEER_NOISE, Failure
-from distlab.comm.forkserver import JOB_VARIABLE, kill_group
+from distlab.comm.launch.failures import PEER_NOISE, Failure
+from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.groups import choose_backend
-from distlab.comm.messages import Body, Job, Reply, Settings
+from distlab.comm.launch.messages import Body, Job, Reply, Settings
 from distlab.comm.rendezvous import loopback_interface
 
 if TYPE_CHECKING:
-    from distlab.comm.recorder import Recorder
+    from distlab.comm.record.recorder import Recorder
 
 MAX_TEXT = 20_000
 
@@ -167,7 +167,7 @@ class _Rank:
             timeout=datetime.timedelta(seconds=settings.group_timeout_s),
         )
         if settings.record:
-            from distlab.comm.recorder import Recorder
+            from distlab.comm.record.recorder import Recorder
 
             self.recorder = Recorder(settings.folder, settings.rank)
             self.recorder.start()
