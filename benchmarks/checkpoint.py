@@ -46,8 +46,8 @@ from distlab.plan.compression import Compression
 from distlab.plan.schedules import one_f_one_b
 from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.state_dict import ShardedState
+from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding.state.sharded import ShardedState
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 NUM_STEPS = 60

@@ -25,7 +25,7 @@ from distlab.plan.records import Plan, Workload
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 from distlab.sharding import FullyShard
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding.zero.optimizer import ShardedOptimizer
 
 Ints = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from distlab.data_parallel import DataParallel
 from distlab.plan.compression import Compression
 from distlab.plan.sharding import Sharding
 from distlab.sharding import FullyShard
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding.zero.optimizer import ShardedOptimizer
 from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

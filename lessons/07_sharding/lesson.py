@@ -285,7 +285,7 @@ bench("equal shards", shards_of_a_row)
 
 
 # %%
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding.zero.optimizer import ShardedOptimizer
 
 
 def zero(stage):
@@ -736,7 +736,7 @@ bench("FSDP, offloaded", fully_sharded(offload=True))
 
 
 # %%
-from distlab.sharding.full_state import full_state_dict
+from distlab.sharding.state.full import full_state_dict
 
 
 def saved_and_loaded():

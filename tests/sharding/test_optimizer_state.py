@@ -10,8 +10,8 @@ from torch import nn
 
 from distlab.clip import NotFiniteError
 from distlab.comm.record.recorder import recorded
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.scattered import MAX_UNDER_WAY
+from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding.zero.scatter_in_backward import MAX_UNDER_WAY
 from distlab.trace import SpanWriter
 
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.plan import FlatLayout, Precision
 from distlab.sharding.direct import DirectGather, DirectScatter
-from distlab.sharding.wrapping import Members, dtype_of
+from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.trace import SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from distlab.sharding.flat_unit import Unit
-from distlab.sharding.prefetch import Order, Wrapped
+from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.prefetch import Order, Wrapped
 
 if TYPE_CHECKING:
-    from distlab.sharding.unit import FullyShard
+    from distlab.sharding.fsdp.fully_shard import FullyShard
 
 
 class LetGo:

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.rng import generator
-from distlab.sharding.unit import FullyShard
+from distlab.sharding.fsdp.fully_shard import FullyShard
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Seed = int | torch.Generator

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.plan import assign_buckets
-from distlab.sharding.buffers import Buffers, Kind
-from distlab.sharding.shard_bucket import TWICE, USED, ShardBucket
+from distlab.sharding.zero.buffers import Buffers, Kind
+from distlab.sharding.zero.shard_bucket import TWICE, USED, ShardBucket
 from distlab.trace import SpanWriter
 
 MAX_UNDER_WAY = 2

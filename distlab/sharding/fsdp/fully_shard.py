@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.comm.agree import agree, group_device
 from distlab.plan import Precision
-from distlab.sharding.flat_unit import Options, Unit
-from distlab.sharding.hooks import Hooked, put
-from distlab.sharding.prefetch import Order
-from distlab.sharding.wrapping import ROOT, Members, assign, automatic_units, check_options, check_units
+from distlab.sharding.fsdp.flat_unit import Options, Unit
+from distlab.sharding.fsdp.hooks import Hooked, put
+from distlab.sharding.fsdp.prefetch import Order
+from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, check_options, check_units
 from distlab.trace import SpanWriter
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import agree, group_device
-from distlab.sharding.shard_bucket import OwnPiece, ShardBucket
+from distlab.sharding.zero.shard_bucket import OwnPiece, ShardBucket
 
 VERSION = 1
 

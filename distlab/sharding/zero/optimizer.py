@@ -32,11 +32,11 @@ from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
 from distlab.comm.agree import agree
-from distlab.sharding import consolidate
+from distlab.sharding.zero import consolidate
 from distlab.sharding.direct import DirectGather
-from distlab.sharding.faults import find_faults
-from distlab.sharding.own_state import SavesOwnState
-from distlab.sharding.scattered import ScatteredGradients, broadcast_start, make_buckets
+from distlab.sharding.zero.faults import find_faults
+from distlab.sharding.zero.own_state import SavesOwnState
+from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

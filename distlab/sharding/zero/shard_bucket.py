@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.plan import FlatLayout
-from distlab.sharding.buffers import Buffers, Kind
+from distlab.sharding.zero.buffers import Buffers, Kind
 from distlab.sharding.direct import DirectGather, DirectScatter
 from distlab.trace import SpanWriter
 

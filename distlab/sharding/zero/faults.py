@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.clip import NotFiniteError
-from distlab.sharding.shard_bucket import MOVED, NOT_FINITE, SPARSE, TWICE, UNUSED, USED, ShardBucket
+from distlab.sharding.zero.shard_bucket import MOVED, NOT_FINITE, SPARSE, TWICE, UNUSED, USED, ShardBucket
 
 NUM_CODES = 6
 TEXTS = {

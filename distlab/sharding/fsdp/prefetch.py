@@ -7,7 +7,7 @@ that is not used and is never wrong in its numbers.
 
 from __future__ import annotations
 
-from distlab.sharding.flat_unit import Unit
+from distlab.sharding.fsdp.flat_unit import Unit
 
 
 class Wrapped:

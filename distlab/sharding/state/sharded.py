@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distlab.comm.agree import agree
 from distlab.plan import FlatLayout
-from distlab.sharding.model_state import (
+from distlab.sharding.state.model_state import (
     Optimizer,
     check_buffers,
     expected_tensors,
@@ -31,7 +31,7 @@ from distlab.sharding.model_state import (
     split,
     together,
 )
-from distlab.sharding.saved import (
+from distlab.sharding.state.shard_format import (
     PARAMETER,
     SavedPart,
     SavedShard,
@@ -39,7 +39,7 @@ from distlab.sharding.saved import (
     check_one_save,
     check_tensors,
 )
-from distlab.sharding.unit import FullyShard
+from distlab.sharding.fsdp.fully_shard import FullyShard
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:

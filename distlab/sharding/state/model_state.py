@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.sharding.flat_unit import Unit
-from distlab.sharding.unit import FullyShard
+from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.fully_shard import FullyShard
 
 Result = TypeVar("Result")
 Optimizer = torch.optim.Optimizer
