@@ -35,8 +35,8 @@ from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.bench_script import run_script
-from distlab.measure.ratio import Row, absolute
+from distlab.measure.runs.bench_script import run_script
+from distlab.measure.machine.ratio import Row, absolute
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt

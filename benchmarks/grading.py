@@ -18,7 +18,7 @@ from distlab.grading.check import examine
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.report import Report
 from distlab.grading.values import explain_sum, seeded
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.machine.ratio import Row, absolute, format_rows
 
 SIZE = 100
 

@@ -1,6 +1,6 @@
 """How far the simulator's prediction of a step is from the measured one: data parallel in many forms, and all layouts.
 
-The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
+The rule is that of distlab.measure.runs.windows: a calibration before and after each window of steps, windows in which the
 machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
 repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
 than the model's, and how much slower they are in steps of two other models; each round of a sharded run times gathers
@@ -24,11 +24,11 @@ from statistics import median
 
 from distlab.cli.tour import prepare
 from distlab.comm import run
-from distlab.measure.layouts import LayoutTraining, run_layout
-from distlab.measure.pipeline import PipelineTraining, run_pipeline
-from distlab.measure.ratio import Row, format_rows, median_interval
-from distlab.measure.training import RankReport, Training, train, windows_of
-from distlab.measure.windows import Window, judge
+from distlab.measure.runs.layouts import LayoutTraining, run_layout
+from distlab.measure.runs.pipeline import PipelineTraining, run_pipeline
+from distlab.measure.machine.ratio import Row, format_rows, median_interval
+from distlab.measure.runs.training import RankReport, Training, train, windows_of
+from distlab.measure.runs.windows import Window, judge
 from distlab.models import GPTConfig
 from distlab.plan.compression import Compression
 from distlab.plan.records import Plan

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.machine.ratio import Row, absolute, format_rows
 from distlab.plan import Plan, Schedule, one_f_one_b
 from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule
 from simulator import CompiledOrder, Jitter, cluster, gpt_workload, order_of, simulate, simulate_schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.machine.ratio import Row, absolute, format_rows
 from distlab.plan.schedules import SCHEDULES, automatic
 from simulator.pipeline.simulate_schedule import ActionTimes, simulate_schedule
 from simulator.published_bubbles import BUBBLE_TABLE, BubbleCell, bubble_rate

@@ -124,7 +124,7 @@ import contextlib
 
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory import track_memory
+from distlab.measure.memory.measured import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.precision import autocast
 from distlab.recompute import recompute_blocks
@@ -181,7 +181,7 @@ guess_1 = predict("Peak of an update of the small GPT, 16 samples a rank?", unit
 guess_1
 
 # %%
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
 
 
 def counted(samples=16, **plan):
@@ -834,7 +834,7 @@ ranks.close()
 # - torch 2.13: `torch.amp`, `torch.utils.checkpoint`. Names of settings: looked up 2026-11 in public copies of
 #   Megatron-LM's `arguments.py`, torchtitan's `job_config.py` (later `configs.py`), Horovod's `DistributedOptimizer`
 #   and DeepSpeed's JSON files and documentation; they change between versions.
-# - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory.py`, and
+# - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory/measured.py`, and
 #   `simulator/memory/memory.py`, in this order.
 #
 # Next: lesson 7, which splits parameters, gradients and optimizer state over the ranks.

@@ -16,7 +16,7 @@ from torch import Tensor
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.grading import load_lesson
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt

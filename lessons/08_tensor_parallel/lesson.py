@@ -516,7 +516,7 @@ guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as on
 guess_3
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
 from distlab.trace import SpanWriter, Trace
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.pipeline_calibrate import measure_messages
-from distlab.measure.pipeline_predict import MESSAGE_BYTES
-from distlab.measure.pipeline_training import PipelineTraining, train_pipeline, windows_of_pipeline
+from distlab.measure.runs.pipeline_calibrate import measure_messages
+from distlab.measure.runs.pipeline_predict import MESSAGE_BYTES
+from distlab.measure.runs.pipeline_training import PipelineTraining, train_pipeline, windows_of_pipeline
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt

@@ -16,7 +16,7 @@ from distlab.comm.record.read import Call
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Mesh, Plan, Sharding
 from distlab.plan.axes import AXES, mesh_of

@@ -131,7 +131,7 @@ show(
 from distlab.comm.launch.fork_client import preload
 from distlab.comm.groups import mesh_groups
 
-preload("distlab.measure.layouts")  # loads nearly all of the package once, and not in each of eight ranks
+preload("distlab.measure.runs.layouts")  # loads nearly all of the package once, and not in each of eight ranks
 ranks = Ranks(8, timeout_s=120)
 
 
@@ -419,7 +419,7 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 # the simulator takes measured speeds and predicts the step.
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
 from simulator.viz.timeline.timeline_widget import Timeline
 
 ranks.close()

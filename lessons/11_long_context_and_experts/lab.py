@@ -26,7 +26,7 @@ from distlab.expert_parallel import (
     reduce_gradients,
 )
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Plan
 

@@ -388,7 +388,7 @@ for kind, values in losses.items():
 # from these calibrations. Two ranks on a ring, 512 positions, two samples.
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
 from distlab.plan.records import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)

@@ -5,7 +5,7 @@ from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
 from distlab.comm.record.recorder import recorded
 from distlab.hybrid import Hybrid
-from distlab.measure.layouts import LayoutTraining
+from distlab.measure.runs.layouts import LayoutTraining
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from distlab.trace import SpanWriter

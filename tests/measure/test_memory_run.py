@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distlab.measure.memory import KINDS, MemoryLimitError
-from distlab.measure.memory_run import Job, measure_memory, train, workload_of
+from distlab.measure.memory.measured import KINDS, MemoryLimitError
+from distlab.measure.memory.memory_run import Job, measure_memory, train, workload_of
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator.memory.memory import memory_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory import KINDS, MemoryLimitError, track_memory
+from distlab.measure.memory.measured import KINDS, MemoryLimitError, track_memory
 from distlab.sharding import FullyShard
 from distlab.sharding.fsdp.construct import build_sharded
 from distlab.sharding.zero.offload import offloaded

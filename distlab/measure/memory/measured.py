@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distlab.measure.memory_hooks import MemoryLimitError, Tracker
-from distlab.measure.memory_tracker import HOST, Ledger
+from distlab.measure.memory.hooks import MemoryLimitError, Tracker
+from distlab.measure.memory.storages import HOST, Ledger
 from distlab.sharding.zero.optimizer import ShardedOptimizer
 from simulator.memory.memory import KINDS
 

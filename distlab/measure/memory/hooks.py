@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.measure.memory_tracker import HOST, Ledger, tensors_in
+from distlab.measure.memory.storages import HOST, Ledger, tensors_in
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.units import format_bytes
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.expert_parallel import mix_experts
-from distlab.measure.workload import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
+from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.partition import split_evenly
 from distlab.plan.records import Layer, Work, Workload

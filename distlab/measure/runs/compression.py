@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
-from distlab.measure.calibrate import now
+from distlab.measure.machine.speed import now
 from distlab.plan.compression import Compression, exchanges
 from distlab.plan.records import Cluster
 from simulator.gradients.compression import MeasuredCodec

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from distlab.comm.agree import group_device
 from distlab.data import ByteCorpus
-from distlab.measure.calibrate import now
-from distlab.measure.windows import Window
+from distlab.measure.machine.speed import now
+from distlab.measure.runs.windows import Window
 from distlab.models import GPTConfig
 from distlab.trace import Trace
 

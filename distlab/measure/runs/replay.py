@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distlab.measure.timed import step_spans
-from distlab.measure.training import RankReport
+from distlab.measure.runs.timed import step_spans
+from distlab.measure.runs.training import RankReport
 from distlab.trace import Span
 from simulator.engine.event_engine import run
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.measure.beside import (
+from distlab.measure.runs.beside import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     REPEATS,
@@ -28,9 +28,9 @@ from distlab.measure.beside import (
     no_change,
     time_program,
 )
-from distlab.measure.calibrate import REFERENCES, Reference, Round, fit_cluster
-from distlab.measure.once import on_first_rank
-from distlab.measure.programs import make_program
+from distlab.measure.machine.speed import REFERENCES, Reference, Round, fit_cluster
+from distlab.measure.machine.once import on_first_rank
+from distlab.measure.runs.programs import make_program
 from distlab.plan.compression import Compression
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.sharding import Sharding

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import Receive, Send, start
 from distlab.context_parallel.all_to_all import trade
-from distlab.measure.calibrate import now
+from distlab.measure.machine.speed import now
 from distlab.plan.records import Link, Plan
 from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from distlab.data import python_documentation
-from distlab.measure.calibrate import now
-from distlab.measure.once import on_first_rank
-from distlab.measure.pipeline_calibrate import PipelineCalibration
-from distlab.measure.pipeline_predict import (
+from distlab.measure.machine.speed import now
+from distlab.measure.machine.once import on_first_rank
+from distlab.measure.runs.pipeline_calibrate import PipelineCalibration
+from distlab.measure.runs.pipeline_predict import (
     Layout,
     PipelineRound,
     build_stages,
@@ -21,9 +21,9 @@ from distlab.measure.pipeline_predict import (
     median_pipeline_round,
     predict_step,
 )
-from distlab.measure.programs import device_of
-from distlab.measure.timed import Batch, batches_of, sgd, time_window, time_windows
-from distlab.measure.windows import Window, windows_between
+from distlab.measure.runs.programs import device_of
+from distlab.measure.runs.timed import Batch, batches_of, sgd, time_window, time_windows
+from distlab.measure.runs.windows import Window, windows_between
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.plan.records import Workload

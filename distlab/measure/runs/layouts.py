@@ -2,7 +2,7 @@
 
     training = LayoutTraining(plan=Plan(tensor=2))
     result = run_layout(training)                  # starts the ranks; from a notebook, a lab or a benchmark
-    print(result.verdict(bar=0.10))                # predicted against measured, as distlab.measure.windows judges
+    print(result.verdict(bar=0.10))                # predicted against measured, as distlab.measure.runs.windows judges
     result.measured, result.predicted.trace        # two Traces of one step, to be drawn together
 
 Inside ranks that run already (under torchrun, say) every rank calls `train_layout(training)`, and one that holds all
@@ -27,21 +27,21 @@ import torch.distributed as dist
 from distlab.comm import run
 from distlab.data import python_documentation
 from distlab.hybrid import Hybrid
-from distlab.measure.calibrate import now
-from distlab.measure.layout_calibrate import LayoutCalibration
-from distlab.measure.layout_predict import (
+from distlab.measure.machine.speed import now
+from distlab.measure.runs.layout_calibrate import LayoutCalibration
+from distlab.measure.runs.layout_predict import (
     LayoutRound,
     median_layout_round,
     predict_layout,
     predicted_step_s,
 )
-from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
-from distlab.measure.loads import loads_of, with_loads
-from distlab.measure.machine import num_cores
-from distlab.measure.once import on_first_rank
-from distlab.measure.programs import device_of
-from distlab.measure.timed import Batch, batches_of, middle_step, sgd, time_window, time_windows
-from distlab.measure.windows import Verdict, Window, judge, windows_between
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
+from distlab.measure.count.expert_load import loads_of, with_loads
+from distlab.measure.machine.facts import num_cores
+from distlab.measure.machine.once import on_first_rank
+from distlab.measure.runs.programs import device_of
+from distlab.measure.runs.timed import Batch, batches_of, middle_step, sgd, time_window, time_windows
+from distlab.measure.runs.windows import Verdict, Window, judge, windows_between
 from distlab.models import GPTConfig
 from distlab.plan.axes import AXES
 from distlab.plan.records import Plan, Workload
@@ -245,7 +245,7 @@ class LayoutResult:
         return windows_of_layout(self.training, self.reports[0], self.workload)
 
     def verdict(self, *, bar: float) -> Verdict:
-        """Judge the prediction by the rule of distlab.measure.windows."""
+        """Judge the prediction by the rule of distlab.measure.runs.windows."""
         return judge(self.windows, bar=bar)
 
     @cached_property

@@ -2,7 +2,7 @@
 
     training = PipelineTraining(schedule="one_f_one_b", num_microbatches=4)
     result = run_pipeline(training, num_ranks=2)   # starts the ranks; from a notebook, a lab or a benchmark
-    print(result.verdict(bar=0.10))                # predicted against measured, as distlab.measure.windows judges
+    print(result.verdict(bar=0.10))                # predicted against measured, as distlab.measure.runs.windows judges
     result.measured, result.predicted.trace        # two Traces of one step with the same actions, to be drawn together
     result.replay_errors                           # the engine, fed with measured durations (see pipeline_replay)
 
@@ -11,7 +11,7 @@ their reports makes a `PipelineResult(training, reports)` of them.
 
 The prediction knows three things of the machine, each from a calibration beside the windows of steps: how fast its
 ranks compute (`measure_round`), what a message costs, and what an action costs beyond its layers' work, which is read
-off pipelines of other models (both in distlab.measure.pipeline_calibrate).
+off pipelines of other models (both in distlab.measure.runs.pipeline_calibrate).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from functools import cached_property
 
 from distlab.comm import run
 from distlab.data import python_documentation
-from distlab.measure.pipeline_predict import median_pipeline_round, predict_step
-from distlab.measure.pipeline_replay import replay_errors
-from distlab.measure.pipeline_training import (
+from distlab.measure.runs.pipeline_predict import median_pipeline_round, predict_step
+from distlab.measure.runs.pipeline_replay import replay_errors
+from distlab.measure.runs.pipeline_training import (
     PipelineReport,
     PipelineTraining,
     train_pipeline,
     windows_of_pipeline,
 )
-from distlab.measure.timed import middle_step, step_spans
-from distlab.measure.windows import Verdict, Window, judge
+from distlab.measure.runs.timed import middle_step, step_spans
+from distlab.measure.runs.windows import Verdict, Window, judge
 from distlab.trace import Trace
 from simulator import Step
 
@@ -55,7 +55,7 @@ class PipelineResult:
         return windows_of_pipeline(self.training, self.reports[0], self.num_ranks)
 
     def verdict(self, *, bar: float) -> Verdict:
-        """Judge the prediction by the rule of distlab.measure.windows."""
+        """Judge the prediction by the rule of distlab.measure.runs.windows."""
         return judge(self.windows, bar=bar)
 
     @cached_property
