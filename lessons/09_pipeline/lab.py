@@ -21,7 +21,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt
 from distlab.plan.schedules import SCHEDULES, ActionTimes, Schedule, add_communication, make_schedule, parse_schedule
-from distlab.plan.validate import validate
+from distlab.plan.schedules.check.validate import validate
 from distlab.trace import Trace
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 

@@ -191,7 +191,7 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 
 # %% tags=["nbval-check-output"]
 from distlab.plan.schedules import ActionTimes, make_schedule, parse_schedule
-from distlab.plan.validate import ScheduleError, validate
+from distlab.plan.schedules.check.validate import ScheduleError, validate
 
 
 def schedule_of(orders):

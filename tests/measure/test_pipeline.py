@@ -12,7 +12,7 @@ from distlab.measure.runs.pipeline_replay import replay_errors
 from distlab.measure.count.module import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.schedules import make_schedule
-from distlab.plan.validate import validate
+from distlab.plan.schedules.check.validate import validate
 from distlab.trace import Span, Trace
 from simulator.pipeline.simulate_schedule import LETTERS, CompiledOrder, order_of
 

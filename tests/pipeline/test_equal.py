@@ -13,7 +13,7 @@ from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt, split_sequential
 from distlab.pipeline.tied import find_tied
 from distlab.plan.schedules import SCHEDULES, make_schedule, parse_schedule
-from distlab.plan.validate import validate
+from distlab.plan.schedules.check.validate import validate
 from distlab.rng import generator
 
 SIZES = [5, 7, 3, 6, 4, 8, 2, 7, 5]  # nothing here is even

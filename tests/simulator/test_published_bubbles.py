@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distlab.plan.schedules import SCHEDULES, automatic, zb_1p, zb_h1
-from distlab.plan.validate import validate
+from distlab.plan.schedules.check.validate import validate
 from simulator.pipeline.simulate_schedule import ActionTimes, F, I, order_of, simulate_schedule
 from simulator.published_bubbles import BUBBLE_TABLE, bubble_rate
 

@@ -4,7 +4,7 @@ Read in this order: grammar (what an action is), basic (naive, GPipe, 1F1B), int
 building_blocks, automatic, then families, which lists them all by name. communication derives the sends and receives.
 """
 
-from distlab.plan.schedules.automatic import automatic, zb_1p, zb_2p
+from distlab.plan.schedules.search.automatic import automatic, zb_1p, zb_2p
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.communication import add_communication

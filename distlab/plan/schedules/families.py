@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from distlab.plan.schedules.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
+from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.grammar import Schedule

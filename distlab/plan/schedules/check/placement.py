@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.fault import ScheduleError
+from distlab.plan.schedules.check.fault import ScheduleError
 from distlab.plan.schedules.grammar import F, Schedule
 
 

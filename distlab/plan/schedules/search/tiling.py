@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.automatic_rules import Draft
+from distlab.plan.schedules.search.rules import Draft
 from distlab.plan.schedules.grammar import F, I, Schedule, W
 
 Kinds = NDArray[np.int8]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.fault import ScheduleError, text_grid
-from distlab.plan.placement import check_copies, check_ranks_of_stages
+from distlab.plan.schedules.check.fault import ScheduleError, text_grid
+from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
 from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
-from distlab.plan.schedules.messages import Messages, find_messages
-from distlab.plan.structure import (
+from distlab.plan.schedules.check.messages import Messages, find_messages
+from distlab.plan.schedules.check.structure import (
     Rows,
     check_backward_once,
     check_forward_once,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.automatic_rules import Costs
+from distlab.plan.schedules.search.rules import Costs
 from distlab.plan.schedules.grammar import F, I, W
 
 
