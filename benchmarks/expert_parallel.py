@@ -28,7 +28,16 @@ from torch import Tensor, nn
 from distlab.comm import Ranks
 from distlab.comm.record.recorder import recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure.machine.ratio import (
+    MIN_BLOCKS,
+    Row,
+    compare,
+    compare_counts,
+    format_rows,
+    interleave,
+    noise,
+    without_bar,
+)
 from distlab.models import FeedForward, GPTConfig
 from distlab.rng import generator
 

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator
 
 from distlab.comm import Ranks
+from distlab.measure.machine.ratio import Row, format_rows
 from distlab.measure.memory.measured import KINDS
 from distlab.measure.memory.memory_run import Job, RankMemory, measure_memory, workload_of
-from distlab.measure.machine.ratio import Row, format_rows
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator.memory.memory import Memory, memory_of

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.comm import Ranks
-from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.split import split_gpt

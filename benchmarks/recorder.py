@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from distlab.comm import Ranks
 from distlab.comm.record.recorder import Recorder, recorded
-from distlab.measure.runs.bench_script import run_script
 from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import run_script
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0

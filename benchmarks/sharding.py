@@ -30,8 +30,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
 from distlab.sharding.zero.optimizer import ShardedOptimizer
 

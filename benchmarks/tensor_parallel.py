@@ -39,7 +39,16 @@ from torch.distributed.tensor.parallel import (
 from distlab.comm import Ranks
 from distlab.comm.record.recorder import recorded
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure.machine.ratio import (
+    MIN_BLOCKS,
+    Row,
+    compare,
+    compare_counts,
+    format_rows,
+    interleave,
+    noise,
+    without_bar,
+)
 from distlab.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 

@@ -18,18 +18,25 @@ from simulator.hardware.cost import (
     reduce_scatter_s,
 )
 from simulator.hardware.fit import fit_link, fit_steps, leave_one_size_out
-from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
-from simulator.models.mixture_of_experts import mix_experts
 from simulator.hardware.presets import cluster, device, link, names
-from simulator.pipeline.jitter import Uneven
-from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.step.measured import Measured
-from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
+from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.models.by_name import model_by_name
-from simulator.pipeline.simulate_schedule import CompiledOrder, Jitter, PipelineRun, order_of, peak_in_flight, simulate_schedule
-from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
+from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import mix_experts
+from simulator.pipeline.jitter import Uneven
+from simulator.pipeline.simulate_schedule import (
+    CompiledOrder,
+    Jitter,
+    PipelineRun,
+    order_of,
+    peak_in_flight,
+    simulate_schedule,
+)
+from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
+from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
 from simulator.sweeps.buckets_and_compression import (
     BucketSweep,
     CompressionSweep,

@@ -37,8 +37,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
-    from simulator.hardware import presets as hardware
     from simulator import memory_of, simulate
+    from simulator.hardware import presets as hardware
 
     if arguments.list:
         print("\n".join(hardware.names("clusters")))

@@ -148,8 +148,8 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
     if trace_dir is None:
         yield
         return
-    from distlab.comm.record.recorder import Recorder
     from distlab.comm.record.read import read_records
+    from distlab.comm.record.recorder import Recorder
 
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from distlab.comm.record.call_site import Site
+from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, num_bytes_of, ring_bytes, tensors_in
-from distlab.comm.record.file import RecordWriter
 
 PAIRS = ("send", "recv")
 OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from distlab.comm.agree import agree
 from distlab.comm.groups import Member, process_group
-from distlab.comm.record.recorder import Recorder
-from distlab.comm.record.read import Records, read_records
-from distlab.comm.rendezvous import read_environment
 from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
+from distlab.comm.record.read import Records, read_records
+from distlab.comm.record.recorder import Recorder
 from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.rendezvous import read_environment
 from distlab.grading.exercise import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference, to_json

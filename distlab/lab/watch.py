@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from distlab.comm.record.call_site import main_frame
 from distlab.comm.launch.failures import RankTimeout
 from distlab.comm.launch.torchrun import record_failure
+from distlab.comm.record.call_site import main_frame
 
 if TYPE_CHECKING:
     from distlab.comm.record.watchdog import Watchdog

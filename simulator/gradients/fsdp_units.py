@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from distlab.plan.records import Layer, Plan, Work
 from distlab.plan.sharding import make_units
-from simulator.hardware.cost import compute_s
-from simulator.gradients.shard_costs import NumberBytes, Shards
 from simulator.gradients.buckets import Sync, Transfer
+from simulator.gradients.shard_costs import NumberBytes, Shards
+from simulator.hardware.cost import compute_s
 from simulator.units import to_ns
 
 # What our Python costs the computing rank, in kernels. On a CPU, where it was timed, a kernel costs what an operator of

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.sharding import DTYPE_BYTES
+from simulator.gradients.buckets import Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, message_s
 from simulator.hardware.process_groups import Group, Links, group_of
 from simulator.hardware.rank_layout import COPIES, Layout
-from simulator.gradients.buckets import Transfer
 from simulator.units import to_ns
 
 Rows = tuple[tuple[int, ...], ...]

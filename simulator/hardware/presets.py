@@ -76,7 +76,7 @@ def names(table: str) -> tuple[str, ...]:
 
 @cache
 def _presets() -> dict[str, dict[str, dict[str, Any]]]:
-    text = resources.files("simulator").joinpath("presets.toml").read_text(encoding="utf-8")
+    text = resources.files("simulator.hardware").joinpath("presets.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

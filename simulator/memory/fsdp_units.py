@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.records import Layer, Plan
-from simulator.precision import Widths
 from simulator.gradients.fsdp_units import units_of
+from simulator.precision import Widths
 
 Floats = NDArray[np.float64]
 

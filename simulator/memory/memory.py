@@ -22,12 +22,12 @@ import numpy as np
 from distlab.plan.partition import balance
 from distlab.plan.records import Device, Plan, Workload
 from distlab.plan.schedules import make_schedule
-from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.kinds import KINDS
 from simulator.memory.over_time import Passes, Turns, one_by_one, peaks_of, rows_of, turns_of, untimed
+from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.stage import Ints, StageBytes, count_stage
-from simulator.precision import Widths, widths_of
 from simulator.pipeline.schedule_arrays import order_of
+from simulator.precision import Widths, widths_of
 from simulator.stage.stage import Stage, check_enough_layers
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from distlab.plan.buckets import assign_buckets
 from distlab.plan.records import Layer, Plan
-from simulator.memory.kinds import BUFFERS, ERRORS, GRADIENTS, KINDS, MASTER, OPTIMIZER, PARAMETERS
 from simulator.memory.fsdp_units import UnitBytes
+from simulator.memory.kinds import BUFFERS, ERRORS, GRADIENTS, KINDS, MASTER, OPTIMIZER, PARAMETERS
 from simulator.precision import Widths
 
 Floats = NDArray[np.float64]

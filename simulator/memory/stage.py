@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from distlab.plan.records import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS, kinds_of
-from simulator.stage.local_layer import local_layers
+from simulator.memory.fsdp_units import unit_bytes
 from simulator.memory.kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
 from simulator.memory.model_states import count_states
-from simulator.memory.fsdp_units import unit_bytes
 from simulator.precision import Widths, widths_of
+from simulator.stage.local_layer import local_layers
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

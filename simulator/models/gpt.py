@@ -4,7 +4,8 @@ Symbols: B micro-batch, s sequence, h hidden, l layers, a heads, V vocabulary; t
 embedding is tied to the head: its parameters sit in the first layer. The last norm is left out, as in the sources.
 
 Each block says what ranks can share of it (see `distlab.plan.regions`): heads of attention, width of the feed-forward
-part, positions of the rest. `simulator.models.mixture_of_experts` puts mixtures of experts in place of the feed-forward parts.
+part, positions of the rest. `simulator.models.mixture_of_experts` puts mixtures of experts in place of the feed-forward
+parts.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.pipeline.frontier import NEVER, Grid
 from simulator.pipeline.dependencies import NOTHING, find_needs
-from simulator.pipeline.sequential import Walk
+from simulator.pipeline.frontier import NEVER, Grid
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, Ints, Order, Rows, W, action_name
+from simulator.pipeline.sequential import Walk
 
 Bools = NDArray[np.bool_]
 

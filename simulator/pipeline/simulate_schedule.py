@@ -21,9 +21,9 @@ from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.times import ActionTimes
 from distlab.trace import Trace
 from simulator.pipeline.compiled import LARGE, CompiledOrder, keep_freed_memory
+from simulator.pipeline.dependencies import find_needs
 from simulator.pipeline.folds import Fold
 from simulator.pipeline.jitter import Jitter, slow_factors, stretched
-from simulator.pipeline.dependencies import find_needs
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, Order, W, order_of, peak_in_flight
 from simulator.pipeline.steady import fold, likely_periods
 from simulator.units import to_s

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.folds import Columns, Cut, Fold, columns_of
-from simulator.pipeline.schedule_arrays import Order, W
 from simulator.pipeline.parts import WORTH, fold_parts, num_parts
+from simulator.pipeline.schedule_arrays import Order, W
 
 SMALL = 20_000  # actions, fewer of which are not worth it
 NEAR = 8  # columns on both sides of the cut whose ends must have moved, at least: a need may lie as far away

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from distlab.plan.records import Attention, Layer, Plan, Work, Workload
+from simulator.gradients.buckets import Tensors
+from simulator.gradients.shard_costs import number_bytes
 from simulator.hardware.cost import compute_s
-from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import widths_of
+from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, Line, PassTimes, Piece, Wires
-from simulator.gradients.shard_costs import number_bytes
-from simulator.gradients.buckets import Tensors
 from simulator.units import to_ns
 
 PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer

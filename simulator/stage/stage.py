@@ -1,8 +1,9 @@
 """Stages: what each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
 
-Ranks are numbered by a mesh (see `simulator.hardware.rank_layout`). Where a rank of the pipeline has several stages, two neighbouring
-stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take equal time: one of
-them stands for all, with the calls that it makes inside of passes (see `simulator.stage.parallel_passes`).
+Ranks are numbered by a mesh (see `simulator.hardware.rank_layout`). Where a rank of the pipeline has several stages,
+two neighbouring stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take
+equal time: one of them stands for all, with the calls that it makes inside of passes (see
+`simulator.stage.parallel_passes`).
 
 With sharding each rank updates its own 1/N of the parameters. Stages 1 and 2 scatter each bucket of gradients and
 gather its parameters after the update; stage 3 has units in place of buckets.
@@ -17,15 +18,15 @@ from typing import NamedTuple
 
 from distlab.plan.partition import balance
 from distlab.plan.records import Layer, Link, Plan, Work, Workload
+from simulator.gradients.buckets import Sync, Tensors, Transfer, make_syncs
 from simulator.gradients.compression import MeasuredCodec
+from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
+from simulator.gradients.shard_costs import NumberBytes, Shards, number_bytes, shards_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.pass_timeline import INSIDE, Piece
-from simulator.gradients.shard_costs import NumberBytes, Shards, number_bytes, shards_of
-from simulator.gradients.buckets import Sync, Tensors, Transfer, make_syncs
 from simulator.units import to_ns
-from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Timing: when each part of a step happens on one replica's ranks, by two roads that agree to the nanosecond.
 
 `time_directly` runs the pipeline as vectors and closes each rank's step (packing, all-reduces, update) with a
-recursion of a few lines. It is exact where nothing contends. `time_by_graph` (in `simulator.step.event_graph`) spells every
-operation out for the event engine, and is exact always: with contention, and where a link is the bottleneck so that
-messages queue.
+recursion of a few lines. It is exact where nothing contends. `time_by_graph` (in `simulator.step.event_graph`) spells
+every operation out for the event engine, and is exact always: with contention, and where a link is the bottleneck so
+that messages queue.
 
 Gradients of a stage are complete after its last B or W. Overlapped, its buckets leave during that pass, whatever the
 rank's other stages still have to do; else a rank exchanges all its gradients after its last pass. The update waits for
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.gradients.buckets import Sync
 from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.jitter import Floats, stretched
 from simulator.pipeline.schedule_arrays import F, Order
 from simulator.stage.stage import Stage
-from simulator.gradients.buckets import Sync
 from simulator.stage.step_times import Pair, SyncTimes, Timing, finishing, last_actions, layer_times
 
 

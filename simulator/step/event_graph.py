@@ -12,8 +12,8 @@ import numpy as np
 
 from distlab.plan.records import Contention
 from simulator.engine import event_engine as engine
-from simulator.pipeline.compiled import CompiledOrder
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.jitter import Floats
 from simulator.pipeline.schedule_arrays import F, W
 from simulator.stage.stage import Stage
@@ -103,7 +103,7 @@ class _StepGraph:
         self.updates[rank] = self.builder.add(rank, COMPUTE, update)
 
     def _receive(self, rank: int, buckets: Sequence[tuple[int, int]]) -> None:
-        """Add what `_receive` of `simulator.step.closed_form` times: the second sending of all buckets, then unpacking."""
+        """Add what `closed_form._receive` times: the second sending of all buckets, then unpacking."""
         add = self.builder.add
         wires = [self.syncs[number][bucket][1] for number, bucket in buckets]
         again: dict[tuple[int, int], tuple[int, int, int]] = {}

@@ -11,9 +11,9 @@ from distlab.plan.records import Cluster, Plan, Workload
 from distlab.trace import Trace
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.memory import Memory, step_memory
-from simulator.step.exposed import exposed_inside_s, message_wait_s, sent_inside
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
+from simulator.step.exposed import exposed_inside_s, message_wait_s, sent_inside
 from simulator.step.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
 

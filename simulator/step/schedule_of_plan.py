@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from distlab.plan.records import Plan, Workload
 from distlab.plan.schedules import ActionTimes, Schedule, make_schedule
-from distlab.plan.schedules.families import TIMED
 from distlab.plan.schedules.check.validate import validate
+from distlab.plan.schedules.families import TIMED
 from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.schedule_arrays import order_of
 from simulator.stage.stage import Stage, check_enough_layers

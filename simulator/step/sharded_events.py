@@ -20,14 +20,14 @@ import numpy as np
 from distlab.plan.records import Contention
 from distlab.plan.sharding import Sharding
 from simulator.engine import event_engine as engine
-from simulator.pipeline.compiled import CompiledOrder
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.gradients.buckets import Transfer
+from simulator.gradients.fsdp_units import UnitTimes
+from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.schedule_arrays import F, Order
 from simulator.stage.stage import Stage
-from simulator.gradients.buckets import Transfer
 from simulator.stage.step_times import Call, Pair, SyncTimes, Timing
 from simulator.step.trace import exchanges, layer_rows
-from simulator.gradients.fsdp_units import UnitTimes
 
 # The wires of the host stand as ranks of their own, so that they do not contend with the device.
 DEVICE, TO_DEVICE, TO_HOST = 0, 1, 2

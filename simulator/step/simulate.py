@@ -15,21 +15,21 @@ from collections.abc import Sequence
 from distlab.plan.axes import AXES
 from distlab.plan.records import Cluster, Plan, Workload
 from distlab.plan.schedules import Schedule
-from simulator.pipeline.compiled import CompiledOrder
 from simulator.engine.event_engine import SharedCores
-from simulator.pipeline.jitter import EVEN, Floats, Jitter, Uneven
 from simulator.hardware.rank_layout import Layout
-from simulator.stage.local_layer import check_divides
-from simulator.step.measured import Measured
+from simulator.pipeline.compiled import CompiledOrder
+from simulator.pipeline.jitter import EVEN, Floats, Jitter, Uneven
 from simulator.pipeline.schedule_arrays import W
-from simulator.step.sharded_events import finish_sharded, repeat_passes, time_by_units
-from simulator.step.stragglers import slowed
+from simulator.stage.local_layer import check_divides
 from simulator.stage.stage import Stage, make_stages
-from simulator.step.event_graph import time_by_graph
-from simulator.step.schedule_of_plan import compile_family, homes_of, order_of_step
-from simulator.step.result import Step, sums_each_pass
 from simulator.stage.step_times import Timing
 from simulator.step.closed_form import queues, time_directly
+from simulator.step.event_graph import time_by_graph
+from simulator.step.measured import Measured
+from simulator.step.result import Step, sums_each_pass
+from simulator.step.schedule_of_plan import compile_family, homes_of, order_of_step
+from simulator.step.sharded_events import finish_sharded, repeat_passes, time_by_units
+from simulator.step.stragglers import slowed
 
 NOTHING_MEASURED = Measured()
 __all__ = ["Step", "closed_form_bubble", "simulate"]
@@ -59,9 +59,9 @@ def simulate(
     and sent while the rank waits, as its hook does it.
 
     With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
-    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`). Gradients of
-    several micro-batches are added up on each rank and scattered in the last; with stage 2, which has no place for
-    them, in each. Where ranks outnumber `cluster.num_cores`, those that wait in the pipeline leave theirs to others.
+    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`).
+    Gradients of several micro-batches are added up on each rank and scattered in the last; with stage 2, which has no
+    place for them, in each. Where ranks outnumber `cluster.num_cores`, ranks that wait lend their cores to others.
 
     `measured` gives times of compression in place of counted work, and lines to kinds of call, whatever axis makes
     them, in place of the cluster's links.
@@ -72,8 +72,8 @@ def simulate(
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
             codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
-            and micro-batches, or is faulty; the plan splits layers or sequences, or shards a pipeline's parameters, or
-            its gradients in several micro-batches, which is not timed.
+            and micro-batches, or is faulty; the plan shards a pipeline's parameters, or its gradients in several
+            micro-batches, which is not timed.
     """
     if measured.codec is not None:
         measured.codec.check(plan)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from simulator.gradients.buckets import Sync
 from simulator.pipeline.jitter import slow_factors
 from simulator.stage.pass_timeline import Piece
 from simulator.stage.stage import Stage
-from simulator.gradients.buckets import Sync
 from simulator.stage.step_times import layer_times
 
 

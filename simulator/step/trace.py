@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Span, Trace
-from simulator.pipeline.schedule_arrays import LETTERS, F
-from simulator.step.exposed import pieces_trace, waits_within
-from simulator.stage.stage import Stage
 from simulator.gradients.buckets import Sync
+from simulator.pipeline.schedule_arrays import LETTERS, F
+from simulator.stage.stage import Stage
 from simulator.stage.step_times import SyncTimes, Timing, layer_times
+from simulator.step.exposed import pieces_trace, waits_within
 
 Ints = NDArray[np.int64]
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.records import Cluster, Plan, Workload
-from simulator.step.simulate import simulate
 from simulator.step.result import Step
+from simulator.step.simulate import simulate
 
 
 class Placed(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distlab.plan.records import Cluster, Plan, Workload
-from simulator.memory.memory import memory_of
-from simulator.gradients.shard_costs import number_bytes
-from simulator.step.simulate import Step, simulate
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
+from simulator.gradients.shard_costs import number_bytes
+from simulator.memory.memory import memory_of
+from simulator.step.simulate import Step, simulate
 
 MAX_SIZES = 24
 

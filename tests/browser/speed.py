@@ -40,7 +40,8 @@ CELLS = [
     "many = Timeline(pipeline(64, 243)); many",
 ]
 SCHEDULES = [
-    "from simulator.viz.schedules.schedule_panel import schedule_panel\nsmall = schedule_panel(ranks=16, microbatches=63); small",
+    "from simulator.viz.schedules.schedule_panel import schedule_panel\n"
+    "small = schedule_panel(ranks=16, microbatches=63); small",
     "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
 DEGREES = ["from simulator.viz.mesh.degrees_panel import degrees_panel\ndegrees = degrees_panel(); degrees"]

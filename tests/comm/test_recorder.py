@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distlab.comm import RankError
 from distlab.comm.record.intercept import FrontEnd
-from distlab.comm.record.recorder import Recorder, recorded
 from distlab.comm.record.read import read_records
+from distlab.comm.record.recorder import Recorder, recorded
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 SCATTER_FROM = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

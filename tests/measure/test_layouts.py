@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from distlab.expert_parallel import Load
+from distlab.measure.count.expert_load import loads_of, measure_alone, with_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
 from distlab.measure.runs.layout_calibrate import REFERENCES, reference_samples, reference_sizes
 from distlab.measure.runs.layout_calls import MESSAGE_BYTES, calls_of, layout_links, steps_of
 from distlab.measure.runs.layout_predict import (
@@ -16,9 +18,7 @@ from distlab.measure.runs.layout_predict import (
     predict_layout,
     predicted_step_s,
 )
-from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
 from distlab.measure.runs.layouts import LayoutReport, LayoutResult, LayoutTraining, train_layout
-from distlab.measure.count.expert_load import loads_of, measure_alone, with_loads
 from distlab.models import GPTConfig
 from distlab.plan.records import Contention, Plan, Work
 from distlab.plan.sharding import Sharding

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from distlab.measure.count.module import workload_from_module
 from distlab.measure.runs.pipeline import PipelineResult, PipelineTraining, train_pipeline
 from distlab.measure.runs.pipeline_predict import build_stages, count_stages
 from distlab.measure.runs.pipeline_replay import replay_errors
-from distlab.measure.count.module import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.schedules import make_schedule
 from distlab.plan.schedules.check.validate import validate

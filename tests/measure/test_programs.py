@@ -8,8 +8,8 @@ import torch
 from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 
 from distlab.data import python_documentation
-from distlab.measure.runs.beside import BusyRanks, phases, shared_out
 from distlab.measure.machine.speed import MESSAGE_BYTES, measure_round
+from distlab.measure.runs.beside import BusyRanks, phases, shared_out
 from distlab.measure.runs.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
 from distlab.measure.runs.programs import sharded_program
 from distlab.measure.runs.training import Training, train

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
+from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.full import (
     full_optimizer_state,
     full_state_dict,
@@ -14,7 +15,6 @@ from distlab.sharding.state.full import (
     load_full_state_dict,
 )
 from distlab.sharding.state.sharded import load_sharded_state_dict, sharded_state_dict
-from distlab.sharding.fsdp.fully_shard import FullyShard
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12)
 OPTIMIZERS = {

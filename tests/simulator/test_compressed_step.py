@@ -30,9 +30,9 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
+from simulator.step.closed_form import time_directly
 from simulator.step.event_graph import time_by_graph
 from simulator.step.schedule_of_plan import order_of_step
-from simulator.step.closed_form import time_directly
 from simulator.units import to_ns
 
 

@@ -9,9 +9,9 @@ from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_o
 from distlab.plan.records import Contention, Link, Protocol
 from distlab.plan.sharding import Precision
 from simulator import Measured, gpt_workload, simulate
+from simulator.gradients.fsdp_units import units_of
 from simulator.hardware.cost import all_gather_s, all_reduce_s
 from simulator.units import to_ns
-from simulator.gradients.fsdp_units import units_of
 
 
 def test_units_are_blocks_and_what_is_left_is_the_root():

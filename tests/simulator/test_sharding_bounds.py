@@ -10,8 +10,8 @@ from sharding_cases import cluster_of, plan_of, workload_of
 from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
 from distlab.plan.sharding import Sharding
 from simulator import gpt_workload, simulate
-from simulator.units import to_ns
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
+from simulator.units import to_ns
 
 shardings = st.builds(
     Sharding,

@@ -7,8 +7,8 @@ import pytest
 
 from distlab.plan.records import Contention, Plan
 from distlab.plan.sharding import Sharding
-from simulator.engine import event_engine as engine
 from simulator import Jitter, Uneven, gpt_workload, simulate
+from simulator.engine import event_engine as engine
 from simulator.engine.event_engine import SharedCores
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 from tests.simulator.step_cases import cluster_of

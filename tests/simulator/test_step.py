@@ -23,9 +23,9 @@ from distlab.plan.schedules import SCHEDULES as FAMILIES
 from simulator import closed_form_bubble, simulate
 from simulator.hardware.cost import all_reduce_s
 from simulator.pipeline.jitter import Jitter, Uneven
+from simulator.step.closed_form import queues, time_directly
 from simulator.step.event_graph import time_by_graph
 from simulator.step.schedule_of_plan import order_of_step
-from simulator.step.closed_form import queues, time_directly
 from simulator.step.trace import layer_rows
 from simulator.units import to_ns
 

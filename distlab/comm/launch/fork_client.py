@@ -19,7 +19,14 @@ from pathlib import Path
 from distlab.comm.launch.forkserver import send_request
 
 # torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once a rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "distlab.comm.launch.worker", "distlab.comm.record.recorder")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "cloudpickle",
+    "distlab.comm.launch.worker",
+    "distlab.comm.record.recorder",
+)
 
 
 class ForkServer:

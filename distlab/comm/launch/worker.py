@@ -21,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from distlab.comm.groups import choose_backend
 from distlab.comm.launch.failures import PEER_NOISE, Failure
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
-from distlab.comm.groups import choose_backend
 from distlab.comm.launch.messages import Body, Job, Reply, Settings
 from distlab.comm.rendezvous import loopback_interface
 

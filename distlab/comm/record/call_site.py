@@ -17,7 +17,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
-_DISTLAB = str(Path(__file__).resolve().parent.parent) + os.sep
+_DISTLAB = str(Path(__file__).resolve().parents[2]) + os.sep
 _LEARNER, _OURS, _LIBRARY = 0, 1, 2
 _LOOKING = threading.Lock()
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
-from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
+from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
 
 MAX_UNWAITED = 1024  # sends and receives that nobody waits for are let go after so many, so that their tensors can be
 

@@ -183,7 +183,8 @@ class Records:
     def ring_equivalent_bytes(self, rank: int) -> int:
         """Return the bytes that the rank would have sent if its native collectives ran as rings.
 
-        The formulas are those of distlab.comm.record.operations.ring_bytes: 2(n-1)/n S for an all_reduce of S over n ranks.
+        The formulas are those of distlab.comm.record.operations.ring_bytes: 2(n-1)/n S for an all_reduce of S over n
+        ranks.
         """
         return self._total(rank, "ring")
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.record.call_site import Site
+from distlab.comm.record.file import Known, RecordWriter, known_call
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.operations import Operation, describe_shapes, num_bytes_of, ring_bytes, tensors_in
-from distlab.comm.record.file import Known, RecordWriter, known_call
 from distlab.comm.record.read import Records, read_records
 
 MAX_KNOWN = 8192

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.measure.machine.once import on_first_rank
 from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.once import on_first_rank
 from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Cluster, Contention, Device, Link, Protocol, Work
 from simulator.hardware.fit import fit_link

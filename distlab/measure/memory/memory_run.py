@@ -1,7 +1,7 @@
 """Measured over predicted memory: train a small GPT under a plan on real ranks, and keep what each rank held.
 
-The same Plan goes to `simulator.memory.memory.memory_of` and to `measure_memory`, which builds what the plan says out of the
-techniques: DataParallel (stage 0), ShardedOptimizer (1 and 2), FullyShard (3), recompute, accumulation.
+The same Plan goes to `simulator.memory.memory.memory_of` and to `measure_memory`, which builds what the plan says out
+of the techniques: DataParallel (stage 0), ShardedOptimizer (1 and 2), FullyShard (3), recompute, accumulation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory.measured import KINDS, track_memory
 from distlab.measure.count.module import workload_from_module
+from distlab.measure.memory.measured import KINDS, track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan.records import Plan, Workload
 from distlab.recompute import recompute_blocks

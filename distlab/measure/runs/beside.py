@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import REFERENCES, Reference, Round, fit_cluster, now
 from distlab.measure.runs.calls import CallTimes, links_of, without_accumulation
-from distlab.measure.machine.once import on_first_rank
 from distlab.measure.runs.programs import Program, sharded_program
-from distlab.measure.count.module import workload_from_module
 from distlab.plan.records import Plan, Workload
 from distlab.plan.sharding import Sharding
 from simulator import Measured, Step, simulate

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distlab.measure.machine.once import on_first_rank
+from distlab.measure.machine.speed import REFERENCES, Reference, Round, fit_cluster
 from distlab.measure.runs.beside import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -28,8 +30,6 @@ from distlab.measure.runs.beside import (
     no_change,
     time_program,
 )
-from distlab.measure.machine.speed import REFERENCES, Reference, Round, fit_cluster
-from distlab.measure.machine.once import on_first_rank
 from distlab.measure.runs.programs import make_program
 from distlab.plan.compression import Compression
 from distlab.plan.records import Cluster, Plan, Workload

@@ -17,6 +17,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.hybrid import Hybrid
+from distlab.measure.count.expert_load import loads_of, measure_alone, with_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
+from distlab.measure.machine.facts import num_cores
+from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import Reference, measure_round, now
 from distlab.measure.runs.layout_calls import measure_layout_calls
 from distlab.measure.runs.layout_predict import (
@@ -27,10 +31,6 @@ from distlab.measure.runs.layout_predict import (
     predicted_step_s,
     row_bytes,
 )
-from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
-from distlab.measure.count.expert_load import loads_of, measure_alone, with_loads
-from distlab.measure.machine.facts import num_cores
-from distlab.measure.machine.once import on_first_rank
 from distlab.models import GPTConfig
 from distlab.plan.records import Plan, Work, Workload
 

@@ -27,6 +27,10 @@ import torch.distributed as dist
 from distlab.comm import run
 from distlab.data import python_documentation
 from distlab.hybrid import Hybrid
+from distlab.measure.count.expert_load import loads_of, with_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
+from distlab.measure.machine.facts import num_cores
+from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import now
 from distlab.measure.runs.layout_calibrate import LayoutCalibration
 from distlab.measure.runs.layout_predict import (
@@ -35,10 +39,6 @@ from distlab.measure.runs.layout_predict import (
     predict_layout,
     predicted_step_s,
 )
-from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
-from distlab.measure.count.expert_load import loads_of, with_loads
-from distlab.measure.machine.facts import num_cores
-from distlab.measure.machine.once import on_first_rank
 from distlab.measure.runs.programs import device_of
 from distlab.measure.runs.timed import Batch, batches_of, middle_step, sgd, time_window, time_windows
 from distlab.measure.runs.windows import Verdict, Window, judge, windows_between

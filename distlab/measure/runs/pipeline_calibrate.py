@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.p2p import Receive, Send, start
-from distlab.measure.machine.speed import Reference, measure_round, now
 from distlab.measure.machine.once import on_first_rank
+from distlab.measure.machine.speed import Reference, measure_round, now
 from distlab.measure.runs.pipeline_predict import (
     MESSAGE_BYTES,
     Layout,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from distlab.measure.machine.speed import Round, fit_cluster, median_round
 from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.speed import Round, fit_cluster, median_round
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline.split import split_gpt
 from distlab.plan.records import Cluster, Contention, Layer, Plan, Work, Workload

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.data import python_documentation
-from distlab.measure.machine.speed import now
 from distlab.measure.machine.once import on_first_rank
+from distlab.measure.machine.speed import now
 from distlab.measure.runs.pipeline_calibrate import PipelineCalibration
 from distlab.measure.runs.pipeline_predict import (
     Layout,

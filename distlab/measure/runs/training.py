@@ -15,16 +15,16 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from distlab.measure.runs.beside import BusyRanks
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round, now
+from distlab.measure.runs.beside import BusyRanks
 from distlab.measure.runs.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
 from distlab.measure.runs.codec_beside import BusyCodec
 from distlab.measure.runs.compression import measure_codec, median_codec
-from distlab.measure.machine.once import on_first_rank
 from distlab.measure.runs.programs import device_of, make_program
 from distlab.measure.runs.timed import Batch, batches_of, sgd, time_windows
 from distlab.measure.runs.windows import Window, windows_between
-from distlab.measure.count.module import workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan.compression import Compression
 from distlab.plan.records import Plan, Work, Workload

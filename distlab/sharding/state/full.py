@@ -19,6 +19,7 @@ from torch import Tensor
 from distlab.comm.agree import agree, group_device
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
+from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_state import (
     Optimizer,
     aliases,
@@ -30,7 +31,6 @@ from distlab.sharding.state.model_state import (
     split,
     together,
 )
-from distlab.sharding.fsdp.fully_shard import FullyShard
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:

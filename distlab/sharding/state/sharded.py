@@ -21,6 +21,7 @@ from torch import Tensor
 
 from distlab.comm.agree import agree
 from distlab.plan import FlatLayout
+from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_state import (
     Optimizer,
     check_buffers,
@@ -39,7 +40,6 @@ from distlab.sharding.state.shard_format import (
     check_one_save,
     check_tensors,
 )
-from distlab.sharding.fsdp.fully_shard import FullyShard
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:

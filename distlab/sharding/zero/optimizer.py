@@ -32,8 +32,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
 from distlab.comm.agree import agree
-from distlab.sharding.zero import consolidate
 from distlab.sharding.direct import DirectGather
+from distlab.sharding.zero import consolidate
 from distlab.sharding.zero.faults import find_faults
 from distlab.sharding.zero.own_state import SavesOwnState
 from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets

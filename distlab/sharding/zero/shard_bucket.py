@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.plan import FlatLayout
-from distlab.sharding.zero.buffers import Buffers, Kind
 from distlab.sharding.direct import DirectGather, DirectScatter
+from distlab.sharding.zero.buffers import Buffers, Kind
 from distlab.trace import SpanWriter
 
 # What may become of a parameter's gradient in a step.

@@ -12,9 +12,9 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_bytes, format_s
+from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.drawing.boxes import axes_pixels
 from simulator.viz.drawing.legend import put_legend
-from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.drawing.style import (
     DPI,
     FAINT,

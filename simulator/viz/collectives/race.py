@@ -14,8 +14,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from distlab.plan.records import Link
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
 from simulator.viz.collectives.race_times import LARGEST_BYTES, SMALLEST_BYTES, STYLES, Race, race, race_takeaway
+from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
 from simulator.viz.drawing.style import (
     DPI,
     INK,

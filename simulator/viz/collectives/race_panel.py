@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from distlab.plan.records import Link
 from simulator.hardware import presets as hardware
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.collectives.race import describe_race, draw_race
+from simulator.viz.drawing.panel import Panel
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.pen import Pen
 from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, step_verb
+from simulator.viz.drawing.pen import Pen
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,

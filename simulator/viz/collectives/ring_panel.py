@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
 from simulator.viz.collectives.ring_record import Record, ring_steps
+from simulator.viz.drawing.panel import Panel
 
 
 def ring_panel(record: Record, operation: str | None = None) -> Panel:

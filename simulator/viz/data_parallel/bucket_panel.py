@@ -12,8 +12,8 @@ from simulator.step.simulate import simulate
 from simulator.sweeps.buckets_and_compression import BucketSweep, sweep_buckets, with_bucket_bytes
 from simulator.units import format_bytes
 from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep, nearest
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
+from simulator.viz.drawing.panel import Panel
 
 
 def bucket_panel(

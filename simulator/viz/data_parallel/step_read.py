@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from distlab.trace.span import Span, Trace
-from simulator.viz.timeline.facts import Interval, computes, split, union
 from simulator.viz.data_parallel.step_state import RankStep, Reduction, TrainStep, passes
+from simulator.viz.timeline.facts import Interval, computes, split, union
 
 SECOND = ", second factor"  # how the second call of a bucket is named
 _TOUCH_S = 2e-6  # an all-reduce that starts this soon after another one's end may have waited for the wire

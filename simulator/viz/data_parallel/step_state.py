@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.trace.span import Span
-from simulator.viz.timeline.facts import Interval
 from simulator.viz.drawing.style import name_ranks
+from simulator.viz.timeline.facts import Interval
 
 ABSENT, FILLING, OWN, SENT, MEAN = "absent", "filling", "own", "sent", "mean"
 

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_s
-from simulator.viz.drawing.pen import Pen, width_in
 from simulator.viz.data_parallel.step_state import RankStep, TrainStep, passes
+from simulator.viz.drawing.pen import Pen, width_in
 from simulator.viz.drawing.style import (
     FAINT,
     INK,

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from distlab.trace.span import Trace
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.pen import Pen
 from simulator.viz.data_parallel.step_read import step_of
 from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at
 from simulator.viz.data_parallel.step_timeline import (
@@ -28,6 +27,15 @@ from simulator.viz.data_parallel.step_timeline import (
     draw_step_timeline,
     fitting,
 )
+from simulator.viz.data_parallel.train_step_text import (
+    MAX_RANKS,
+    describe_train_step,
+    microbatches,
+    read_moment,
+    shares,
+    takeaway,
+)
+from simulator.viz.drawing.pen import Pen
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -44,7 +52,6 @@ from simulator.viz.drawing.style import (
     put_title,
     text_colour,
 )
-from simulator.viz.data_parallel.train_step_text import MAX_RANKS, describe_train_step, microbatches, read_moment, shares, takeaway
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 

@@ -8,10 +8,10 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from distlab.trace.span import Trace
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
+from simulator.viz.drawing.panel import Panel
 
 
 def train_step_panel(

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from simulator.viz.drawing.pen import Pen, Point, sheet
-from simulator.viz.expert_parallel.routes import Routes, routes_of
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -27,6 +26,7 @@ from simulator.viz.drawing.style import (
     put_title,
     text_colour,
 )
+from simulator.viz.expert_parallel.routes import Routes, routes_of
 
 MAX_RANKS, MAX_EXPERTS, MAX_TOKENS = 8, 16, 48
 TOP_IN, GAP_IN, HEAD_IN, FOOT_IN, LEFT_IN, TABLE_IN, CHOICE_IN = 1.05, 1.25, 0.35, 0.55, 0.75, 2.6, 0.21

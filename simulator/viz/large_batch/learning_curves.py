@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from simulator.viz.large_batch.scaling import COLOURS, MARKERS
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.large_batch.scaling import COLOURS, MARKERS
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
-from simulator.viz.memory.memory import MEMORY_KINDS, name_kinds, put_kinds, stack_area, stack_bars
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, frame, new_figure, percent, put_title
+from simulator.viz.memory.memory import MEMORY_KINDS, name_kinds, put_kinds, stack_area, stack_bars
 
 Ints = NDArray[np.int64]
 Curve = tuple[Ints, Ints]

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from distlab.plan.records import RECOMPUTES, Device, Plan, Workload
 from distlab.plan.sharding import Precision, Sharding
 from simulator.hardware import presets as hardware
-from simulator.memory.memory import memory_of
 from simulator.memory.advice import DoesNotFitError, check_fit
+from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
-from simulator.viz.memory.memory import describe_memory, draw_memory
-from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.drawing.panel import Panel
+from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz.memory.memory import describe_memory, draw_memory
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.step.simulate import Step
+from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s
-from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.mesh.step_parts import COMPUTE, Part, parts_of
 from simulator.viz.drawing.style import (
     FAINT,
     SMALL_PT,
@@ -28,6 +26,8 @@ from simulator.viz.drawing.style import (
     put_title,
     text_colour,
 )
+from simulator.viz.mesh.mesh import axis_style
+from simulator.viz.mesh.step_parts import COMPUTE, Part, parts_of
 
 TOP_IN, FOOT_IN, LINE_IN, LEFT_IN, CHIP_IN, RIGHT_IN = 1.35, 0.95, 0.5, 0.25, 0.5, 2.2
 Order = Sequence[str]

@@ -11,13 +11,10 @@ from matplotlib.figure import Figure
 from distlab.plan.axes import AXES
 from distlab.plan.records import Plan
 from simulator.memory.memory import KINDS, Memory
-from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.step.simulate import Step
+from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
-from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
-from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.mesh.step_parts import COMPUTE, parts_of
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -31,6 +28,9 @@ from simulator.viz.drawing.style import (
     put_title,
     text_colour,
 )
+from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
+from simulator.viz.mesh.mesh import axis_style
+from simulator.viz.mesh.step_parts import COMPUTE, parts_of
 
 HEIGHT_IN, LEFT_IN, BAR_IN, MAX_ROWS = 6.6, 0.25, 0.5, 6
 TIME_IN, MEMORY_IN, MEMORY_LOW_IN = 4.55, 1.35, 1.25

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
 from simulator.viz.schedules.compare import count_of
 from simulator.viz.schedules.sweep import Outcome
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
 
 # Okabe and Ito's colours; a marker and a dash of its own each, to be told apart without colour.
 LOOKS = (

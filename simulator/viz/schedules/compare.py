@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side
-from simulator.viz.timeline.scene import Heading, Scene, limit_of, styles_of
-from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.drawing.shades import shaded
 from simulator.viz.drawing.style import percent
-from simulator.viz.timeline.timeline import MAX_BOXES, view_of
+from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.timeline.draw_rows import Words, draw_scene
+from simulator.viz.timeline.scene import Heading, Scene, limit_of, styles_of
+from simulator.viz.timeline.timeline import MAX_BOXES, view_of
 
 MAX_RANKS = 64  # of each schedule
 HEADING = 1.0  # the room for a heading, in heights of a row

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from distlab.trace.span import Trace
 from simulator.units import format_s
-from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.drawing.style import name_ranks
+from simulator.viz.schedules.run import ScheduleRun
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range
 ALL_RANKS = 8  # up to so many ranks each one is told by itself

@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 
 from distlab.trace.span import Trace
 from simulator.units import format_s
-from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.drawing.lanes import Side
 from simulator.viz.drawing.style import percent
 from simulator.viz.schedules.textbook import textbook_of
-from simulator.viz.timeline.timeline import draw_rows
 from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.timeline.facts import Facts, facts_of
+from simulator.viz.timeline.timeline import draw_rows
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
 

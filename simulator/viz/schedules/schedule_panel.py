@@ -8,8 +8,8 @@ import ipywidgets as widgets
 
 from distlab.plan.schedules import SCHEDULES, ActionTimes
 from simulator.viz.schedules.run import ScheduleRun
-from simulator.viz.schedules.sweep import NAMES, play
 from simulator.viz.schedules.schedule_timeline import ScheduleTimeline
+from simulator.viz.schedules.sweep import NAMES, play
 
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
 NOTHING = ""

@@ -15,8 +15,8 @@ from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
-from simulator.viz.drawing.legend import put_legend
 from simulator.viz.drawing.lanes import Side, lanes_of, place
+from simulator.viz.drawing.legend import put_legend
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.viz.tensor_parallel.mlp_case import STEPS, MlpCase, Stage, mlp_case
 from simulator.viz.drawing.pen import Colour, Pen, sheet
 from simulator.viz.drawing.style import (
     FAINT,
@@ -26,6 +25,7 @@ from simulator.viz.drawing.style import (
     put_title,
     text_colour,
 )
+from simulator.viz.tensor_parallel.mlp_case import STEPS, MlpCase, Stage, mlp_case
 
 TOP_IN, FOOT_IN, LEFT_IN, HEAD_IN, CELL_IN, MAX_RANKS = 1.0, 0.95, 1.15, 0.35, 0.42, 4
 GAP_IN, COMMON, SUMMAND, GRADIENT = 0.36, pale(SHARED, 0.35), "summand", "X's gradient"

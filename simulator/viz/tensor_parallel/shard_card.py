@@ -9,8 +9,8 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from simulator.viz.drawing.pen import Pen, width_in
-from simulator.viz.tensor_parallel.shard_parts import Shards
 from simulator.viz.drawing.style import FAINT, IDLE, RANK_COLOURS, SHARED, SMALL_PT, text_colour
+from simulator.viz.tensor_parallel.shard_parts import Shards
 
 STRIP_IN, BIAS_IN = 0.4, 0.13
 FUSED = ("Q", "K", "V")

@@ -15,8 +15,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
-from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -29,6 +27,8 @@ from simulator.viz.drawing.style import (
     percent,
     put_title,
 )
+from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
+from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
 
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from simulator.viz.drawing.panel import Panel
 from simulator.viz.tensor_parallel.mlp_case import STEPS
 from simulator.viz.tensor_parallel.mlp_shards import describe_mlp, mlp_figure
-from simulator.viz.drawing.panel import Panel
 
 
 def shards_panel(num_ranks: int = 2) -> Panel:

@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.viz.drawing.boxes import View, add_boxes, add_pixels, axes_pixels, fill_of
-from simulator.viz.drawing.legend import put_legend
 from simulator.viz.drawing.lanes import Placement, Side
-from simulator.viz.timeline.scene import Scene
+from simulator.viz.drawing.legend import put_legend
 from simulator.viz.drawing.style import (
     DPI,
     FAINT,
@@ -33,6 +32,7 @@ from simulator.viz.drawing.style import (
     put_title,
     time_unit,
 )
+from simulator.viz.timeline.scene import Scene
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0

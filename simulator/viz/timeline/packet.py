@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from distlab.trace.span import Trace
 from simulator.viz.drawing.boxes import View, fill_of, filled_columns, heights_of, in_view, kinds_at, labels_of
 from simulator.viz.drawing.lanes import Row, Side, lanes_of, place
-from simulator.viz.timeline.scene import Scene, limit_of, styles_of
 from simulator.viz.drawing.shades import shaded
 from simulator.viz.drawing.style import KindStyle, is_first_shade, pale, text_colour
+from simulator.viz.timeline.scene import Scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS, chosen_ranks
 
 MAX_LINES = 12  # of a row of pixel columns

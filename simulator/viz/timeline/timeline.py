@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from distlab.trace.span import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
-from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.drawing.lanes import Side, lanes_of, place
-from simulator.viz.timeline.scene import Scene, limit_of, styles_of
 from simulator.viz.drawing.shades import shaded
 from simulator.viz.drawing.style import percent
 from simulator.viz.timeline.draw_rows import Words, draw_scene
+from simulator.viz.timeline.facts import Facts, facts_of
+from simulator.viz.timeline.scene import Scene, limit_of, styles_of
 
 MAX_BOXES = 4_000
 MAX_RANKS = (64, 16)  # one trace; two

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 
 from distlab.trace.span import Trace
 from simulator.viz.drawing.boxes import View
-from simulator.viz.timeline.facts import facts_of
 from simulator.viz.drawing.panel import with_fallback
-from simulator.viz.timeline.scene import Scene
 from simulator.viz.drawing.style import to_png
-from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, ends_text, takeaway
-from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
 from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.timeline.facts import facts_of
+from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
+from simulator.viz.timeline.scene import Scene
+from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, ends_text, takeaway
 
 SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
 COLUMNS, MAX_COLUMNS = 1000, 4000

@@ -8,10 +8,10 @@ from distlab.plan.schedules import ActionTimes, gpipe, interleaved, one_f_one_b,
 from simulator.pipeline.simulate_schedule import simulate_schedule
 from simulator.viz import describe_schedules, draw_schedule, draw_schedules, run_schedule
 from simulator.viz.drawing.legend import legend_of
-from simulator.viz.schedules.moment import MAX_MOMENTS, describe_moment, moments_of
-from simulator.viz.schedules.sweep import NAMES, play
 from simulator.viz.drawing.shades import shaded
 from simulator.viz.drawing.style import KINDS, kind_styles
+from simulator.viz.schedules.moment import MAX_MOMENTS, describe_moment, moments_of
+from simulator.viz.schedules.sweep import NAMES, play
 from simulator.viz.schedules.textbook import textbook_of
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)

@@ -8,9 +8,9 @@ from matplotlib.colors import to_rgb
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import cut_weights, describe_mlp, describe_shards, mlp_figure, shards_figure, to_png
+from simulator.viz.drawing.style import RANK_COLOURS
 from simulator.viz.tensor_parallel.mlp_case import STEPS, mlp_case
 from simulator.viz.tensor_parallel.shard_parts import shards_of
-from simulator.viz.drawing.style import RANK_COLOURS
 
 H = 4
 

@@ -11,8 +11,8 @@ from distlab.plan.records import Plan
 from simulator import cluster, gpt_workload, sweep_buckets, sweep_compression, with_bandwidth
 from simulator.sweeps.buckets_and_compression import BucketSweep, CompressionLine, CompressionSweep, bucket_sizes
 from simulator.viz import describe_bucket_sweep, describe_compression, draw_bucket_sweep, draw_compression, to_png
-from simulator.viz.data_parallel.bucket_sweep import nearest
 from simulator.viz.compression.compression import compression_label, ranking, stops
+from simulator.viz.data_parallel.bucket_sweep import nearest
 
 WORKLOAD = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
 MACHINE = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
@@ -152,8 +152,8 @@ class TestPanels:
         assert "top-k" not in panel.text
 
     def test_panels_of_nothing_are_refused(self):
-        from simulator.viz.data_parallel.bucket_panel import bucket_panel
         from simulator.viz.compression.compression_panel import compression_panel
+        from simulator.viz.data_parallel.bucket_panel import bucket_panel
 
         with pytest.raises(ValueError, match="no cluster"):
             bucket_panel(WORKLOAD, {}, Plan(data=2))

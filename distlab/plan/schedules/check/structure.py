@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.check.fault import ScheduleError
-from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Schedule, W
 from distlab.plan.schedules.check.messages import Messages
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Schedule, W
 
 Rows = NDArray[np.int64]
 

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.check.fault import ScheduleError, text_grid
-from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
-from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
 from distlab.plan.schedules.check.messages import Messages, find_messages
+from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
 from distlab.plan.schedules.check.structure import (
     Rows,
     check_backward_once,
@@ -23,6 +22,7 @@ from distlab.plan.schedules.check.structure import (
     check_messages_once,
     check_order,
 )
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
 
 __all__ = ["Report", "ScheduleError", "text_grid", "validate"]
 

@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distlab.plan.schedules.counts import require_counts
+from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.search.clock import span_and_end
 from distlab.plan.schedules.search.rules import Costs, Draft, Rules, follow_rules
 from distlab.plan.schedules.search.tiling import Kinds, Steady, can_run, find_steady, schedule_of, tile
-from distlab.plan.schedules.counts import require_counts
-from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.times import ActionTimes
 
 RESOLUTION = 1_000_000  # the longest time, in the whole numbers that the search counts with

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.search.rules import Costs
 from distlab.plan.schedules.grammar import F, I, W
+from distlab.plan.schedules.search.rules import Costs
 
 
 def span_and_end(kinds: NDArray[np.int8], costs: Costs) -> tuple[int, int]:

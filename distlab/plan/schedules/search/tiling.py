@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.search.rules import Draft
 from distlab.plan.schedules.grammar import F, I, Schedule, W
+from distlab.plan.schedules.search.rules import Draft
 
 Kinds = NDArray[np.int8]
 
