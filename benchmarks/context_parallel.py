@@ -30,9 +30,7 @@ import torch.distributed.tensor.experimental._context_parallel._attention as tor
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.comm import Ranks
-from distlab.comm.record.read import Records
-from distlab.comm.record.recorder import recorded
+from distlab.comm import Ranks, Records, recorded
 from distlab.context_parallel import all_to_all_attention, ring_attention, scatter_sequence
 from distlab.measure.machine.ratio import (
     MIN_BLOCKS,

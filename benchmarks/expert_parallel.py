@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm import Ranks
-from distlab.comm.record.recorder import recorded
+from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
 from distlab.measure.machine.ratio import (
     MIN_BLOCKS,

@@ -19,7 +19,7 @@ from distlab.measure.memory.measured import KINDS
 from distlab.measure.memory.memory_run import Job, RankMemory, measure_memory, workload_of
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
-from simulator.memory.memory import Memory, memory_of
+from simulator import Memory, memory_of
 from simulator.units import format_bytes
 
 CONFIG = GPTConfig(context=128, num_layers=4, num_heads=4, hidden_size=128)

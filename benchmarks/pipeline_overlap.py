@@ -32,8 +32,8 @@ from distlab.measure.runs.bench_script import run_script
 from distlab.models import Block, GPTConfig
 from distlab.pipeline import Pipeline, layers
 from distlab.pipeline.backward import SplitBackward, full_backward
-from distlab.plan.schedules import ActionTimes, make_schedule
-from simulator.pipeline.simulate_schedule import simulate_schedule
+from distlab.plan import ActionTimes, make_schedule
+from simulator import simulate_schedule
 
 SLEEPERS = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v")
 SLEEP_S = 0.02

@@ -30,9 +30,8 @@ from distlab.measure.runs.pipeline import PipelineTraining, run_pipeline
 from distlab.measure.runs.training import RankReport, Training, train, windows_of
 from distlab.measure.runs.windows import Window, judge
 from distlab.models import GPTConfig
+from distlab.plan import Plan, Sharding
 from distlab.plan.compression import Compression
-from distlab.plan.records import Plan
-from distlab.plan.sharding import Sharding
 
 BAR = 0.10
 NUM_RANKS = 2

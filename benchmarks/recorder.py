@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Ranks
-from distlab.comm.record.recorder import Recorder, recorded
+from distlab.comm import Ranks, Recorder, recorded
 from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 from distlab.measure.runs.bench_script import run_script
 

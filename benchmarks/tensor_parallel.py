@@ -36,8 +36,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distlab.comm import Ranks
-from distlab.comm.record.recorder import recorded
+from distlab.comm import Ranks, recorded
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.machine.ratio import (
     MIN_BLOCKS,

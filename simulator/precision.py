@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distlab.plan.records import Plan, Workload
+from distlab.plan import Plan, Workload
 from distlab.plan.sharding import DTYPE_BYTES
 
 

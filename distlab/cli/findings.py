@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from distlab.comm import Records
 from distlab.comm.record.operations import ring_bytes
-from distlab.comm.record.read import Records
 from distlab.measure.machine.facts import Machine, this_machine
 from distlab.measure.machine.speed import median_round
 from distlab.measure.runs.training import RankReport, Training, predict, windows_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
-from distlab.plan.axes import AXES, check_order
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import AXES, Cluster, Plan, Workload
+from distlab.plan.axes import check_order
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--timeline and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
-        from distlab.trace.chrome import write_chrome
+        from distlab.trace import write_chrome
 
         write_chrome(arguments.trace, predicted=step.trace)
     counted = memory_facts(workload, plan, cluster, memory)
@@ -192,7 +192,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
 
 
 def _schedule(plan: Plan, step: Step) -> str:
-    from distlab.plan.schedules import SCHEDULES
+    from distlab.plan import SCHEDULES
 
     stages = f"{plan.stages_per_rank} stages a rank, " if plan.stages_per_rank > 1 else ""
     held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")

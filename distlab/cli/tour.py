@@ -20,7 +20,7 @@ from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
     from distlab.cli.findings import Findings
-    from distlab.comm.record.read import Records
+    from distlab.comm import Records
     from distlab.measure.runs.training import RankReport, Training
     from distlab.trace import Trace
 
@@ -143,7 +143,7 @@ def predicted_step(training: Training, report: RankReport, num_ranks: int) -> Tr
 
 def write_files(folder: Path, findings: Findings, measured: Trace, predicted: Trace) -> list[Path]:
     """Save the overlaid timeline as a picture, and for Chrome or Perfetto."""
-    from distlab.trace.chrome import write_chrome
+    from distlab.trace import write_chrome
     from simulator.viz import draw_timeline
 
     picture, chrome = folder / "timeline.png", folder / "timeline.json"

@@ -31,8 +31,7 @@ from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
 from distlab.plan import Mesh
-from distlab.trace import SpanWriter, Trace
-from distlab.trace.merge import rank_file, save_clocks, save_trace
+from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

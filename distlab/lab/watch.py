@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from distlab.comm.launch.failures import RankTimeout
+from distlab.comm import RankTimeout
 from distlab.comm.launch.torchrun import record_failure
 from distlab.comm.record.call_site import main_frame
 
@@ -97,7 +97,7 @@ class Guard:
         """Say in a line a rank whom it waits for, where calls are recorded and this rank sees them."""
         if self.folder is None or self.watchdog is None:
             return []
-        from distlab.comm.record.read import read_records
+        from distlab.comm import read_records
         from distlab.comm.record.watchdog import describe
 
         return describe(read_records(self.folder), self.world_size)

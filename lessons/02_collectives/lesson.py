@@ -466,7 +466,7 @@ print(race_guess.compare(measured_s[0, 0] / measured_s[0, 2]))
 # seen, and lay what was measured over it.
 
 # %%
-from simulator.hardware.fit import fit_link
+from simulator import fit_link
 
 here = fit_link(sizes, measured_s[:, 0], 4, "ring", name="this machine")
 wire = here.protocols[-1]
@@ -502,7 +502,7 @@ show(draw_race(here, 4, shown, measured=points, title=title), describe_race(here
 
 # %%
 from simulator.hardware.cost import Steps, all_reduce_steps, steps_s
-from simulator.hardware.fit import fit_steps
+from simulator import fit_steps
 
 own = {"ring": Steps(6, 1.5), "tree": Steps(4, 4), "halving_doubling": Steps(4, 1.5)}  # a wire for each rank
 shared = {"ring": Steps(24, 6), "tree": Steps(6, 6), "halving_doubling": Steps(16, 6)}  # one wire for all
@@ -583,7 +583,7 @@ print(f"predicted {6 * step_s * 1e3:.2f} ms, measured {sends.duration_s * 1e3:.2
 # ### What does it save?
 
 # %% tags=["nbval-check-output"]
-from simulator.hardware.cost import all_reduce_s, hierarchical_all_reduce_s
+from simulator import all_reduce_s, hierarchical_all_reduce_s
 
 inside, across = hardware.link("nvlink3"), hardware.link("infiniband-hdr")
 for size in (1e9, 1e6):

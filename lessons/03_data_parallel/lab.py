@@ -19,7 +19,7 @@ from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Plan, Workload
+from distlab.plan import Plan, Workload
 from simulator import Step, simulate
 
 UPDATES = 10

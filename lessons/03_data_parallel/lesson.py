@@ -36,7 +36,7 @@
 # same numbers. What do they cost?
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 
 RUNGS = ("per_parameter", "flat", "bucketed", "overlapped")
@@ -347,7 +347,7 @@ print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms o
 
 # %%
 from distlab.trace import Trace
-from simulator.viz.data_parallel.train_step import step_of
+from simulator.viz import step_of
 
 
 def measure(prepare, num_steps=7):
@@ -726,7 +726,7 @@ import time
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.record.recorder import recorded
+from distlab.comm import recorded
 
 
 def train_accumulating(num_accumulated):

@@ -34,7 +34,7 @@
 # keep 16 samples a GPU, so that the batch is 1,024. What does the simulator say about speed?
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 
 

@@ -34,7 +34,7 @@
 # question said "hopeless, unless you send less". How hopeless?
 
 # %%
-from distlab.plan.records import Cluster, Plan
+from distlab.plan import Cluster, Plan
 from simulator import Measured, device, gpt_workload, link, simulate
 
 MODEL = gpt_workload(
@@ -642,7 +642,7 @@ print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
 
 
 # %%
-from distlab.comm.throttle import throttled
+from distlab.comm import throttled
 from distlab.data_parallel import train_step
 from distlab.trace import SpanWriter, Trace
 

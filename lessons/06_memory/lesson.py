@@ -42,8 +42,9 @@ guess_0
 
 # %%
 from distlab.plan import Plan, Precision, Sharding
-from simulator.memory.memory import KINDS, memory_of
-from simulator.models.by_name import model_by_name
+from simulator import memory_of
+from simulator.memory.memory import KINDS
+from simulator import model_by_name
 
 MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
 MODEL = model_by_name("llama-2-7b")
@@ -221,7 +222,7 @@ beside(at_peak, plain)
 # (a count knows no times: there each layer takes the same).
 
 # %%
-from simulator.viz.memory.compare import describe_measured_memory, draw_measured_memory
+from simulator.viz import describe_measured_memory, draw_measured_memory
 
 
 def draw_over_time(predicted, over_time):
@@ -573,7 +574,7 @@ for step, (first, second) in enumerate(zip(*ranks.run(course_of_scale), strict=T
 
 # %% tags=["nbval-check-output"]
 from simulator import device
-from simulator.memory.advice import check_fit
+from simulator import check_fit
 
 H100 = device("h100-sxm")
 try:
@@ -586,7 +587,7 @@ except ValueError as error:
 # Decide before you run the next cell.
 
 # %%
-from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz import describe_memory_of_plans, draw_memory_of_plans
 
 plans = {
     "as it is": Plan(8, precision=MIXED),

@@ -34,7 +34,7 @@
 
 # %%
 from distlab.plan import Sharding
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 MODEL = gpt_workload(hidden_size=4096, num_layers=36, num_heads=32, sequence_length=2048, vocab_size=51200)
@@ -285,7 +285,7 @@ bench("equal shards", shards_of_a_row)
 
 
 # %%
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import ShardedOptimizer
 
 
 def zero(stage):
@@ -736,7 +736,7 @@ bench("FSDP, offloaded", fully_sharded(offload=True))
 
 
 # %%
-from distlab.sharding.state.full import full_state_dict
+from distlab.sharding import full_state_dict
 
 
 def saved_and_loaded():

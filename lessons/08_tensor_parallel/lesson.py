@@ -37,7 +37,7 @@
 # A guide says: **"naive model parallel uses 25 % of four GPUs, tensor parallel 85 %."** It does not say on which wire.
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import activation_bytes_per_layer, adam_state_bytes, cluster, gpt_workload, link, simulate
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
@@ -342,7 +342,7 @@ def held_parts():
 # %%
 from functools import partial
 
-from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
+from simulator.viz import describe_shards, shards_figure
 
 held = ranks.run(held_parts)
 parts, splits = [one for one, _ in held], held[0][1]

@@ -9,9 +9,9 @@ import torch
 from distlab_lesson_09 import cases
 from torch import Tensor
 
-from distlab.comm.launch.failures import RankError
+from distlab.comm import RankError
 from distlab.comm.record.read import Call
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare, describe, equal
 

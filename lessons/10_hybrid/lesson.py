@@ -42,7 +42,7 @@
 
 # %%
 from distlab.plan import Mesh
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 SIZES = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "sequence_length": 2048, "vocab_size": 51200}
@@ -129,7 +129,7 @@ show(
 
 # %%
 from distlab.comm.launch.fork_client import preload
-from distlab.comm.groups import mesh_groups
+from distlab.comm import mesh_groups
 
 preload("distlab.measure.runs.layouts")  # loads nearly all of the package once, and not in each of eight ranks
 ranks = Ranks(8, timeout_s=120)
@@ -479,7 +479,7 @@ print("yours, slowest to fastest:", ", ".join(place_axes({"data": 2, "pipeline":
 # Bytes are a guess at time. The simulator has the time: all orders, fastest first.
 
 # %% tags=["nbval-check-output"]
-from simulator.sweeps.axis_order import rank_orders
+from simulator import rank_orders
 
 orders = rank_orders(MODEL, MACHINE, QUESTION)
 for order, step in orders:

@@ -164,7 +164,7 @@ for rank in range(4):
     print(f"rank {rank} holds {mine.tolist()}: {int((mine + 1).sum())} pairs")
 
 # %%
-from simulator.viz.context_parallel.context import context_figure, describe_context
+from simulator.viz import context_figure, describe_context
 
 show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
 
@@ -389,7 +389,7 @@ for kind, values in losses.items():
 
 # %%
 from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
 SHORT = {"num_windows": 1, "steps_a_window": 3, "num_updates": 1, "budget_s": 1.0}
@@ -522,7 +522,7 @@ print(guess_3.compare(k))
 # %% exercise="11.route"
 
 # %%
-from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
+from simulator.viz import describe_routing, routing_figure
 
 draw = torch.Generator().manual_seed(3)
 scores = [torch.randn(6, 4, generator=draw) + torch.tensor([1.0, 0, 0, 0]) for _ in range(2)]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Contention
+from distlab.plan import Contention
 from simulator.engine.task_graph import COMPUTE, Graph
 
 Ints = NDArray[np.int64]

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from distlab.plan.buckets import Bucket, assign_buckets
+from distlab.plan import Bucket, Layer, Plan, Work, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
-from distlab.plan.records import Layer, Plan, Work
 from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
 from simulator.hardware.cost import compute_s
 from simulator.hardware.process_groups import Group

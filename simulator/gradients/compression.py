@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from distlab.plan import Device, Plan, Work
 from distlab.plan.compression import MAX_BITS, Compression, as_matrix, num_kept, worth_factoring
-from distlab.plan.records import Device, Plan, Work
 from simulator.hardware.cost import compute_s
 from simulator.units import to_ns
 

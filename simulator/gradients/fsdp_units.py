@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from distlab.plan.records import Layer, Plan, Work
-from distlab.plan.sharding import make_units
+from distlab.plan import Layer, Plan, Work, make_units
 from simulator.gradients.buckets import Sync, Transfer
 from simulator.gradients.shard_costs import NumberBytes, Shards
 from simulator.hardware.cost import compute_s

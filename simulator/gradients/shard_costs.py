@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.sharding import DTYPE_BYTES
 from simulator.gradients.buckets import Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, message_s

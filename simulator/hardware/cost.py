@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from distlab.plan.records import Device, Link, Work
+from distlab.plan import Device, Link, Work
 
 ALL_REDUCE_ALGORITHMS = ("ring", "halving_doubling", "tree", "in_network")
 

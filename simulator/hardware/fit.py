@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Link, Protocol
+from distlab.plan import Link, Protocol
 from simulator.hardware.cost import Steps, all_reduce_s, all_reduce_steps, steps_s
 
 Floats = NDArray[np.float64]

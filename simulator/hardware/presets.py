@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from distlab.plan.records import Cluster, Device, Link, Protocol
+from distlab.plan import Cluster, Device, Link, Protocol
 
 
 def device(name: str, *, measured: bool = True) -> Device:

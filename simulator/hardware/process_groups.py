@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distlab.plan.records import Cluster, Link
+from distlab.plan import Cluster, Link
 from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_s,

@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.axes import AXES, check_order
-from distlab.plan.records import Cluster, Plan
+from distlab.plan import AXES, Cluster, Plan
+from distlab.plan.axes import check_order
 from simulator.hardware.process_groups import Group, Links, Seat, seat_of
 
 Ints = NDArray[np.int64]

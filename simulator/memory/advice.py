@@ -15,7 +15,8 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from distlab.plan.records import RECOMPUTES, Device, Layer, Plan, Work, Workload
+from distlab.plan import Device, Layer, Plan, Work, Workload
+from distlab.plan.records import RECOMPUTES
 from distlab.plan.sharding import OFFLOADS
 from simulator.memory.memory import KINDS, Memory, memory_of
 from simulator.units import format_bytes

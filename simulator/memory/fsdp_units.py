@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Layer, Plan
+from distlab.plan import Layer, Plan
 from simulator.gradients.fsdp_units import units_of
 from simulator.precision import Widths
 

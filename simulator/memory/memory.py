@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distlab.plan.partition import balance
-from distlab.plan.records import Device, Plan, Workload
-from distlab.plan.schedules import make_schedule
+from distlab.plan import Device, Plan, Workload, balance, make_schedule
 from simulator.memory.kinds import KINDS
 from simulator.memory.over_time import Passes, Turns, one_by_one, peaks_of, rows_of, turns_of, untimed
 from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes

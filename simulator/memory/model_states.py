@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.buckets import assign_buckets
-from distlab.plan.records import Layer, Plan
+from distlab.plan import Layer, Plan, assign_buckets
 from simulator.memory.fsdp_units import UnitBytes
 from simulator.memory.kinds import BUFFERS, ERRORS, GRADIENTS, KINDS, MASTER, OPTIMIZER, PARAMETERS
 from simulator.precision import Widths

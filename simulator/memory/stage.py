@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Layer, Plan, Workload
+from distlab.plan import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS, kinds_of
 from simulator.memory.fsdp_units import unit_bytes
 from simulator.memory.kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from distlab.plan.records import Workload
+from distlab.plan import Workload
 from simulator.models.gpt import gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distlab.plan.records import Attention, Layer, Region, Work, Workload
+from distlab.plan import Attention, Layer, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
 
 PASSES = ("forward", "input_gradient", "weight_gradient")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from distlab.plan.records import Attention, Layer, Region, Work, Workload
+from distlab.plan import Attention, Layer, Region, Work, Workload
 from simulator.models.gpt import ADAM_BYTES, LOSS_BYTES, PASSES
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from distlab.plan.records import Experts, Layer, Work, Workload
+from distlab.plan import Experts, Layer, Work, Workload
 from distlab.plan.require import require_count
 from simulator.models.gpt import adam_work, gpt_name
 

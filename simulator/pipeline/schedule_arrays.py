@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.grammar import Schedule
+from distlab.plan import Schedule
 
 Ints = NDArray[np.int64]
 Rows = NDArray[np.int32]

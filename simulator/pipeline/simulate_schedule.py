@@ -17,8 +17,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.grammar import Schedule
-from distlab.plan.schedules.times import ActionTimes
+from distlab.plan import ActionTimes, Schedule
 from distlab.trace import Trace
 from simulator.pipeline.compiled import LARGE, CompiledOrder, keep_freed_memory
 from simulator.pipeline.dependencies import find_needs

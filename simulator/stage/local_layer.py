@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.plan.records import Attention, Layer, Plan, Work, Workload
+from distlab.plan import Attention, Layer, Plan, Work, Workload
 from simulator.gradients.buckets import Tensors
 from simulator.gradients.shard_costs import number_bytes
 from simulator.hardware.cost import compute_s

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.plan.records import Attention, Experts, Layer, Plan, Region, Work
+from distlab.plan import Attention, Experts, Layer, Plan, Region, Work
 from simulator.stage.pass_timeline import NO_WORK, Call, Line
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up

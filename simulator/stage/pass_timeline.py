@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from distlab.plan.records import Contention, Device, Plan, Work
+from distlab.plan import Contention, Device, Plan, Work
 from simulator.hardware.cost import compute_s
 from simulator.hardware.process_groups import Group
 from simulator.units import to_ns

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from distlab.plan.partition import balance
-from distlab.plan.records import Layer, Link, Plan, Work, Workload
+from distlab.plan import Layer, Link, Plan, Work, Workload, balance
 from simulator.gradients.buckets import Sync, Tensors, Transfer, make_syncs
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distlab.plan.records import Contention
+from distlab.plan import Contention
 from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 from simulator.pipeline.compiled import CompiledOrder

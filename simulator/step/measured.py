@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distlab.plan.records import Link
+from distlab.plan import Link
 from simulator.gradients.compression import MeasuredCodec
 
 

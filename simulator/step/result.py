@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from distlab.plan.axes import AXES
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.trace import Trace
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.memory import Memory, step_memory

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from distlab.plan.records import Plan, Workload
-from distlab.plan.schedules import ActionTimes, Schedule, make_schedule
-from distlab.plan.schedules.check.validate import validate
+from distlab.plan import ActionTimes, Plan, Schedule, Workload, make_schedule, validate
 from distlab.plan.schedules.families import TIMED
 from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.schedule_arrays import order_of

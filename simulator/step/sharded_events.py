@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from distlab.plan.records import Contention
-from distlab.plan.sharding import Sharding
+from distlab.plan import Contention, Sharding
 from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 from simulator.gradients.buckets import Transfer

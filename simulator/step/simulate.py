@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distlab.plan.axes import AXES
-from distlab.plan.records import Cluster, Plan, Workload
-from distlab.plan.schedules import Schedule
+from distlab.plan import AXES, Cluster, Plan, Schedule, Workload
 from simulator.engine.event_engine import SharedCores
 from simulator.hardware.rank_layout import Layout
 from simulator.pipeline.compiled import CompiledOrder

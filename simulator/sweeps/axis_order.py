@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from distlab.plan.axes import AXES, mesh_of
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import AXES, Cluster, Plan, Workload, mesh_of
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distlab.plan import Cluster, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
-from distlab.plan.records import Cluster, Link, Plan, Protocol, Workload
 from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import COPIES, Layout
 from simulator.step.measured import Measured

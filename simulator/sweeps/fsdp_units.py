@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import Cluster, Plan, Workload
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 from simulator.gradients.shard_costs import number_bytes
 from simulator.memory.memory import memory_of

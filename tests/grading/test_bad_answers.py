@@ -20,9 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.grading import Exercise, NotYet
+from distlab.grading import Exercise, NotYet, Report
 from distlab.grading.check import examine
-from distlab.grading.report import Report
 
 
 def right(tensor):

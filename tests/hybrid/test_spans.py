@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
-from distlab.comm.record.recorder import recorded
+from distlab.comm import recorded
 from distlab.hybrid import Hybrid
 from distlab.measure.runs.layouts import LayoutTraining
 from distlab.models import GPTConfig

@@ -20,8 +20,7 @@ from distlab.measure.runs.layout_predict import (
 )
 from distlab.measure.runs.layouts import LayoutReport, LayoutResult, LayoutTraining, train_layout
 from distlab.models import GPTConfig
-from distlab.plan.records import Contention, Plan, Work
-from distlab.plan.sharding import Sharding
+from distlab.plan import Contention, Plan, Sharding, Work
 from distlab.tensor_parallel import parallelize, splits_of
 from simulator.hardware.cost import steps_s
 

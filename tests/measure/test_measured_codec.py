@@ -11,8 +11,8 @@ from distlab.measure.runs.codec_beside import slowdown
 from distlab.measure.runs.compression import COLUMNS, IN_A_ROW, ROWS, _fit_line, median_codec
 from distlab.measure.runs.training import Training
 from distlab.models import GPTConfig
+from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from distlab.plan.compression import Compression, exchanges
-from distlab.plan.records import Cluster, Device, Link, Plan, Protocol
 from simulator import Measured, MeasuredCodec, gpt_workload, simulate
 
 LINK = Link("l", (Protocol(1e-4, 1e9),))

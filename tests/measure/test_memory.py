@@ -15,7 +15,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.precision import MasterWeights
 from distlab.recompute import recompute_blocks
-from simulator.memory.memory import memory_of
+from simulator import memory_of
 
 I, H, O, B = 64, 256, 32, 16  # noqa: E741
 FLOAT = 4

@@ -11,10 +11,10 @@ from distlab.measure.runs.pipeline import PipelineResult, PipelineTraining, trai
 from distlab.measure.runs.pipeline_predict import build_stages, count_stages
 from distlab.measure.runs.pipeline_replay import replay_errors
 from distlab.models import GPT, GPTConfig
-from distlab.plan.schedules import make_schedule
-from distlab.plan.schedules.check.validate import validate
+from distlab.plan import make_schedule, validate
 from distlab.trace import Span, Trace
-from simulator.pipeline.simulate_schedule import LETTERS, CompiledOrder, order_of
+from simulator import CompiledOrder, order_of
+from simulator.pipeline.simulate_schedule import LETTERS
 
 SMALL = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=24, tied=False)
 MESSAGE_NS = 2_000_000

@@ -4,7 +4,7 @@ import pytest
 
 from distlab.measure.runs.replay import replay_errors
 from distlab.measure.runs.training import RankReport
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from distlab.trace import Trace
 from simulator import cluster, gpt_workload, simulate
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from optimizer_net import Net, adam, run_steps, same, weights
 from torch import nn
 
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import ShardedOptimizer
 from distlab.sharding.zero.scatter_in_backward import owners_of
 
 

@@ -9,8 +9,8 @@ from optimizer_net import Net, adam, batch_of, run_steps, same, weights
 from torch import nn
 
 from distlab.clip import NotFiniteError
-from distlab.comm.record.recorder import recorded
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.comm import recorded
+from distlab.sharding import ShardedOptimizer
 from distlab.sharding.zero.scatter_in_backward import MAX_UNDER_WAY
 from distlab.trace import SpanWriter
 

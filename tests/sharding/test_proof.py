@@ -12,10 +12,7 @@ import torch.distributed as dist
 
 from distlab.data_parallel import DataParallel
 from distlab.measure.memory.measured import KINDS, MemoryLimitError, track_memory
-from distlab.sharding import FullyShard
-from distlab.sharding.fsdp.construct import build_sharded
-from distlab.sharding.zero.offload import offloaded
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer, build_sharded, offloaded
 
 LAYERS, FLOAT = 6, 4
 STATES = ("parameters", "gradients", "optimizer")

@@ -8,16 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
+from distlab.plan import Contention, Layer, Link, Plan, Protocol, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
-from distlab.plan.records import (
-    GRADIENT_SYNCS,
-    Contention,
-    Layer,
-    Link,
-    Plan,
-    Protocol,
-    Work,
-)
+from distlab.plan.records import GRADIENT_SYNCS
 from simulator import (
     Measured,
     MeasuredCodec,

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from distlab.plan.records import Device, Link, Protocol, Work
+from distlab.plan import Device, Link, Protocol, Work
 from simulator.hardware import cost
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))

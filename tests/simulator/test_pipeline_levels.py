@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
-from distlab.plan.schedules import ActionTimes
+from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
+from simulator import CompiledOrder, order_of, peak_in_flight, simulate_schedule
 from simulator.pipeline.sequential import Walk
-from simulator.pipeline.simulate_schedule import CompiledOrder, F, Order, W, order_of, peak_in_flight, simulate_schedule
+from simulator.pipeline.simulate_schedule import F, Order, W
 from simulator.pipeline.simulate_schedule import compiled as compiling
 from simulator.units import to_ns
 

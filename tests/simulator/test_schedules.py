@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import Plan, Sharding, parse_schedule, validate
-from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule, one_f_one_b
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import Jitter, Uneven, memory_of, simulate, simulate_schedule
 from simulator.pipeline.compiled import CompiledOrder
 from simulator.pipeline.schedule_arrays import W, order_of

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distlab.plan.records import Contention, Plan
-from distlab.plan.sharding import Sharding
+from distlab.plan import Contention, Plan, Sharding
 from simulator import Jitter, Uneven, gpt_workload, simulate
 from simulator.engine import event_engine as engine
 from simulator.engine.event_engine import SharedCores

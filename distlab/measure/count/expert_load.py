@@ -21,8 +21,7 @@ from torch import nn
 from distlab.expert_parallel import Load
 from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import REFERENCES, now
-from distlab.plan.partition import split_evenly
-from distlab.plan.records import Layer, Plan, Workload
+from distlab.plan import Layer, Plan, Workload, split_evenly
 
 STEPS, REPEATS = 2, 3
 

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from distlab.expert_parallel import mix_experts
 from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
 from distlab.models import GPT, GPTConfig
-from distlab.plan.partition import split_evenly
-from distlab.plan.records import Layer, Work, Workload
-from distlab.plan.work import Attention, Experts, Region
+from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
 NUMBER_BYTES = 4  # of a float32

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from distlab.plan.records import Layer, Work, Workload
+from distlab.plan import Layer, Work, Workload
 
 HEAD = "head and loss"
 

@@ -16,8 +16,8 @@ from distlab.comm import run
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
 from distlab.measure.runs.programs import device_of
-from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
-from simulator.hardware.cost import compute_s
+from distlab.plan import Cluster, Contention, Device, Link, Protocol
+from simulator import compute_s
 
 MIN_ROUNDS = 3
 DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"

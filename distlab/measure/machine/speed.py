@@ -22,8 +22,8 @@ import torch.distributed as dist
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.once import on_first_rank
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Cluster, Contention, Device, Link, Protocol, Work
-from simulator.hardware.fit import fit_link
+from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
+from simulator import fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 OVERLAP_MESSAGE_BYTES = 1_048_576

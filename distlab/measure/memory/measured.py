@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from distlab.measure.memory.hooks import MemoryLimitError, Tracker
 from distlab.measure.memory.storages import HOST, Ledger
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import ShardedOptimizer
 from simulator.memory.memory import KINDS
 
 __all__ = ["KINDS", "MeasuredMemory", "MemoryLimitError", "storage_bytes", "track_memory"]

@@ -21,11 +21,10 @@ from distlab.data_parallel import DataParallel
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.memory.measured import KINDS, track_memory
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Plan, Workload
+from distlab.plan import Plan, Workload
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
-from distlab.sharding import FullyShard
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer
 
 Ints = NDArray[np.int64]
 

@@ -22,8 +22,7 @@ from distlab.measure.machine.once import on_first_rank
 from distlab.measure.machine.speed import REFERENCES, Reference, Round, fit_cluster, now
 from distlab.measure.runs.calls import CallTimes, links_of, without_accumulation
 from distlab.measure.runs.programs import Program, sharded_program
-from distlab.plan.records import Plan, Workload
-from distlab.plan.sharding import Sharding
+from distlab.plan import Plan, Sharding, Workload
 from simulator import Measured, Step, simulate
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference

@@ -20,10 +20,10 @@ from torch import Tensor
 from distlab.comm.p2p import needs_batches
 from distlab.measure.count.module import BACKWARD_KERNELS
 from distlab.measure.machine.speed import MESSAGE_BYTES, now
-from distlab.plan.records import Layer, Link, Protocol, Work, Workload
+from distlab.plan import Layer, Link, Protocol, Work, Workload
 from distlab.sharding.direct import DirectGather, DirectScatter
+from simulator import fit_steps
 from simulator.hardware.cost import Steps, reduce_scatter_steps
-from simulator.hardware.fit import fit_steps
 
 Times = tuple[float, ...]
 LEAST_S = 1e-9  # a part that takes no time has a line all the same

@@ -31,11 +31,9 @@ from distlab.measure.runs.beside import (
     time_program,
 )
 from distlab.measure.runs.programs import make_program
+from distlab.plan import Cluster, Plan, Sharding, Workload
 from distlab.plan.compression import Compression
-from distlab.plan.records import Cluster, Plan, Workload
-from distlab.plan.sharding import Sharding
-from simulator import Measured, simulate
-from simulator.gradients.compression import MeasuredCodec
+from simulator import Measured, MeasuredCodec, simulate
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
 from distlab.measure.machine.speed import now
+from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
-from distlab.plan.records import Cluster
-from simulator.gradients.compression import MeasuredCodec
+from simulator import MeasuredCodec
 from simulator.hardware.process_groups import group_of
 from simulator.units import to_s
 

@@ -32,7 +32,7 @@ from distlab.measure.runs.layout_predict import (
     row_bytes,
 )
 from distlab.models import GPTConfig
-from distlab.plan.records import Plan, Work, Workload
+from distlab.plan import Plan, Work, Workload
 
 # So many blocks more than the fewest that fit, and so many samples in all micro-batches of all replicas: one small
 # reference, whose passes cost what a pass costs at least, and one with nearly as much to copy as a model worth timing.

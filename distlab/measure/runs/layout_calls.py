@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from distlab.comm.p2p import Receive, Send, start
 from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine.speed import now
-from distlab.plan.records import Link, Plan
+from distlab.plan import Link, Plan
 from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
+from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
-from simulator.hardware.fit import fit_steps
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = 2_000_000  # repeated until so much was sent, within limits

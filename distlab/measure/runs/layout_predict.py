@@ -15,8 +15,7 @@ import numpy as np
 
 from distlab.measure.machine.speed import Round, fit_cluster, median_round
 from distlab.measure.runs.layout_calls import Seconds, layout_links, median_layout_calls
-from distlab.plan.axes import AXES
-from distlab.plan.records import Layer, Plan, Work, Workload
+from distlab.plan import AXES, Layer, Plan, Work, Workload
 from simulator import Measured, Step, simulate
 
 

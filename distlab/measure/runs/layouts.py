@@ -43,8 +43,7 @@ from distlab.measure.runs.programs import device_of
 from distlab.measure.runs.timed import Batch, batches_of, middle_step, sgd, time_window, time_windows
 from distlab.measure.runs.windows import Verdict, Window, judge, windows_between
 from distlab.models import GPTConfig
-from distlab.plan.axes import AXES
-from distlab.plan.records import Plan, Workload
+from distlab.plan import AXES, Plan, Workload
 from distlab.trace import SpanWriter, Trace
 from simulator import Step
 

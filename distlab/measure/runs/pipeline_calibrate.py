@@ -28,8 +28,7 @@ from distlab.measure.runs.pipeline_predict import (
 )
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
-from distlab.plan.records import Work, Workload
-from distlab.plan.schedules import Schedule
+from distlab.plan import Schedule, Work, Workload
 
 REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))  # as many layers as stages, and one
 REPEATS = 4

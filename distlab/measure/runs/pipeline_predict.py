@@ -15,12 +15,10 @@ from torch import nn
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.speed import Round, fit_cluster, median_round
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline.split import split_gpt
-from distlab.plan.records import Cluster, Contention, Layer, Plan, Work, Workload
-from distlab.plan.schedules import SCHEDULES, Schedule, make_schedule
-from simulator import Step, simulate
+from distlab.pipeline import split_gpt
+from distlab.plan import SCHEDULES, Cluster, Contention, Layer, Plan, Schedule, Work, Workload, make_schedule
+from simulator import Step, fit_steps, simulate
 from simulator.hardware.cost import Steps
-from simulator.hardware.fit import fit_steps
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules import Schedule
+from distlab.plan import Schedule
 from distlab.trace import Trace
-from simulator.pipeline.simulate_schedule import LETTERS, CompiledOrder, F, order_of
+from simulator import CompiledOrder, order_of
+from simulator.pipeline.simulate_schedule import LETTERS, F
 
 Ints = NDArray[np.int64]
 

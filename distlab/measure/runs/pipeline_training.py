@@ -26,7 +26,7 @@ from distlab.measure.runs.timed import Batch, batches_of, sgd, time_window, time
 from distlab.measure.runs.windows import Window, windows_between
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline
-from distlab.plan.records import Workload
+from distlab.plan import Workload
 from distlab.trace import SpanWriter, Trace
 
 

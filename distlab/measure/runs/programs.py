@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
+from distlab.plan import Sharding
 from distlab.plan.compression import Compression
-from distlab.plan.sharding import Sharding
-from distlab.sharding import FullyShard
-from distlab.sharding.zero.optimizer import ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

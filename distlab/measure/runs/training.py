@@ -26,12 +26,10 @@ from distlab.measure.runs.programs import device_of, make_program
 from distlab.measure.runs.timed import Batch, batches_of, sgd, time_windows
 from distlab.measure.runs.windows import Window, windows_between
 from distlab.models import GPT, GPTConfig
+from distlab.plan import Plan, Sharding, Work, Workload
 from distlab.plan.compression import Compression
-from distlab.plan.records import Plan, Work, Workload
-from distlab.plan.sharding import Sharding
 from distlab.trace import SpanWriter, Trace
-from simulator import Measured, Step, simulate
-from simulator.gradients.compression import MeasuredCodec
+from simulator import Measured, MeasuredCodec, Step, simulate
 
 
 @dataclass(frozen=True)

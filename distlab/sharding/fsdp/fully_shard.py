@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.plan import Precision
 from distlab.sharding.fsdp.flat_unit import Options, Unit
 from distlab.sharding.fsdp.hooks import Hooked, put

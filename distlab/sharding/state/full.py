@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
 from distlab.sharding.fsdp.fully_shard import FullyShard

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_state import (

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.sharding.zero.shard_bucket import OwnPiece, ShardBucket
 
 VERSION = 1

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.sharding.direct import DirectGather
 from distlab.sharding.zero import consolidate
 from distlab.sharding.zero.faults import find_faults

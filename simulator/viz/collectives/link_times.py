@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from distlab.plan.records import Link, Protocol
+from distlab.plan import Link, Protocol
 from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from distlab.plan.records import Link
+from distlab.plan import Link
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.race_times import LARGEST_BYTES, SMALLEST_BYTES, STYLES, Race, race, race_takeaway
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan.records import Link
+from distlab.plan import Link
 from simulator.hardware import presets as hardware
 from simulator.viz.collectives.race import describe_race, draw_race
 from simulator.viz.drawing.panel import Panel

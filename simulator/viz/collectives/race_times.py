@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.records import Link
+from distlab.plan import Link
 from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import format_bytes

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_bytes, format_s
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
-from distlab.plan.records import Cluster, Plan, Workload
 from simulator.gradients.compression import MeasuredCodec
 from simulator.sweeps.buckets_and_compression import CompressionSweep, bandwidths, replica_link, sweep_compression
 from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression

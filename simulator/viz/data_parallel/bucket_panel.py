@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import Cluster, Plan, Workload
 from simulator.step.simulate import simulate
 from simulator.sweeps.buckets_and_compression import BucketSweep, sweep_buckets, with_bucket_bytes
 from simulator.units import format_bytes

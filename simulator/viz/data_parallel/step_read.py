@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distlab.trace.span import Span, Trace
+from distlab.trace import Span, Trace
 from simulator.viz.data_parallel.step_state import RankStep, Reduction, TrainStep, passes
 from simulator.viz.timeline.facts import Interval, computes, split, union
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.trace.span import Span
+from distlab.trace import Span
 from simulator.viz.drawing.style import name_ranks
 from simulator.viz.timeline.facts import Interval
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_bytes, format_s
 from simulator.viz.data_parallel.step_read import step_of
 from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step

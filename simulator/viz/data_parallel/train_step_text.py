@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import (

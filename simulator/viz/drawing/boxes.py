@@ -15,7 +15,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.viz.drawing.lanes import Placement, Side
 from simulator.viz.drawing.letters import Letter, Letters
 from simulator.viz.drawing.style import DPI, IDLE, TEXT_PT, KindStyle, pale, text_colour

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 
 MAX_LEVELS = 6
 PREDICTED_HEIGHT = 0.62

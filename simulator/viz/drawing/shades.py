@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.viz.drawing.style import SHADE
 
 PASSES = ("F", "B", "I", "W")

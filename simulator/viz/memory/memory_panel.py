@@ -10,8 +10,8 @@ from typing import Any
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan.records import RECOMPUTES, Device, Plan, Workload
-from distlab.plan.sharding import Precision, Sharding
+from distlab.plan import Device, Plan, Precision, Sharding, Workload
+from distlab.plan.records import RECOMPUTES
 from simulator.hardware import presets as hardware
 from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of

@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from distlab.plan.axes import AXES
-from distlab.plan.records import Plan
+from distlab.plan import AXES, Plan
 from simulator.memory.memory import KINDS, Memory
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes

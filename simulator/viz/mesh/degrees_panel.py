@@ -10,9 +10,8 @@ from typing import Any
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan.axes import AXES
-from distlab.plan.records import RECOMPUTES, Cluster, Plan, Workload
-from distlab.plan.sharding import Sharding
+from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
+from distlab.plan.records import RECOMPUTES
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from distlab.plan.mesh import Mesh
+from distlab.plan import Mesh
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.style import (
     AXIS_STYLES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distlab.plan.axes import AXES
+from distlab.plan import AXES
 from simulator.step.simulate import Step
 from simulator.viz.drawing.style import AXIS_STYLES
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.style import name_ranks
 from simulator.viz.schedules.run import ScheduleRun

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan.schedules import ActionTimes, Schedule
-from distlab.trace.span import Trace
+from distlab.plan import ActionTimes, Schedule
+from distlab.trace import Trace
 from simulator.pipeline.simulate_schedule import LETTERS, PipelineRun, simulate_schedule
 from simulator.viz.drawing.shades import stages_of_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import Side
 from simulator.viz.drawing.style import percent

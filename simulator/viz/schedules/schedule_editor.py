@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import ipywidgets as widgets
 
-from distlab.plan.schedules import ActionTimes, one_f_one_b, parse_schedule
-from distlab.plan.schedules.check.validate import validate
+from distlab.plan import ActionTimes, one_f_one_b, parse_schedule, validate
 from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule_timeline import ScheduleTimeline
 

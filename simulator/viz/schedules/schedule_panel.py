@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import ipywidgets as widgets
 
-from distlab.plan.schedules import SCHEDULES, ActionTimes
+from distlab.plan import SCHEDULES, ActionTimes
 from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.schedules.schedule_timeline import ScheduleTimeline
 from simulator.viz.schedules.sweep import NAMES, play

@@ -9,7 +9,7 @@ import ipywidgets as widgets
 import numpy as np
 from matplotlib.figure import Figure
 
-from distlab.plan.schedules.check.validate import ScheduleError
+from distlab.plan import ScheduleError
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.panel import dress, with_fallback
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule
+from distlab.plan import SCHEDULES, ActionTimes, make_schedule
 from simulator.viz.schedules.run import ScheduleRun, run_schedule
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan.schedules import Schedule, gpipe, interleaved, looped_bfs, naive, one_f_one_b
-from distlab.trace.span import Trace
+from distlab.plan import Schedule, gpipe, interleaved, looped_bfs, naive, one_f_one_b
+from distlab.trace import Trace
 from simulator.viz.drawing.shades import stages_of_ranks
 
 MAX_SPANS = 20_000

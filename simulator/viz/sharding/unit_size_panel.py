@@ -8,8 +8,7 @@ from dataclasses import replace
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan.records import Cluster, Plan, Workload
-from distlab.plan.sharding import Sharding
+from distlab.plan import Cluster, Plan, Sharding, Workload
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 
 Interval = tuple[float, float]  # start and end, in seconds
 

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View, fill_of, filled_columns, heights_of, in_view, kinds_at, labels_of
 from simulator.viz.drawing.lanes import Row, Side, lanes_of, place
 from simulator.viz.drawing.shades import shaded

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place

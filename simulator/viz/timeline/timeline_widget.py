@@ -14,7 +14,7 @@ import anywidget
 import traitlets
 from matplotlib.figure import Figure
 
-from distlab.trace.span import Trace
+from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.panel import with_fallback
 from simulator.viz.drawing.style import to_png

@@ -6,8 +6,7 @@ from itertools import permutations
 import pytest
 from pen_facts import clashes, drawn, words
 
-from distlab.plan.axes import AXES, mesh_of
-from distlab.plan.records import Plan
+from distlab.plan import AXES, Plan, mesh_of
 from simulator import cluster, gpt_workload, simulate
 from simulator.units import format_s
 from simulator.viz import (

@@ -110,7 +110,7 @@ def test_a_real_ring_is_followed_from_its_record(ranks):
     def add_up():
         import torch
 
-        from distlab.collectives.ring import ring_all_reduce
+        from distlab.collectives import ring_all_reduce
 
         tensor = torch.arange(10_001, dtype=torch.float32)
         ring_all_reduce(tensor, piece_bytes=8_000)  # a chunk of 13 kB goes in two pieces

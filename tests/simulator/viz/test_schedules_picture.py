@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from viz_traces import data_parallel
 
-from distlab.plan.schedules import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule, zb_h1, zb_h2
-from simulator.pipeline.simulate_schedule import simulate_schedule
+from distlab.plan import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule, zb_h1, zb_h2
+from simulator import simulate_schedule
 from simulator.viz import describe_schedules, draw_schedule, draw_schedules, run_schedule
 from simulator.viz.drawing.legend import legend_of
 from simulator.viz.drawing.shades import shaded

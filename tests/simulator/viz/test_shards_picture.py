@@ -69,7 +69,7 @@ def test_parts_go_back_to_where_they_came_from(num_ranks):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parts_are_those_of_the_runner(num_ranks):
     torch = pytest.importorskip("torch")
-    from distlab.tensor_parallel.split import Split
+    from distlab.tensor_parallel import Split
 
     sections = (3 * num_ranks, num_ranks, num_ranks)
     for dim, sizes in ((0, sections), (1, sections), (0, (7,))):

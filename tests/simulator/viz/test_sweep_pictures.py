@@ -6,10 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
-from distlab.plan.records import Plan
-from simulator import cluster, gpt_workload, sweep_buckets, sweep_compression, with_bandwidth
-from simulator.sweeps.buckets_and_compression import BucketSweep, CompressionLine, CompressionSweep, bucket_sizes
+from simulator import (
+    BucketSweep,
+    CompressionSweep,
+    cluster,
+    gpt_workload,
+    sweep_buckets,
+    sweep_compression,
+    with_bandwidth,
+)
+from simulator.sweeps.buckets_and_compression import CompressionLine, bucket_sizes
 from simulator.viz import describe_bucket_sweep, describe_compression, draw_bucket_sweep, draw_compression, to_png
 from simulator.viz.compression.compression import compression_label, ranking, stops
 from simulator.viz.data_parallel.bucket_sweep import nearest

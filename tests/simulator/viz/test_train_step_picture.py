@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from viz_traces import MS, data_parallel, grid
 
+from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
-from distlab.plan.records import Plan
 from distlab.trace import Span, SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import describe_train_step, draw_train_step, step_of, to_png
