@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledOrder, order_of, peak_in_flight, simulate_schedule
+from simulator.pipeline import compiled as compiling
 from simulator.pipeline.sequential import Walk
 from simulator.pipeline.simulate_schedule import F, Order, W
-from simulator.pipeline.simulate_schedule import compiled as compiling
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
