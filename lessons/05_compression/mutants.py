@@ -11,7 +11,7 @@ from distlab_lesson_05 import wrong_codes as codes
 from torch import Tensor
 
 from distlab.compression import pack_bits, unpack_bits
-from distlab.grading.exercise import Mutant
+from distlab.grading.mutant import Mutant
 
 
 def average_signs_in_bytes(gradient: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def average_signs_in_bytes(gradient: Tensor) -> Tensor:
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

@@ -11,7 +11,7 @@ from distlab_lesson_06 import wrong_recomputes as recomputes
 from distlab_lesson_06 import wrong_steps as steps
 from torch import Tensor, nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading.mutant import Mutant
 
 
 def accumulate_then_backward(model: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> float:
@@ -28,7 +28,7 @@ def accumulate_then_backward(model: nn.Module, microbatches: list[tuple[Tensor, 
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

@@ -11,7 +11,7 @@ from distlab_lesson_11 import wrong_merges as merges
 from distlab_lesson_11 import wrong_routes as routes
 from torch import nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading.mutant import Mutant
 
 
 def synchronize_everything(shared: list[nn.Parameter], experts: list[nn.Parameter]) -> None:
@@ -24,7 +24,7 @@ def synchronize_everything(shared: list[nn.Parameter], experts: list[nn.Paramete
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format
