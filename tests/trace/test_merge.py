@@ -90,7 +90,7 @@ def test_every_truncation_is_noticed(folder):
     content = path.read_bytes()
     for size in range(0, len(content), 37):
         path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=r"rank0.trace.npz is no readable trace .*record the run again"):
+        with pytest.raises(ValueError, match=r"rank0.trace.npz cannot be read as a trace .*record the run again"):
             load_trace(path)
 
 
