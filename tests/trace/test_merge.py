@@ -113,7 +113,7 @@ def test_flipped_bits_never_give_another_trace(folder):
     ("change", "message"),
     [
         ({"version": np.int64(99)}, "version 99, this program reads version 1"),
-        ({"words": np.frombuffer(b"[1]", np.uint8)}, "no list of texts"),
+        ({"words": np.frombuffer(b"[1]", np.uint8)}, "not a list of texts"),
         ({"rank": np.zeros(3, np.int64)}, "column rank has shape"),
         ({"name": np.full(1, 9, np.int32)}, "column name points outside"),
         ({"end_ns": np.zeros(1, np.int64)}, "ends before it starts"),
