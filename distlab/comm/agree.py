@@ -20,7 +20,7 @@ def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = 
     The value is anything JSON holds: numbers, text, None, lists and dicts of them; tuples count as lists. No pickle
     travels.
 
-    Cost: one all-gather of 40 bytes a rank; a second one, of the values, only when they differ.
+    Cost: one all-gather of 40 bytes per rank; a second one, of the values, only when they differ.
 
     Raises:
         ValueError: on every rank, when ranks differ or one has a value that JSON cannot hold; the text names the ranks
@@ -29,7 +29,7 @@ def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = 
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:
-        text = f"!{error}"  # no JSON begins so; the other ranks must hear of it, or they would wait for ever
+        text = f"!{error}"  # no JSON text begins with "!"; tell the other ranks, or they would wait forever
     data = text.encode()
     mine = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
     everyone = _all_gather(mine, group)

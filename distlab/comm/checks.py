@@ -15,7 +15,7 @@ def check_world_size(world_size: object) -> int:
     """Return the world size.
 
     Raises:
-        ValueError: it is no whole number from 1 to what this process may start.
+        ValueError: it is not a whole number from 1 to what this process may start.
     """
     if isinstance(world_size, bool | str):
         raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, such as 4")
@@ -42,7 +42,7 @@ def check_timeout(timeout_s: object) -> float:
     """Return the timeout in seconds.
 
     Raises:
-        ValueError: it is no positive, finite number.
+        ValueError: it is not a positive, finite number.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s is {timeout_s!r}; pass a positive number of seconds, such as 60")
@@ -53,7 +53,7 @@ def check_backend(backend: object, world_size: int) -> str | None:
     """Return the backend.
 
     Raises:
-        ValueError: it is unknown, or it is nccl and there is not one GPU a rank.
+        ValueError: it is unknown, or it is nccl and there is not one GPU per rank.
     """
     if backend is None:
         return None

@@ -168,7 +168,7 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
 
 
 def _follow_parent() -> None:
-    """Kill this process when the one that started it (torchrun) is gone: it would wait for its peers for ever."""
+    """Kill this process when the one that started it (torchrun) is gone: it would wait for its peers forever."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -4,8 +4,8 @@ Three facts are hidden here, so that an algorithm only says what goes where:
 
 - Ranks are numbered inside the group. `to=1` is the second rank of the group, whatever its global rank is.
 - On gloo a send and a receive are two requests that complete on their own; a caller waits for the receive first,
-  because that is the data it needs. On nccl a send and a receive posted one after the other can block each other
-  (each is a kernel on the same stream, and each waits for its partner), so they are posted as one batch.
+  because that is the data it needs. On nccl each is a kernel on the same stream, and each waits for its partner. Posted
+  one after the other they can block each other, so they are posted as one batch.
 - gloo cannot send CUDA tensors. Ranks that share a GPU must use gloo, so there a message goes through the CPU.
 """
 
@@ -123,8 +123,8 @@ def send_receive(
 ) -> None:
     """Send one tensor and receive another at the same time; ranks are those of the group.
 
-    Cost: the bytes of `send`, one step. Each rank of a ring may call this at once: nobody waits to be received from
-    before it receives.
+    Cost: the bytes of `send`, one step. All ranks of a ring may call this at the same time: no rank waits until its
+    message is received before it receives.
 
     Raises:
         ValueError: as `start`; or the two tensors lie on different devices, or share memory.
@@ -147,7 +147,7 @@ def require_same(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *
     hang, an error deep in the backend or a wrong tail. This asks once; call it when a model is set up or a shape
     changes, not in every step.
 
-    Cost: one small exchange (some hundred bytes a rank), far more than a fast collective would like to pay.
+    Cost: one small exchange (some hundred bytes per rank), which takes longer than a fast small collective.
 
     Raises:
         ValueError: on every rank, naming the ranks that differ and both values.
@@ -168,7 +168,7 @@ def require_sendable(tensor: torch.Tensor, who: str) -> None:
     if not tensor.is_contiguous():
         shape, stride = tuple(tensor.shape), tensor.stride()
         raise ValueError(
-            f"{who}: got a non-contiguous tensor of shape {shape}, stride {stride}, whose bytes are no one block; "
+            f"{who}: got a non-contiguous tensor of shape {shape}, stride {stride}, whose bytes are not one block; "
             "call .contiguous(), communicate, and copy back"
         )
     if tensor.is_meta:

@@ -63,7 +63,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
         )
     port = 0 if alone else _number(env, "MASTER_PORT", 1)
     if port > 65535:
-        raise ValueError(f"MASTER_PORT={port} is no port; ports are 1 to 65535")
+        raise ValueError(f"MASTER_PORT={port} is not a port; ports are 1 to 65535")
     return Address(
         rank=rank,
         world_size=world_size,
@@ -86,7 +86,7 @@ def _number(env: Mapping[str, str], name: str, least: int, default: int | None =
     try:
         number = int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is no whole number; torchrun sets it, or set it yourself") from None
+        raise ValueError(f"{name}={text!r} is not a whole number; torchrun sets it, or set it yourself") from None
     if number < least:
         raise ValueError(f"{name}={number} is too small; it is at least {least}")
     return number
@@ -95,11 +95,11 @@ def _number(env: Mapping[str, str], name: str, least: int, default: int | None =
 def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignore[name-defined]
     """Open the store through which ranks find each other, apart for each restart.
 
-    After a restart the store still holds the addresses of ranks that have died; a prefix a restart keeps the living
-    from calling them.
+    After a restart the store still holds the addresses of ranks that have died; a prefix for each restart keeps the new
+    ranks from calling them.
 
     Raises:
-        RuntimeError: rank 0 cannot listen on the address, or nobody answers there.
+        RuntimeError: rank 0 cannot listen on the address, or no process answers there.
     """
     timeout = timedelta(seconds=timeout_s)
     if address.world_size == 1 and address.master_port == 0:
@@ -119,7 +119,7 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
         )
     except dist.DistError as error:
         raise RuntimeError(
-            f"rank {address.rank}: nobody answers at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s; "
+            f"rank {address.rank}: no process answers at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s; "
             "is rank 0 running, and is the address right?"
         ) from error
     return dist.PrefixStore(f"restart{address.restart}", store)  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def _listen(address: Address, where: str) -> int | None:
             address.master_address, address.master_port, type=socket.SOCK_STREAM
         )[0]
     except socket.gaierror as error:
-        raise ValueError(f"MASTER_ADDR={address.master_address!r} is no known address: {error}") from error
+        raise ValueError(f"MASTER_ADDR={address.master_address!r} is not a known address: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -69,7 +69,7 @@ class ThrottledLink:
         self.busy_s = 0.0
         self.num_calls = 0
         self._free_s = 0.0
-        self._ends: dict[int, float] = {}  # of calls that nobody saw the end of
+        self._ends: dict[int, float] = {}  # of calls whose end was not seen
         self._guard = threading.Lock()
 
     def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
@@ -123,10 +123,10 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledL
         bytes_per_s: bandwidth of each rank's link, one way.
         latency_s: time of one message apart from its bytes.
 
-    Cost: about 30 us a call.
+    Cost: about 30 us per call.
     Error: a call lasts at least `link_s`, and longer only by the lateness of a sleep (about 0.1 ms) or when the real
-        exchange is slower still. Each rank counts from its own call: where ranks call at different times the first is
-        let go early, and waits for the last in its next call. So a step's time is right for the slowest rank.
+        exchange is slower still. Each rank counts from its own call: where ranks call at different times the first
+        one returns early, and waits for the last in its next call. So a step's time is right for the slowest rank.
         benchmarks/throttled.py measures both.
 
     Raises:

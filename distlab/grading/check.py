@@ -28,7 +28,7 @@ def check(name: str, fn: Any, *, worlds: Sequence[int] | None = None) -> Report:
         worlds: numbers of ranks to run it on; by default those of the exercise.
 
     Raises:
-        ValueError: there is no such exercise, or a number of ranks is no positive number.
+        ValueError: there is no such exercise, or a number of ranks is not a positive number.
     """
     from distlab.grading.lesson import load_lesson
     from distlab.grading.progress import keep
@@ -100,7 +100,7 @@ def check_worlds(worlds: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of ranks as a tuple.
 
     Raises:
-        ValueError: there are none, or one is no positive number.
+        ValueError: there are none, or one is not a positive number.
     """
     chosen = tuple(worlds)
     if not chosen or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 64 for n in chosen):

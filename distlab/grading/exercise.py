@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NotYet(Exception):  # noqa: N818 (a state of the exercise, not an error of anybody)
-    """The body of an exercise that nobody has written yet; a check answers it kindly."""
+    """The body of an exercise that is not written yet; a check answers it kindly."""
 
     def __init__(self, exercise: str) -> None:
         super().__init__(f"{exercise} is yours to write: replace this line, then run the check below")

@@ -1,7 +1,7 @@
 """Fresh ranks for one run after another: while one set runs, the next one is started and the last one is taken down.
 
 Starting processes and joining them takes as long as a short run; a check on 1, 2, 3 and 4 ranks would wait for that
-four times. The time limit of a run begins when its ranks are ready: a slow machine is no fault of an answer.
+four times. The time limit of a run begins when its ranks are ready: a slow machine is not the fault of an answer.
 """
 
 from __future__ import annotations

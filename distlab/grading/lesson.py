@@ -1,4 +1,4 @@
-"""Find a lesson's folder and load it by path: its name, such as 03_data_parallel, is no module's name.
+"""Find a lesson's folder and load it by path: its name, such as 03_data_parallel, cannot be a module's name.
 
 A lesson's modules live in sys.modules as the package `distlab_lesson_03`; inside exercises.py,
 `from distlab_lesson_03.checks import averages` works. Ranks cannot import that name, so its functions travel by value.
@@ -76,7 +76,7 @@ class Lesson:
 
 
 def lessons_folder(start: Path | None = None) -> Path:
-    """Return the folder that holds the lessons: at or above the working directory, else beside this package.
+    """Return the folder that holds the lessons: at or above the working directory, else next to this package.
 
     Raises:
         ValueError: there is none.
@@ -87,7 +87,7 @@ def lessons_folder(start: Path | None = None) -> Path:
         if any(_folders(folder)):
             return folder
     raise ValueError(
-        f"no folder lessons/ with a lesson in it is at or above {here}, nor beside distlab ({beside}); "
+        f"no folder lessons/ with a lesson in it is at or above {here}, nor next to distlab ({beside}); "
         "run this inside a checkout of distlab"
     )
 

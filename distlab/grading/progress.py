@@ -30,7 +30,7 @@ class Entry:
     """What is known about one exercise.
 
     Attributes:
-        attempts: checks of an answer, right or wrong; one that nobody has written does not count.
+        attempts: checks of an answer, right or wrong; one that is not written yet does not count.
         first_passed: time of the first right answer (ISO 8601, UTC), or "".
         last_passed: time of the last one, or "".
         budget: what the last right answer used.
@@ -94,7 +94,7 @@ def _updated(entry: Entry, report: Report) -> Entry:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system lets go of when a process ends."""
+    """Hold the folder's lock, which the system releases when a process ends."""
     import fcntl
 
     with open(folder / MARKER, "a") as file:

@@ -128,7 +128,7 @@ class Report:
         return f'<div role="status" aria-live="polite" style="{style}">{first}{body}{self._beside()}{foot}</div>'
 
     def _beside(self) -> str:
-        """Return the reference beside the learner's code, for an answer that passed."""
+        """Return the reference next to the learner's code, for an answer that passed."""
         if not self.passed or self.answer is None:
             return ""
         mine, theirs = (html.escape(source_text(fn)) for fn in (self.answer, self.reference))
@@ -138,6 +138,6 @@ class Report:
         columns = "".join(f'<td style="{cell}"><pre>{text}</pre></td>' for text in (mine, theirs))
         heads = "".join(f'<th scope="col" style="{cell}">{text}</th>' for text in ("Yours", "The reference"))
         return (
-            "<details><summary>Your code beside the reference</summary>"
+            "<details><summary>Your code and the reference</summary>"
             f"<table><tr>{heads}</tr><tr>{columns}</tr></table></details>"
         )

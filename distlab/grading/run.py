@@ -60,7 +60,7 @@ def judge(exercise: Exercise, evidence: Evidence) -> Fault | None:
     """Return the first fault that the exercise's judge finds, or None."""
     try:
         return next(iter(exercise.judge(evidence)), None)
-    except Exception as error:  # the judge met something that nobody returns on purpose
+    except Exception as error:  # the judge met a value that no answer returns on purpose
         from distlab.grading.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))

@@ -88,7 +88,9 @@ def _module(name: str) -> Source:
     spec: ModuleSpec | None = None
     for depth in range(1, len(parts) + 1):
         if not parts[depth - 1].isidentifier():
-            raise ValueError(f"{name!r} names no module; pass a module's name, or the path of a .py file or a notebook")
+            raise ValueError(
+                f"{name!r} does not name a module; pass a module's name, or the path of a .py file or a notebook"
+            )
         spec = PathFinder.find_spec(".".join(parts[:depth]), where)
         if spec is None:
             break
@@ -109,7 +111,7 @@ def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[tuple[str, str], 
         texts = [source if isinstance(source := cell["source"], str) else "".join(source) for cell in code]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{impl} is no notebook, or a damaged one ({reason}){reset}") from None
+        raise ValueError(f"{impl} is not a notebook, or it is damaged ({reason}){reset}") from None
     pieces, notes = [], []
     for number, cell in enumerate(texts, start=1):
         plain = _without_magics(cell)

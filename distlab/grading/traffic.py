@@ -69,7 +69,7 @@ def _rounds(made: Sequence[Call], ends: Sequence[int]) -> int:
 
 
 def num_started_before(evidence: Evidence, rank: int, time_ns: int, *ops: str) -> int:
-    """Return how many calls a rank had started before a moment (time.monotonic_ns): what overlaps, starts early."""
+    """Return how many calls a rank had started before a moment (time.monotonic_ns); an overlapped call starts early."""
     return sum(call.start_ns < time_ns for call in calls(evidence, rank, *ops))
 
 

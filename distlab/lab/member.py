@@ -92,7 +92,7 @@ class Lab(Generic[SettingsT]):
     def watched(self) -> Iterator[Watched]:
         """Record every call in the block, and end the lab with words when its ranks wait for each other.
 
-        All ranks enter it together. Recording costs some 30 us a call: nothing is timed in here.
+        All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here.
         """
         recorder, watchdog = self._begin_watch()
         seen = Watched()
@@ -185,7 +185,7 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
     try:
         status = _work(number, chosen, run)
     except Exception as error:
-        if not record_failure(error, own_traceback(error)):  # nobody else will show it
+        if not record_failure(error, own_traceback(error)):  # no launcher will show it
             raise
         status = 1
     if status:

@@ -1,7 +1,7 @@
-"""What a lab found: rows of measured, predicted and exact values, beside the reference output of the same lab.
+"""What a lab found: rows of measured, predicted and exact values, with the reference output of the same lab.
 
 Rank 0 prints it. A fact (bytes, calls, equal or not) must be what was expected, and fails the lab where it is not; a
-time is shown beside its prediction and beside the reference machine's, and never judged.
+time is shown next to its prediction and the reference machine's time, and never judged.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def measured(self, what: str, value: Value, unit: str = "", *, predicted: float | None = None) -> None:
-        """Add what was measured, beside what was predicted."""
+        """Add what was measured, with what was predicted."""
         self.rows.append(Row(what, value, unit, predicted=predicted))
 
     def fact(self, what: str, value: Value, expected: Value, unit: str = "") -> None:

@@ -2,7 +2,7 @@
 
 A thread in each rank looks four times a second. While learner code is tried out (`Lab.watched`) every call is recorded,
 and rank 0 sees a deadlock from the records within seconds; in timed code nothing is recorded, and the time limit ends
-it. A rank that holds the interpreter lock for ever is ended by faulthandler, a little later and with its stack alone.
+it. A rank that holds the interpreter lock forever is ended by faulthandler, a little later and with its stack alone.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Guard:
         os._exit(1)
 
     def _waits(self) -> list[str]:
-        """Say in a line a rank whom it waits for, where calls are recorded and this rank sees them."""
+        """Return one line per rank: whom it waits for, where calls are recorded and this rank sees them."""
         if self.folder is None or self.watchdog is None:
             return []
         from distlab.comm import read_records

@@ -132,7 +132,7 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
     came_from = versions.get(name)
     if came_from == version:
         return Copy(name, "kept")
-    if name == START and fingerprint(_read(copy)) == came_from:  # nobody wrote in it
+    if name == START and fingerprint(_read(copy)) == came_from:  # the learner wrote nothing in it
         with contextlib.suppress(OSError):
             _put(copy, _without_outputs(lesson), replace=True)
             versions[name] = version

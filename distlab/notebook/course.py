@@ -50,7 +50,7 @@ class Row:
 
 
 def rows(lessons: Path, progress: Mapping[str, Entry]) -> list[Row]:
-    """Return a row a lesson: those of COURSE.toml, filled in from the notebooks that are built."""
+    """Return one row per lesson: those of COURSE.toml, filled in from the notebooks that are built."""
     plan = tomllib.loads((lessons / COURSE).read_text(encoding="utf-8"))["lesson"]
     return [_row(lessons, entry["folder"], entry["can"], progress) for entry in plan]
 

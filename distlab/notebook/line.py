@@ -78,7 +78,7 @@ def _chosen(token: str) -> tuple[int, ...]:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     if wrong := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"--push wants names such as --push model,data; {wrong[0]!r} is no name")
+        raise ValueError(f"--push wants names such as --push model,data; {wrong[0]!r} is not a name")
     return names
 
 

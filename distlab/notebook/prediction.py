@@ -25,7 +25,7 @@ class Prediction:
         """Commit to a number in code; return it in words.
 
         Raises:
-            ValueError: it is no finite number.
+            ValueError: it is not a finite number.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"a prediction is a finite number of {self.unit or 'something'}; got {value!r}")
@@ -40,7 +40,7 @@ class Prediction:
             self.commit(value)
 
     def compare(self, measured: float, *, how: str = "measured") -> str:
-        """Return a line that sets the prediction beside the number; `how` says where that comes from: "simulated"."""
+        """Return a line that compares the prediction with the number; `how` says where that comes from: "simulated"."""
         result = f"{how} {self._number(measured)}"
         if self.value is None:
             return f"{result}; you predicted nothing (type a number above, or call .commit(3.0), before the run)"
@@ -87,10 +87,10 @@ class Prediction:
         return VBox([said, HBox([box, Label(self.unit), button])])
 
     def _typed(self, text: str) -> str:
-        """Commit to what was typed; return what to say beside the box."""
+        """Commit to what was typed; return the text to show next to the box."""
         number = _number_in(text)
         if number is None or not math.isfinite(number):
-            return f"Predict: {self.question} ({text.strip()!r} is no number; write one such as 3.2)"
+            return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2)"
         self.commit(number)
         return repr(self)
 

@@ -15,7 +15,7 @@ def read_foreign(events: list[Any]) -> dict[str, Trace]:
     """Read complete events (X) and pairs of begin and end (B, E); other events carry no span and are passed over.
 
     Raises:
-        ValueError: an event is no object, has no number as its time, or ends before it starts.
+        ValueError: an event is not an object, has no number as its time, or ends before it starts.
     """
     ranks: dict[str, int] = {}
     lanes: dict[tuple[str, str], str] = {}

@@ -1,7 +1,7 @@
-"""Traces on disk, one file a rank, and the ranks' clocks brought together.
+"""Traces on disk, one file per rank, and the ranks' clocks brought together.
 
 Every rank saves its own spans on its own clock. Processes on one machine share the monotonic clock; between machines
-the clocks differ by a constant that is measured once and saved beside the traces as `clocks.json`: a list with, for
+the clocks differ by a constant that is measured once and saved with the traces as `clocks.json`: a list with, for
 each rank, the nanoseconds to add to its times.
 """
 
@@ -61,7 +61,7 @@ def load_trace(path: str | Path) -> Trace:
         return _trace_from(stored)
     except _DAMAGE as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no readable trace ({reason}); delete it and record the run again") from error
+        raise ValueError(f"{path} cannot be read as a trace ({reason}); delete it and record the run again") from error
 
 
 def _trace_from(stored: dict[str, Any]) -> Trace:
@@ -72,7 +72,7 @@ def _trace_from(stored: dict[str, Any]) -> Trace:
         raise ValueError(f"it is of version {stored['version']}, this program reads version {_VERSION}")
     words = json.loads(stored["words"].tobytes())
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError("its list of words is no list of texts")
+        raise ValueError("its list of words is not a list of texts")
     columns = {}
     for field in Span._fields:
         column, dtype = stored[field], np.dtype(NUMBERS.get(field, np.int32))
@@ -97,7 +97,9 @@ def merge(traces: Iterable[Trace], clock_offsets_ns: Sequence[int] | None = None
     parts = list(traces)
     offsets = [0] * len(parts) if clock_offsets_ns is None else list(clock_offsets_ns)
     if len(offsets) != len(parts):
-        raise ValueError(f"got {len(offsets)} clock offsets for {len(parts)} traces; pass one a trace, in their order")
+        raise ValueError(
+            f"got {len(offsets)} clock offsets for {len(parts)} traces; pass one per trace, in their order"
+        )
     joined = Trace.concatenate(part.shifted(int(offset)) for part, offset in zip(parts, offsets, strict=True))
     return joined.take(np.lexsort((joined.rank, joined.start_ns)))
 
@@ -150,12 +152,12 @@ def _load_clocks(path: Path) -> list[int]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); measure and save the clock offsets again") from error
     if not isinstance(offsets, list) or not all(type(offset) is int for offset in offsets) or not offsets:
-        raise ValueError(f"{path} holds {str(offsets)[:80]}; expected a list of whole nanoseconds, one a rank")
+        raise ValueError(f"{path} holds {str(offsets)[:80]}; expected a list of whole nanoseconds, one per rank")
     return offsets
 
 
 def _replace(path: Path, write: Any) -> None:
-    """Write beside the final place, then move: the file is whole, or not there."""
+    """Write next to the final place, then move: the file is whole, or not there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(temporary)

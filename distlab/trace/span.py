@@ -107,7 +107,9 @@ class Trace:
             try:
                 array = np.asarray(values, dtype=NUMBERS.get(field, np.int32))
             except (OverflowError, TypeError) as error:
-                raise ValueError(f"trace column {field!r} holds what is no number of its size: {error}") from error
+                raise ValueError(
+                    f"trace column {field!r} holds a value that is not a number of its size: {error}"
+                ) from error
             if array.ndim > 0 and array.size != length:
                 raise ValueError(f"trace column {field!r} has {array.size} rows; the others have {length}")
             arrays[field] = np.array(np.broadcast_to(array, (length,)))

@@ -49,16 +49,16 @@ def torchrun(tmp_path, source: str, *flags: str) -> subprocess.CompletedProcess:
     [
         ({"RANK": None}, "RANK is not set; start the script with torchrun"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"RANK": "one"}, "RANK='one' is no whole number"),
-        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' is no whole number"),
+        ({"RANK": "one"}, "RANK='one' is not a whole number"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' is not a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is too small; it is at least 1"),
         ({"RANK": "-1"}, "RANK=-1 is too small"),
         ({"RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2: ranks are 0 to 1"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 does not fit LOCAL_WORLD_SIZE=1"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
-        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is no whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not a whole number"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused_in_one_sentence(changes, message):
@@ -129,9 +129,9 @@ def test_a_master_that_does_not_answer_is_told():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = read_environment(WORLD | {"RANK": "1", "MASTER_PORT": str(unused.getsockname()[1])})
-        with pytest.raises(RuntimeError, match="rank 1: nobody answers at 127.0.0.1:.* is rank 0 running"):
+        with pytest.raises(RuntimeError, match="rank 1: no process answers at 127.0.0.1:.* is rank 0 running"):
             make_store(address, 1)
-    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is no known address"):
+    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is not a known address"):
         make_store(read_environment(WORLD | {"MASTER_ADDR": "no.such.host.invalid"}), 1)
 
 

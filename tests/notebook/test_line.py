@@ -38,7 +38,7 @@ def test_reads(text, line):
         ("[]", "cannot read '[]'"),
         ("[a]", "cannot read '[a]'"),
         ("--push", "--push needs a value"),
-        ("--push 3", "'3' is no name"),
+        ("--push 3", "'3' is not a name"),
         ("--timeout", "--timeout needs a value"),
         ("--timeout soon", "--timeout wants seconds such as --timeout 10; got 'soon'"),
         ("--timeout nan", "got 'nan'"),

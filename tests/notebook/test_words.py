@@ -119,7 +119,7 @@ def test_the_box_says_what_was_understood():
     row.children[0].value = "2.5"
     assert said.value == "Predict: How long? (2.5 ms)"
     row.children[0].value = "<b>"
-    assert said.value == "Predict: How long? (&#x27;&lt;b&gt;&#x27; is no number; write one such as 3.2)"
+    assert said.value == "Predict: How long? (&#x27;&lt;b&gt;&#x27; is not a number; write one such as 3.2)"
 
 
 def test_a_picture_has_alt_text_and_words():

@@ -90,7 +90,7 @@ def test_every_truncation_is_noticed(folder):
     content = path.read_bytes()
     for size in range(0, len(content), 37):
         path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=r"rank0.trace.npz is no readable trace .*record the run again"):
+        with pytest.raises(ValueError, match=r"rank0.trace.npz cannot be read as a trace .*record the run again"):
             load_trace(path)
 
 
@@ -113,7 +113,7 @@ def test_flipped_bits_never_give_another_trace(folder):
     ("change", "message"),
     [
         ({"version": np.int64(99)}, "version 99, this program reads version 1"),
-        ({"words": np.frombuffer(b"[1]", np.uint8)}, "no list of texts"),
+        ({"words": np.frombuffer(b"[1]", np.uint8)}, "not a list of texts"),
         ({"rank": np.zeros(3, np.int64)}, "column rank has shape"),
         ({"name": np.full(1, 9, np.int32)}, "column name points outside"),
         ({"end_ns": np.zeros(1, np.int64)}, "ends before it starts"),

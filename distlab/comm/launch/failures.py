@@ -66,11 +66,11 @@ def describe_exit(exit_code: int) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     reason = {
-        "SIGKILL": " (out of memory? the kernel kills the largest process; or somebody ran kill -9)",
+        "SIGKILL": " (out of memory? the kernel kills the largest process; or kill -9 was run)",
         "SIGSEGV": " (segmentation fault: an error in C or C++ code)",
         "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
         "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
-        "SIGTERM": " (somebody asked it to end)",
+        "SIGTERM": " (another process asked it to end)",
         "SIGINT": " (interrupt)",
     }.get(name, "")
     return f"was killed by {name}{reason}"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from distlab.comm.launch.forkserver import send_request
 
-# torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once a rank.
+SERVE_RANK = ("distlab.comm.launch.worker", "serve_rank")  # what runs inside a rank
+# torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once per rank.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -40,7 +41,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
-            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD!r})"
+            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD!r}, {SERVE_RANK!r})"
         )
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -88,7 +89,7 @@ class ForkServer:
             self.request({"kind": "forget", "path": str(path)})
 
     def close(self) -> None:
-        """Let the server and every rank go, and wait until they are gone."""
+        """End the server and every rank, and wait until they have ended."""
         self.release()
         if os.getpid() == self._owner:
             try:

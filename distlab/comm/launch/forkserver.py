@@ -3,13 +3,14 @@
 A forked rank inherits the loaded modules, so ranks start at once and share memory. The program that asks for ranks is
 never forked: it may be a notebook that has used torch, whose threads and locks a fork would break.
 
-The server is also the guardian of its ranks. It is their parent, so it alone may signal them without the risk that a
-process number was given to somebody else; and when the launcher goes, however it goes, the server reads end of file,
-kills every rank with SIGKILL (a stopped rank, or one that ignores SIGTERM, goes too), removes their folders and
-leaves. If the server itself is killed the kernel kills the ranks (Linux), and a thread in each rank sees the end of
-file of the server's pipe. multiprocessing's fork server has no such end: each child holds its pipe open.
+The server also guards its ranks. It is their parent, so it alone may signal them without the risk that the system gave
+a process number to another process. When the launcher ends, in whatever way, the server reads end of file. It then
+kills every rank with SIGKILL (also a stopped rank, or one that ignores SIGTERM), removes their folders and exits. If
+the server itself is killed, the kernel kills the ranks (Linux), and a thread in each rank sees the end of file of the
+server's pipe. multiprocessing's fork server does not do this: each child holds its pipe open.
 
-This file holds the server's side and loads nothing but the standard library; `fork_client` holds the launcher's.
+This file holds the server's side and loads nothing but the standard library; `fork_client` holds the launcher's side,
+and names the function that runs inside a rank (`worker.serve_rank`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def job_of(pid: int) -> str | None:
-    """Which set of ranks a process comes from, by the environment that it inherited; None where that says nothing."""
+    """Return the set of ranks that a process comes from, read from its environment; None where it is not named."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, value = entry.partition(b"=")
@@ -115,6 +116,7 @@ class Server:
     alive_w: int
     wake: socket.socket
     waker: socket.socket
+    serve_rank: Callable[[int, int], int]
     ranks: dict[int, Child] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
 
@@ -166,12 +168,8 @@ class Server:
                 self.become_rank(output_fd, status_fd)
                 if os.getppid() != server_pid:
                     os._exit(code)  # the server died before the kernel knew to kill this process with it
-                from distlab.comm.launch.worker import serve_rank
-
-                code = serve_rank(job_fd, self.alive_r)
-            except (
-                BaseException
-            ):  # this is the last frame of the rank: report, then leave without the server's exit code
+                code = self.serve_rank(job_fd, self.alive_r)
+            except BaseException:  # the last frame of the rank: report, then exit without the server's exit code
                 sys.excepthook(*sys.exc_info())
             finally:
                 with contextlib.suppress(Exception):
@@ -254,8 +252,15 @@ def load(modules: Sequence[str]) -> None:
         gc.freeze()  # the collector then leaves the loaded modules' pages shared
 
 
-def serve(control_fd: int, launcher_pid: int, preload: Sequence[str]) -> None:
-    """Run the fork server: load the modules, then serve requests until the launcher is gone."""
+def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank: tuple[str, str]) -> None:
+    """Run the fork server: load the modules, then serve requests until the launcher is gone.
+
+    Args:
+        control_fd: the socket to the launcher.
+        launcher_pid: the launcher's process number.
+        preload: modules to load once, here, for all ranks.
+        serve_rank: module and name of the function that runs inside each rank.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -265,4 +270,6 @@ def serve(control_fd: int, launcher_pid: int, preload: Sequence[str]) -> None:
     waker.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
-    Server(socket.socket(fileno=control_fd), launcher_pid, *os.pipe(), wake, waker).loop()
+    module, name = serve_rank
+    run_rank = getattr(importlib.import_module(module), name)
+    Server(socket.socket(fileno=control_fd), launcher_pid, *os.pipe(), wake, waker, run_rank).loop()

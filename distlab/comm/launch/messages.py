@@ -124,9 +124,9 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
 def _dump(value: object) -> bytes:
     """Pickle by value as cloudpickle does, with two repairs.
 
-    Every module travels by its name: a function that names `torch` and some attribute `.ops` makes cloudpickle take the
-    module torch.ops along, which is of a class of its own and which it would try to take apart. And with a function
-    travel the names that a class written inside it reads in its body (bases, annotations), which cloudpickle overlooks.
+    First, every module is sent by its name. Otherwise a function that names `torch` and some attribute `.ops` makes
+    cloudpickle send the module torch.ops, whose class it cannot pickle. Second, a class written inside the function may
+    read names in its body (bases, annotations). cloudpickle overlooks them; they are sent with the function.
     """
     import cloudpickle
 

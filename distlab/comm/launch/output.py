@@ -10,7 +10,7 @@ from collections import deque
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
-MAX_READ = 1 << 20  # bytes a call: a rank that prints without end must not keep its launcher from all else
+MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
 
 
 class Output:

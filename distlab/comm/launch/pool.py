@@ -64,7 +64,7 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit status, minus the signal's number for a signal, or None where nobody saw it."""
+        """The exit status, minus the signal's number for a signal, or None where it is not known."""
         return None if self.wait_status is None else os.waitstatus_to_exitcode(self.wait_status)
 
 

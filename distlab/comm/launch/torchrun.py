@@ -253,7 +253,7 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
     """Write an exception where torchrun, and `run_script`, look for the reason that a rank failed.
 
     Returns:
-        Whether somebody will look there: a script that was not started by torchrun must speak for itself.
+        Whether a launcher will read it. A script that was not started by torchrun must report its error itself.
     """
     folder = launcher_folder()
     if folder is None:

@@ -70,8 +70,8 @@ def main_frame(main: int) -> FrameType | None:
     """Return the frame in which the main thread stands, asked from another thread.
 
     Before Python 3.12, sys._current_frames makes frame objects while it holds the interpreter's list of threads. A
-    garbage collection in there may run a finalizer that lets go of the interpreter lock; a thread that starts, or asks
-    the same, then takes that lock and waits for the list: nothing in the process ever moves again. So none may happen.
+    garbage collection there may run a finalizer that releases the interpreter lock. Another thread that starts, or asks
+    the same, then takes that lock and waits for the list: the process is deadlocked. So collection is off meanwhile.
     """
     with _LOOKING:
         collects = gc.isenabled()

@@ -1,8 +1,8 @@
 """The record of one rank: rows in a file mapped into memory, which a launcher can read while the rank hangs.
 
-`rank{r}.rec` holds a header, one line of totals an operation, and a ring of rows, one row a call. `rank{r}.names` holds
-the texts (call sites, shapes, groups), one a line; a row names them by line number. Only the rank writes, and a row's
-`state` is written last; anyone may read at any time, and no lock is shared between processes.
+`rank{r}.rec` holds a header, one line of totals per operation, and a ring of rows, one row per call. `rank{r}.names`
+holds the texts (call sites, shapes, groups), one per line; a row names them by line number. Only the rank writes, and a
+row's `state` is written last; any process may read at any time, and no lock is shared between processes.
 
 When more calls are made than there are slots, old rows are overwritten; the totals keep their counts and bytes.
 """
@@ -218,7 +218,7 @@ class RecordWriter:
         self.end(n, FAILED)
 
     def wait(self, n: int, state: int) -> None:
-        """Note that somebody waits for call n from now on."""
+        """Note that the rank waits for call n from now on."""
         if self._first <= n and self._newest - n < self.slots:
             at = ROWS_AT + n % self.slots * ROW_BYTES
             _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())

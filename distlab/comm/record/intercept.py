@@ -1,9 +1,9 @@
 """Watch every call to torch.distributed in this process, and hand it to the recorders that are on.
 
 Two ways in. Kernels for the `c10d::*` operators see every call on every thread, those of DDP's C++ reducer, FSDP and
-functional collectives included. Wrapped methods of ProcessGroup cost less and see what Python calls. Either patches
-something that the whole process shares, so there is one FrontEnd a process however many recorders are on, and the last
-one off puts back exactly what was there.
+functional collectives included. Wrapped methods of ProcessGroup cost less and see what Python calls. Both patch
+something that the whole process shares. So there is one FrontEnd per process, however many recorders are on, and the
+last one to stop puts back exactly what was there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
 
-MAX_UNWAITED = 1024  # sends and receives that nobody waits for are let go after so many, so that their tensors can be
+MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
 Token = tuple[RecordWriter, int]
 Patch = tuple[object, str, Any]
 
 
 class Sink(Protocol):
-    """Somebody who records calls."""
+    """What records calls: a recorder, or a throttled link."""
 
     complete: bool
 
@@ -204,7 +204,7 @@ class FrontEnd:
         return [sink.call(operation, group, data, peer, tag, site, aside) for sink in self.sinks]
 
     def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
-        """Remember the Work of a call until somebody waits for it, or until it is seen to be over."""
+        """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
         if work is None:  # over when it returned
             self._close(tokens, DONE)
             return
@@ -223,7 +223,7 @@ class FrontEnd:
                 self._forget(self._unwaited.popleft())
 
     def _forget(self, work: Any) -> list[Token]:
-        """Let go of a Work (and so of its tensors), and return its rows."""
+        """Drop a Work (and so its tensors), and return its rows."""
         if self._addresses:
             address = self._addresses.pop(work, None)
             if address is not None and self._works.get(address) is work:
@@ -237,7 +237,7 @@ class FrontEnd:
     def _look(self) -> None:
         """Note which of the oldest asynchronous calls are over.
 
-        gloo's sends and receives cannot be asked; they end when somebody waits for them.
+        gloo's sends and receives cannot be asked; they end when the program waits for them.
         """
         while self._unwaited:
             try:

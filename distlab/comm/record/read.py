@@ -1,8 +1,8 @@
 """Read what ranks recorded: in any process, at any time, also while the ranks hang.
 
-Records holds numpy rows a rank; `Call` is a view of one row in words. Counts of calls and bytes come from totals that
-the rank keeps, so they are right even when more calls were made than the ring of rows holds (`dropped` says how many
-rows were overwritten).
+Records holds numpy rows for each rank; `Call` is a view of one row in words. Counts of calls and bytes come from totals
+that the rank keeps. So they are right even when more calls were made than the ring of rows holds; `dropped` says how
+many rows were overwritten.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call(NamedTuple):
         via: the line of distlab that made the call for it, or "".
         label: the watched parameter that it moves, or "".
         start_ns: when it was made (time.monotonic_ns).
-        wait_ns: when somebody began to wait for it, or 0.
+        wait_ns: when the rank began to wait for it, or 0.
         end_ns: when it was first known to be over, or 0.
         state: "issued", "waiting", "done" or "failed".
         channel: a number that calls share which can meet: those of one group, or of one pair of ranks and tag.
@@ -191,7 +191,7 @@ class Records:
     def to_trace(self) -> Trace:
         """Return the calls as spans on the lane "communication", and the time blocked in wait() on the lane "wait".
 
-        A call whose end nobody saw (never waited for) ends at the last look that found it unfinished.
+        A call without a wait, whose end was not seen, ends at the last look that found it unfinished.
         """
         spans = []
         for call, row in zip(self, self._all_rows(), strict=True):

@@ -32,7 +32,7 @@ MAX_KNOWN = 8192
 class Recorder:
     """Write this rank's calls to `folder/rank{rank}.rec` between start() and stop().
 
-    Several recorders may be on at once; each sees every call. Cost: about 30 us a call on gloo with complete=True,
+    Several recorders may be on at once; each sees every call. Cost: about 30 us per call on gloo with complete=True,
     which sees everything (DDP's C++ reducer, FSDP, functional collectives); about 20 us with complete=False, which sees
     what Python code calls (benchmarks/recorder.py measures both).
     """

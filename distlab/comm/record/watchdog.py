@@ -1,9 +1,9 @@
 """Say from outside who waits for whom: hangs, calls that do not fit, and deadlocks, while the ranks stand still.
 
 The launcher reads the ranks' record files; it never communicates with the ranks, so it works when they cannot answer.
-What counts as a deadlock is strict, since a slow job must never be ended: every rank that has not returned is blocked
-in wait(), none of the calls that they wait for can be completed by what others have already called, and nothing has
-moved for two seconds.
+What counts as a deadlock is strict, since a slow job must never be ended. Three things must hold: every rank that has
+not returned is blocked in wait(); no call that they wait for can be completed by what others have already called; and
+nothing has moved for two seconds.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int
 
 
 def describe(records: Records, world_size: int) -> list[str]:
-    """Say in a line a rank where it stands and whom it waits for."""
+    """Return one line per rank: where it stands and which ranks it waits for."""
     standings, ledger, now = standings_of(records), ledger_of(records), time.monotonic_ns()
     return [_line(rank, standings, ledger, now) for rank in range(world_size)]
 
@@ -195,10 +195,10 @@ class _Follower:
 
 
 class Watchdog:
-    """Look at the ranks' records again and again; reads only what is new (about 0.2 ms a look for four ranks).
+    """Look at the ranks' records again and again; reads only what is new (about 0.2 ms per look for four ranks).
 
-    Make one a job. With `since_ns` (time.monotonic_ns before the job was handed out) a rank counts once its record was
-    begun after that; without it, ranks count whose record was begun as often as the newest.
+    Make one for each job. With `since_ns` (time.monotonic_ns before the job was handed out) a rank counts once its
+    record was begun after that; without it, ranks count whose record was begun as often as the newest.
     """
 
     def __init__(self, folder: str | Path, world_size: int, *, since_ns: int | None = None) -> None:
