@@ -35,19 +35,14 @@ from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.bench_script import run_script
-from distlab.measure.ratio import Row, absolute
+from distlab.measure.machine.ratio import Row, absolute
+from distlab.measure.runs.bench_script import run_script
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt
-from distlab.pipeline.state import StageState
-from distlab.pipeline.tied import find_tied
+from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
+from distlab.plan import one_f_one_b
 from distlab.plan.compression import Compression
-from distlab.plan.schedules import one_f_one_b
 from distlab.rng import generator, seed_rank
-from distlab.sharding import FullyShard
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.state_dict import ShardedState
+from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 NUM_STEPS = 60

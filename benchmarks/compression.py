@@ -32,8 +32,8 @@ from distlab.comm import Ranks
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20

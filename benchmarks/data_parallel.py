@@ -38,8 +38,8 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25

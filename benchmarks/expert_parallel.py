@@ -25,10 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm import Ranks
-from distlab.comm.recorder import recorded
+from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure.machine.ratio import (
+    MIN_BLOCKS,
+    Row,
+    compare,
+    compare_counts,
+    format_rows,
+    interleave,
+    noise,
+    without_bar,
+)
 from distlab.models import FeedForward, GPTConfig
 from distlab.rng import generator
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import run
-from distlab.comm.fork_client import shut_down
+from distlab.comm.launch.fork_client import shut_down
+from distlab.grading import Evidence, Exercise, Fault, Report
 from distlab.grading.check import examine
-from distlab.grading.exercise import Evidence, Exercise, Fault
-from distlab.grading.report import Report
 from distlab.grading.values import explain_sum, seeded
-from distlab.measure.ratio import Row, absolute, format_rows
+from distlab.measure.machine.ratio import Row, absolute, format_rows
 
 SIZE = 100
 

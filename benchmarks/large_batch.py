@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.large_batch import LAMB, LARS, Trust
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, interleave, noise
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, interleave, noise
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

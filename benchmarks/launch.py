@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from distlab.comm import RankError, Ranks, run
-from distlab.comm.fork_client import shut_down
-from distlab.measure.bench_script import run_script
-from distlab.measure.ratio import Row, absolute
+from distlab.comm.launch.fork_client import shut_down
+from distlab.measure.machine.ratio import Row, absolute
+from distlab.measure.runs.bench_script import run_script
 
 MARK = "DISTLAB_ORPHANS"
 KINDS = ("exception", "segfault", "SIGKILL", "SIGSTOP", "endless loop", "blocked in a collective", "SIGTERM ignored")

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator
 
 from distlab.comm import Ranks
-from distlab.measure.memory import KINDS
-from distlab.measure.memory_run import Job, RankMemory, measure_memory, workload_of
-from distlab.measure.ratio import Row, format_rows
+from distlab.measure.machine.ratio import Row, format_rows
+from distlab.measure.memory.measured import KINDS
+from distlab.measure.memory.memory_run import Job, RankMemory, measure_memory, workload_of
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
-from simulator.memory import Memory, memory_of
+from simulator import Memory, memory_of
 from simulator.units import format_bytes
 
 CONFIG = GPTConfig(context=128, num_layers=4, num_heads=4, hidden_size=128)

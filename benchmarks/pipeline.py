@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.comm import Ranks
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt
-from distlab.plan.schedules import Schedule, make_schedule
+from distlab.pipeline import Pipeline, split_gpt
+from distlab.plan import Schedule, make_schedule
 
 PEERS = {
     "gpipe": schedules.ScheduleGPipe,

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import Ranks
-from distlab.measure.bench_script import run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import run_script
 from distlab.models import Block, GPTConfig
 from distlab.pipeline import Pipeline, layers
 from distlab.pipeline.backward import SplitBackward, full_backward
-from distlab.plan.schedules import ActionTimes, make_schedule
-from simulator.pipeline import simulate_schedule
+from distlab.plan import ActionTimes, make_schedule
+from simulator import simulate_schedule
 
 SLEEPERS = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v")
 SLEEP_S = 0.02

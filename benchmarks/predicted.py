@@ -1,10 +1,10 @@
 """How far the simulator's prediction of a step is from the measured one: data parallel in many forms, and all layouts.
 
-The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
-machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
-repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes
-than the model's, and how much slower they are in steps of two other models; each round of a sharded run times gathers
-and scatters; each round of a pipeline times messages and two pipelines of other models; each round of any other layout
+The rule is that of distlab.measure.runs.windows: a calibration before and after each window of steps, windows in which
+the machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
+repeat spread. Each round of a compressed run times encoding and decoding too, on buckets of other sizes and shapes than
+the model's, and how much slower they are in steps of two other models; each round of a sharded run times gathers and
+scatters; each round of a pipeline times messages and two pipelines of other models; each round of any other layout
 times its calls on the groups of its mesh and two models of other sizes by the same plan. Experts count as busy as they
 were in the window. Eight ranks share two cores: what is predicted for them is the sum of what all ranks compute and
 send over the cores, and not when each of them waits. The plain step of the same model is in benchmarks/tour.py.
@@ -24,15 +24,14 @@ from statistics import median
 
 from distlab.cli.tour import prepare
 from distlab.comm import run
-from distlab.measure.layouts import LayoutTraining, run_layout
-from distlab.measure.pipeline import PipelineTraining, run_pipeline
-from distlab.measure.ratio import Row, format_rows, median_interval
-from distlab.measure.training import RankReport, Training, train, windows_of
-from distlab.measure.windows import Window, judge
+from distlab.measure.machine.ratio import Row, format_rows, median_interval
+from distlab.measure.runs.layouts import LayoutTraining, run_layout
+from distlab.measure.runs.pipeline import PipelineTraining, run_pipeline
+from distlab.measure.runs.training import RankReport, Training, train, windows_of
+from distlab.measure.runs.windows import Window, judge
 from distlab.models import GPTConfig
+from distlab.plan import Plan, Sharding
 from distlab.plan.compression import Compression
-from distlab.plan.records import Plan
-from distlab.plan.sharding import Sharding
 
 BAR = 0.10
 NUM_RANKS = 2

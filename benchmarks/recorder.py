@@ -18,10 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Ranks
-from distlab.comm.recorder import Recorder, recorded
-from distlab.measure.bench_script import run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.comm import Ranks, Recorder, recorded
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import run_script
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0

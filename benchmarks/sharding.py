@@ -30,10 +30,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding import ShardedOptimizer
 
 BUCKET_MIB = 1  # a few of them in the small GPT
 RATE = 1e-3

@@ -29,8 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
+from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
+from distlab.measure.runs.bench_script import backend_of, run_script
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard
 

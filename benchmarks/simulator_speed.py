@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from distlab.measure.ratio import Row, absolute, format_rows
-from distlab.plan import Plan, Schedule, one_f_one_b
-from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule
+from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, make_schedule, one_f_one_b
 from simulator import CompiledOrder, Jitter, cluster, gpt_workload, order_of, simulate, simulate_schedule
-from simulator.pipeline import F, forget_orders
+from simulator.pipeline.simulate_schedule import F, forget_orders
 
 STAGES, MICROBATCHES = 64, 1024
 FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000

@@ -31,21 +31,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Ranks, process_group
-from distlab.comm.throttle import link_s, throttled
+from distlab.comm import Ranks, process_group, throttled
+from distlab.comm.throttle import link_s
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, train_step
-from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round
-from distlab.measure.compression import measure_codec, median_codec
-from distlab.measure.ratio import Row, absolute, format_rows, interleave, median_interval
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.ratio import Row, absolute, format_rows, interleave, median_interval
+from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
+from distlab.measure.runs.compression import measure_codec, median_codec
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
 from simulator import Measured as MeasuredApart
-from simulator import break_even_bytes_per_s, simulate
-from simulator.codec import MeasuredCodec
+from simulator import MeasuredCodec, break_even_bytes_per_s, simulate
 
 LATENCY_S = 500e-6  # more than the machine's own, so that the link's is what counts
 BANDWIDTHS = (5e6, 10e6, 20e6, 40e6, 80e6, 160e6, 320e6)  # bytes a second, one way

@@ -1,7 +1,7 @@
 """How far the tour's prediction of a training step is from the measured one, on this machine.
 
-The rule is that of distlab.measure.windows: a calibration before and after each window of steps, windows in which the
-machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
+The rule is that of distlab.measure.runs.windows: a calibration before and after each window of steps, windows in which
+the machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
 repeat spread. The machine is calibrated on other models than the predicted one; but the terms of the cost model and the
 way rounds are combined were settled while looking at this model's errors, so this is no blind test.
 """
@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from distlab.cli.findings import STEP_BAR, compare_runs
 from distlab.cli.tour import prepare, run_training
-from distlab.measure.ratio import Row, format_rows, median_interval
-from distlab.measure.replay import replay_errors
-from distlab.measure.training import windows_of
+from distlab.measure.machine.ratio import Row, format_rows, median_interval
+from distlab.measure.runs.replay import replay_errors
+from distlab.measure.runs.training import windows_of
 
 MAX_REPLAY_ERROR = 0.03
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from distlab.measure.ratio import Row, absolute, format_rows
-from distlab.plan.schedules import SCHEDULES, automatic
-from simulator.pipeline import ActionTimes, simulate_schedule
+from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.plan import SCHEDULES, automatic
+from simulator import simulate_schedule
+from simulator.pipeline.simulate_schedule import ActionTimes
 from simulator.published_bubbles import BUBBLE_TABLE, BubbleCell, bubble_rate
 
 BY_HAND = ("one_f_one_b", "zb_h1", "zb_h2")

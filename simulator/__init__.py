@@ -3,8 +3,8 @@
 Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
 """
 
-from simulator.codec import Codec, MeasuredCodec, codec_work
-from simulator.cost import (
+from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
+from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -17,20 +17,27 @@ from simulator.cost import (
     message_s,
     reduce_scatter_s,
 )
-from simulator.fit import fit_link, fit_steps, leave_one_size_out
-from simulator.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
-from simulator.gpt_experts import mix_experts
-from simulator.hardware import cluster, device, link, names
-from simulator.jitter import Uneven
-from simulator.llama import LlamaSizes, llama_workload
-from simulator.measured import Measured
-from simulator.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
-from simulator.memory_fit import DoesNotFitError, check_fit, smallest_change
-from simulator.models_by_name import model_by_name
-from simulator.pipeline import CompiledOrder, Jitter, PipelineRun, order_of, peak_in_flight, simulate_schedule
-from simulator.placement import Placed, axes_inside_nodes, rank_orders
-from simulator.step import Step, closed_form_bubble, simulate
-from simulator.sweep import (
+from simulator.hardware.fit import fit_link, fit_steps, leave_one_size_out
+from simulator.hardware.presets import cluster, device, link, names
+from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
+from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
+from simulator.models.by_name import model_by_name
+from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import mix_experts
+from simulator.pipeline.jitter import Uneven
+from simulator.pipeline.simulate_schedule import (
+    CompiledOrder,
+    Jitter,
+    PipelineRun,
+    order_of,
+    peak_in_flight,
+    simulate_schedule,
+)
+from simulator.step.measured import Measured
+from simulator.step.simulate import Step, closed_form_bubble, simulate
+from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
+from simulator.sweeps.buckets_and_compression import (
     BucketSweep,
     CompressionSweep,
     break_even_bytes_per_s,
@@ -38,7 +45,7 @@ from simulator.sweep import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.sweep_units import UnitSweep, sweep_units
+from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
     "BucketSweep",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distlab.plan.schedules.times import ActionTimes
-from simulator.pipeline import PipelineRun
+from distlab.plan import ActionTimes
+from simulator.pipeline.simulate_schedule import PipelineRun
 
 SEQUENCE = 1024
 

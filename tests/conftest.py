@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from distlab.comm import Ranks
-from distlab.comm.fork_client import shut_down
+from distlab.comm.launch.fork_client import shut_down
 
 MARK = "DISTLAB_TEST_RUN"
 

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from distlab.grading import Lesson, Mutant, Report, lessons, load_lesson
 from distlab.grading.check import examine
-from distlab.grading.exercise import Mutant
-from distlab.grading.lesson import Lesson, lessons, load_lesson
-from distlab.grading.report import Report
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "lessons" / "FAULTS.md"

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.measure.machine import this_machine
-from distlab.measure.ratio import Row, format_rows
+from distlab.measure.machine.facts import this_machine
+from distlab.measure.machine.ratio import Row, format_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -11,11 +11,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from distlab.grading import Exercise, Lesson, Report, load_lesson
 from distlab.grading.check import examine
-from distlab.grading.exercise import Exercise
-from distlab.grading.lesson import Lesson, lessons_folder, load_lesson
+from distlab.grading.lesson import lessons_folder
 from distlab.grading.progress import keep, work_folder
-from distlab.grading.report import SCHEMA, Report
+from distlab.grading.report import SCHEMA
 from distlab.grading.submission import isolated_submission
 
 

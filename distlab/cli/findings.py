@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from distlab.comm.operations import ring_bytes
-from distlab.comm.records import Records
-from distlab.measure.calibrate import median_round
-from distlab.measure.machine import Machine, this_machine
-from distlab.measure.training import RankReport, Training, predict, windows_of
-from distlab.measure.windows import Verdict, judge
+from distlab.comm import Records
+from distlab.comm.record.operations import ring_bytes
+from distlab.measure.machine.facts import Machine, this_machine
+from distlab.measure.machine.speed import median_round
+from distlab.measure.runs.training import RankReport, Training, predict, windows_of
+from distlab.measure.runs.windows import Verdict, judge
 
 TOLERANCE = 1e-5
 STEP_BAR = 0.15

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
     number, script = find_lab(arguments.number)
     num_ranks, settings = _read_flags(number, script, arguments.flags)
-    from distlab.comm.torchrun import plain_command, run_script
+    from distlab.comm.launch.torchrun import plain_command, run_script
     from distlab.lab.settings import as_arguments
 
     given = as_arguments(settings)
@@ -70,7 +70,7 @@ def default_num_ranks() -> int:
     """Return one rank a GPU where there are any; else up to four, two a core."""
     import torch
 
-    from distlab.measure.machine import num_cores
+    from distlab.measure.machine.facts import num_cores
 
     return torch.cuda.device_count() or min(4, 2 * num_cores())
 

@@ -6,12 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
-from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, RECOMPUTES, SCHEDULES, Plan
-from distlab.plan.schedules import SCHEDULES as FAMILIES
-from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS, Precision, Sharding
+from distlab.plan import SCHEDULES, Plan, Precision, Sharding
+from distlab.plan import SCHEDULES as FAMILIES
+from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, RECOMPUTES
+from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
 if TYPE_CHECKING:
-    from distlab.plan.records import Workload
+    from distlab.plan import Workload
 
 SIZES = {
     "hidden": (4096, "hidden size"),

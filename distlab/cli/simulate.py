@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
-from distlab.plan.axes import AXES, check_order
-from distlab.plan.records import Cluster, Plan, Workload
+from distlab.plan import AXES, Cluster, Plan, Workload
+from distlab.plan.axes import check_order
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
@@ -37,7 +37,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
-    from simulator import hardware, memory_of, simulate
+    from simulator import memory_of, simulate
+    from simulator.hardware import presets as hardware
 
     if arguments.list:
         print("\n".join(hardware.names("clusters")))
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--timeline and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
-        from distlab.trace.chrome import write_chrome
+        from distlab.trace import write_chrome
 
         write_chrome(arguments.trace, predicted=step.trace)
     counted = memory_facts(workload, plan, cluster, memory)
@@ -101,7 +102,7 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
     Raises:
         ValueError: there is neither a preset nor a file of that name.
     """
-    from simulator import hardware
+    from simulator.hardware import presets as hardware
 
     known = hardware.names("clusters")
     if name in known:
@@ -110,7 +111,7 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
         return hardware.cluster(name, per_node * nodes)
     if not Path(name).exists():
         raise ValueError(f"{name!r} is neither a preset nor a file; presets: {', '.join(known)}")
-    from distlab.measure.calibration import load_calibration
+    from distlab.measure.machine.saved import load_calibration
 
     return load_calibration(Path(name)).cluster
 
@@ -132,7 +133,7 @@ def facts(step: Step) -> dict[str, object]:
 def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
     """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
     from simulator import DoesNotFitError, check_fit
-    from simulator.memory import KINDS
+    from simulator.memory.memory import KINDS
 
     device, why = cluster.device, ""
     if not memory.fits(device):
@@ -191,7 +192,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
 
 
 def _schedule(plan: Plan, step: Step) -> str:
-    from distlab.plan.schedules import SCHEDULES
+    from distlab.plan import SCHEDULES
 
     stages = f"{plan.stages_per_rank} stages a rank, " if plan.stages_per_rank > 1 else ""
     held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")

@@ -20,8 +20,8 @@ from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
     from distlab.cli.findings import Findings
-    from distlab.comm.records import Records
-    from distlab.measure.training import RankReport, Training
+    from distlab.comm import Records
+    from distlab.measure.runs.training import RankReport, Training
     from distlab.trace import Trace
 
 SAMPLES_A_RANK = 4
@@ -48,7 +48,7 @@ class _Job:
     def __call__(self) -> RankReport:
         import torch.distributed as dist
 
-        from distlab.measure.training import train
+        from distlab.measure.runs.training import train
 
         path = self.progress if dist.get_rank() == 0 else None
         return train(self.training, self.data, functools.partial(report, path))
@@ -77,8 +77,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Training, bytes]:
         ValueError: the data file cannot be used, or there is no GPU.
     """
     from distlab.data import python_documentation, read_text
-    from distlab.measure.programs import device_of
-    from distlab.measure.training import Training
+    from distlab.measure.runs.programs import device_of
+    from distlab.measure.runs.training import Training
     from distlab.models import GPTConfig
 
     model = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
@@ -134,8 +134,8 @@ def measured_step(reports: list[RankReport]) -> Trace:
 
 def predicted_step(training: Training, report: RankReport, num_ranks: int) -> Trace:
     """Simulate the step from the median of all calibration rounds."""
-    from distlab.measure.calibrate import median_round
-    from distlab.measure.training import predict
+    from distlab.measure.machine.speed import median_round
+    from distlab.measure.runs.training import predict
 
     assert report.workload is not None, "windows were timed, so the workload was counted"
     return predict(training, report.workload, median_round(report.rounds), num_ranks).trace.from_zero()
@@ -143,7 +143,7 @@ def predicted_step(training: Training, report: RankReport, num_ranks: int) -> Tr
 
 def write_files(folder: Path, findings: Findings, measured: Trace, predicted: Trace) -> list[Path]:
     """Save the overlaid timeline as a picture, and for Chrome or Perfetto."""
-    from distlab.trace.chrome import write_chrome
+    from distlab.trace import write_chrome
     from simulator.viz import draw_timeline
 
     picture, chrome = folder / "timeline.png", folder / "timeline.json"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.p2p import group_rank, require_sendable
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 

@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 from distlab.comm.agree import agree  # first, or the name would come to mean the submodule of the same name
 
 if TYPE_CHECKING:
-    from distlab.comm.failures import RankError, RankTimeout
     from distlab.comm.groups import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group
-    from distlab.comm.launch import run, warm
-    from distlab.comm.ranks import Ranks
-    from distlab.comm.recorder import Recorder, recorded
-    from distlab.comm.records import Records, read_records
+    from distlab.comm.launch.failures import RankError, RankTimeout
+    from distlab.comm.launch.launch import run, warm
+    from distlab.comm.launch.ranks import Ranks
+    from distlab.comm.record.read import Records, read_records
+    from distlab.comm.record.recorder import Recorder, recorded
     from distlab.comm.throttle import throttled
 
 _HOMES = {
-    "run": "launch",
-    "warm": "launch",
-    "Ranks": "ranks",
-    "RankError": "failures",
-    "RankTimeout": "failures",
+    "run": "launch.launch",
+    "warm": "launch.launch",
+    "Ranks": "launch.ranks",
+    "RankError": "launch.failures",
+    "RankTimeout": "launch.failures",
     "process_group": "groups",
     "entry": "groups",
     "mesh_groups": "groups",
     "clock_offsets_ns": "groups",
     "choose_backend": "groups",
-    "Recorder": "recorder",
-    "recorded": "recorder",
-    "Records": "records",
-    "read_records": "records",
+    "Recorder": "record.recorder",
+    "recorded": "record.recorder",
+    "Records": "record.read",
+    "read_records": "record.read",
     "throttled": "throttle",
 }
 __all__ = [

@@ -31,8 +31,7 @@ from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
 from distlab.plan import Mesh
-from distlab.trace import SpanWriter, Trace
-from distlab.trace.merge import rank_file, save_clocks, save_trace
+from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -148,8 +147,8 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
     if trace_dir is None:
         yield
         return
-    from distlab.comm.recorder import Recorder
-    from distlab.comm.records import read_records
+    from distlab.comm.record.read import read_records
+    from distlab.comm.record.recorder import Recorder
 
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,10 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from distlab.comm.call_site import Site
-from distlab.comm.front_end import FrontEnd, Token
-from distlab.comm.operations import Operation, num_bytes_of, ring_bytes, tensors_in
-from distlab.comm.record_file import RecordWriter
+from distlab.comm.record.call_site import Site
+from distlab.comm.record.file import RecordWriter
+from distlab.comm.record.intercept import FrontEnd, Token
+from distlab.comm.record.operations import Operation, num_bytes_of, ring_bytes, tensors_in
 
 PAIRS = ("send", "recv")
 OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.clip import NotFiniteError
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.gradient_hook import GradientBucket
 
 

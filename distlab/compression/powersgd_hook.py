@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.compression.powersgd import first_right
 from distlab.compression.powersgd_exchange import Exchange, LowRankExchange, Memory
 from distlab.compression.powersgd_layout import Layout

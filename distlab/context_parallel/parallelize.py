@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.context_parallel.all_to_all import all_to_all_attention, require_heads
 from distlab.context_parallel.placement import position_ids, require_divisible

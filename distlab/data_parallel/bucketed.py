@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
 from distlab.data_parallel.census import TWICE, UNUSED, USED, Census, judge, take_census

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.data_parallel.steps import same_kind
 from distlab.flat import FlatBuffer
 

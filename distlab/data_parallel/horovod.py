@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.data_parallel.steps import in_buckets, wanting_gradients
 from distlab.flat import FlatBuffer
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.rng import derive_seed
 
 TAILS = ("drop", "pad", "keep")

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from distlab import clip
 from distlab.expert_parallel.layer import ExpertParallel
-from distlab.precision.reduce import all_reduce_in_float32
+from distlab.precision import all_reduce_in_float32
 
 
 def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

@@ -16,7 +16,7 @@ from distlab.expert_parallel.assign import Assignment, assign, combine
 from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
 from distlab.expert_parallel.plain import Load, MixtureOfExperts
 from distlab.expert_parallel.router import Router, Routing, load_sums, switch_loss
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 
 
 class ExpertParallel(nn.Module):

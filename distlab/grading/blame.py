@@ -9,7 +9,8 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from distlab.comm.failures import Failure, RankError, RankTimeout
+from distlab.comm import RankError, RankTimeout
+from distlab.comm.launch.failures import Failure
 from distlab.grading.exercise import Exercise, Fault
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)

@@ -54,7 +54,7 @@ def fresh_ranks(worlds: Sequence[int], timeout_s: float) -> Iterator[Iterator[Ra
     Raises:
         Unavailable: from the iterator, when ranks do not start.
     """
-    from distlab.comm.fork_client import preload
+    from distlab.comm.launch.fork_client import preload
 
     try:
         preload(*ON_EVERY_RANK)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distlab.grading.exercise import Fault
 from distlab.grading.values import times_of, tolerance_of
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 
 MAX_PATTERNS = 4096  # how many ways of adding the ranks' tensors are tried where least squares cannot tell
 

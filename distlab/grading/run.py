@@ -47,7 +47,7 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
 
 def _why_not_sent(fn: Callable[..., Any]) -> str:
     """Return what of the learner's own function cannot be sent to the ranks, or "" where all of it can."""
-    from distlab.comm.messages import pack_call
+    from distlab.comm.launch.messages import pack_call
 
     try:
         pack_call(fn, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from distlab.comm.records import Call
+from distlab.comm.record.read import Call
 from distlab.grading.exercise import Evidence, Fault
 
 MESSAGES = ("send", "recv")

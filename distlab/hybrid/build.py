@@ -33,8 +33,7 @@ from distlab.hybrid.layout import Layout
 from distlab.hybrid.rules import mixtures_in
 from distlab.models import GPT
 from distlab.pipeline import TiedParameter, find_tied, split_gpt
-from distlab.plan import Plan
-from distlab.plan.schedules import Schedule, make_schedule
+from distlab.plan import Plan, Schedule, make_schedule
 from distlab.recompute import recompute_blocks
 from distlab.tensor_parallel import parallelize, splits_of, vocabulary_parallel_cross_entropy
 

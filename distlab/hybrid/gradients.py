@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from distlab.data_parallel.bucketed import DataParallel
+from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built
 from distlab.hybrid.holdings import counts_here, divide_, named_parameters, tied_parameters, told_apart
 from distlab.hybrid.layout import Layout

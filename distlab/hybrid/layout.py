@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.groups import mesh_groups
+from distlab.comm import mesh_groups
 from distlab.context_parallel import position_ids
 from distlab.plan import Mesh, Plan
 

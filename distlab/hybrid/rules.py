@@ -14,7 +14,7 @@ from torch import nn
 from distlab.expert_parallel import MixtureOfExperts
 from distlab.models import GPT
 from distlab.plan import Plan, mesh_of
-from distlab.precision.half import HALF, as_dtype
+from distlab.precision import HALF, as_dtype
 
 
 def problem_of(plan: object, model: object, order: object, world_size: int) -> str:

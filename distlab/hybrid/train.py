@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.clip import NotFiniteError
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
 from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
 from distlab.hybrid.gradients import Exchange, WholeGradients
@@ -24,7 +25,7 @@ from distlab.models import GPT
 from distlab.pipeline import Pipeline
 from distlab.pipeline.faults import gather_numbers, gather_texts
 from distlab.plan import AXES, Plan, mesh_of
-from distlab.precision.half import HALF, as_dtype, autocast
+from distlab.precision import HALF, as_dtype, autocast
 from distlab.trace import SpanWriter
 
 

@@ -17,14 +17,12 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab.comm.agree import agree
-from distlab.comm.groups import Member, process_group
-from distlab.comm.recorder import Recorder
-from distlab.comm.records import Records, read_records
+from distlab.comm import Recorder, Records, agree, process_group, read_records
+from distlab.comm.groups import Member
+from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
+from distlab.comm.record.watchdog import Watchdog
 from distlab.comm.rendezvous import read_environment
-from distlab.comm.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
-from distlab.comm.watchdog import Watchdog
-from distlab.grading.exercise import NotYet
+from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference, to_json
 from distlab.lab.settings import CommonSettings, parse, what_is_run
@@ -65,7 +63,7 @@ class Lab(Generic[SettingsT]):
 
     def function(self, exercise: str) -> Function:
         """Return the learner's function for an exercise, or the reference where there is none, and note which."""
-        from distlab.grading.lesson import load_lesson, reference_of
+        from distlab.grading import load_lesson, reference_of
 
         reference = reference_of(load_lesson(self.number).exercise(exercise))
         mine = self.functions.get(exercise)
@@ -239,8 +237,7 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
     """
     if impl == "reference":
         return {}
-    from distlab.grading.lesson import load_lesson
-    from distlab.grading.submission import load_submission
+    from distlab.grading import load_lesson, load_submission
 
     return load_submission(impl, load_lesson(number))
 
@@ -256,7 +253,7 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
 
 def _tell(lab: Lab[Any]) -> bool:
     """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
-    from distlab.measure.machine import this_machine
+    from distlab.measure.machine.facts import this_machine
 
     if lab.settings.trace is not None:
         lab.report.note(

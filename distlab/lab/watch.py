@@ -19,18 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from distlab.comm.call_site import main_frame
-from distlab.comm.failures import RankTimeout
-from distlab.comm.torchrun import record_failure
+from distlab.comm import RankTimeout
+from distlab.comm.launch.torchrun import record_failure
+from distlab.comm.record.call_site import main_frame
 
 if TYPE_CHECKING:
-    from distlab.comm.watchdog import Watchdog
+    from distlab.comm.record.watchdog import Watchdog
 
 LOOK_S = 0.25
 LOCK_GRACE_S = 10.0
 TELL_S = 1.0  # for the other ranks to say where they stand
 _ENDING = "ending"
-_OWN = ("distlab/lab/", "distlab/comm/front_end.py", "<frozen runpy>")
+_OWN = ("distlab/lab/", "distlab/comm/record/intercept.py", "<frozen runpy>")
 
 
 class Guard:
@@ -97,8 +97,8 @@ class Guard:
         """Say in a line a rank whom it waits for, where calls are recorded and this rank sees them."""
         if self.folder is None or self.watchdog is None:
             return []
-        from distlab.comm.records import read_records
-        from distlab.comm.watchdog import describe
+        from distlab.comm import read_records
+        from distlab.comm.record.watchdog import describe
 
         return describe(read_records(self.folder), self.world_size)
 

@@ -64,7 +64,7 @@ def called_from(trace: TracebackType | None) -> list[str]:
 
 def is_in_ranks(trace: TracebackType | None) -> bool:
     """Tell whether an exception came while ranks were at work."""
-    return any(frame.filename.endswith("distlab/comm/ranks.py") for frame in traceback.extract_tb(trace))
+    return any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in traceback.extract_tb(trace))
 
 
 def name_cells(text: str, shell: InteractiveShell) -> str:

@@ -15,7 +15,7 @@ from distlab.pipeline.route import Route, made, needed, other_end
 from distlab.pipeline.shapes import Layout, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.wire import Wire
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 from distlab.trace import SpanWriter
 
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.pipeline.route import made, needed, other_end
-from distlab.plan.schedules import Action, Schedule
+from distlab.plan import Action, Schedule
 
 
 class StageError(RuntimeError):

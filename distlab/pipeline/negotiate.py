@@ -23,8 +23,7 @@ from distlab.comm.p2p import group_rank
 from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.shapes import Layout, put_together, take_apart
 from distlab.pipeline.stage import Stage
-from distlab.plan.schedules import Schedule
-from distlab.plan.validate import validate
+from distlab.plan import Schedule, validate
 
 
 def check_schedule(schedule: Schedule, num_ranks: int) -> None:

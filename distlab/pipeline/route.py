@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distlab.plan.schedules import Action, Schedule, add_communication
+from distlab.plan import Action, Schedule, add_communication
 
 _SENT = {"F": ("SEND_F", 1), "B": ("SEND_B", -1), "I": ("SEND_B", -1)}  # what an action makes, and where it is needed
 _OTHER_END = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.pipeline.batch import Batch, cut_batch, join
 from distlab.pipeline.execute import Execution, Loss, mean_of
@@ -27,7 +28,7 @@ from distlab.pipeline.shapes import Layout
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.tied import TiedGradients, TiedParameter
 from distlab.pipeline.wire import Wire, open_channels
-from distlab.plan.schedules import Action, Schedule
+from distlab.plan import Action, Schedule
 from distlab.trace import SpanWriter
 
 MOST_SHAPES = 64  # sets of shapes that ranks remember having agreed on

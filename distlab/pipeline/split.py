@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.models import GPT
-from distlab.plan.partition import balance, split_evenly
+from distlab.plan import balance, split_evenly
 
 
 class GPTStage(nn.Module):

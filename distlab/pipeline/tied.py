@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.comm.p2p import Receive, Send, group_rank, start
 
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.p2p import Pending, Receive, Send, group_rank, needs_batches, start
 from distlab.pipeline.route import Route
 from distlab.pipeline.shapes import Layout, TensorKind
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 from distlab.trace import SpanWriter
 
 AHEAD = 2  # receives posted and not yet used, for each rank that sends here: one to be used, one on its way

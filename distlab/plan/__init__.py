@@ -50,8 +50,8 @@ from distlab.plan.schedules import (
     zb_h2,
     zb_v,
 )
+from distlab.plan.schedules.check.validate import Report, ScheduleError, text_grid, validate
 from distlab.plan.sharding import FlatLayout, Precision, Sharding, make_units
-from distlab.plan.validate import Report, ScheduleError, text_grid, validate
 
 __all__ = [
     "AXES",

@@ -17,17 +17,17 @@ hold (`build_sharded`, `draw_weights`), `offload` updates in the host's memory (
 """
 
 from distlab.sharding.calls import gather_into, scatter_sum
-from distlab.sharding.construct import build_sharded, draw_weights
-from distlab.sharding.full_state import (
+from distlab.sharding.fsdp.construct import build_sharded, draw_weights
+from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.state.full import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from distlab.sharding.offload import OffloadedOptimizer, offloaded
-from distlab.sharding.optimizer_state import PlainSharded, ShardedOptimizer
-from distlab.sharding.state_dict import ShardedState, load_sharded_state_dict, sharded_state_dict
-from distlab.sharding.unit import FullyShard
+from distlab.sharding.state.sharded import ShardedState, load_sharded_state_dict, sharded_state_dict
+from distlab.sharding.zero.offload import OffloadedOptimizer, offloaded
+from distlab.sharding.zero.optimizer import PlainSharded, ShardedOptimizer
 
 __all__ = [
     "FullyShard",

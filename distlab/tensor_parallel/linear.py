@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.plain_part import is_replaced
 from distlab.tensor_parallel.functions import (

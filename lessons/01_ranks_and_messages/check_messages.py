@@ -17,7 +17,7 @@ from distlab.grading.values import compare, seeded
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
-    from distlab.comm.records import Call
+    from distlab.comm.record.read import Call
 
 SHAPES = ((3, 5), (1 << 14,))
 ROUNDS = 12

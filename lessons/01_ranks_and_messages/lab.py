@@ -14,8 +14,9 @@ import torch.distributed as dist
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.lab.report import grid
-from simulator.cost import Steps
-from simulator.fit import fit_steps, relative_errors
+from simulator import fit_steps
+from simulator.hardware.cost import Steps
+from simulator.hardware.fit import relative_errors
 from simulator.units import format_bytes_per_s, format_s
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError
-from distlab.comm.records import Call
+from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault
 
 BASE = 64

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.grading import Evidence, Fault
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 
 from distlab_lesson_02.cases import (  # isort: skip
     BASE,

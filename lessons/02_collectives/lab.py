@@ -15,10 +15,9 @@ from distlab import collectives
 from distlab.comm import mesh_groups
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.plan import Mesh
-from distlab.plan.records import Link
-from simulator.cost import Steps, all_reduce_steps, bus_bytes_per_s, hierarchical_all_reduce_s, steps_s
-from simulator.fit import fit_steps
+from distlab.plan import Link, Mesh
+from simulator import bus_bytes_per_s, fit_steps, hierarchical_all_reduce_s
+from simulator.hardware.cost import Steps, all_reduce_steps, steps_s
 from simulator.units import format_bytes, format_bytes_per_s, format_s
 
 CHECKED_LENGTH = 840  # whole chunks for up to 8 ranks: the bytes are exact fractions

@@ -190,7 +190,7 @@ for n in (2, 3, 4):
 # rank 0 sends first, is your chunk 3.
 
 # %%
-from simulator.viz.ring_panel import ring_panel
+from simulator.viz.collectives.ring_panel import ring_panel
 
 my_ring = record(ring_all_reduce, 4)
 frames = ring_panel(my_ring)
@@ -370,7 +370,7 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce), ("halving
 # published measurements; most latencies are assumptions. The source of each stands in `simulator/presets.toml`.
 
 # %% tags=["nbval-check-output"]
-from simulator import hardware
+from simulator.hardware import presets as hardware
 
 print(f"{'8 ranks':16} {'latency':>8} {'GB/s':>6}   {'4 kB: ring, tree':>20}   {'100 MB: ring, tree':>20}")
 for name in ("ethernet-10g", "pcie4-x16", "infiniband-hdr", "nvlink3"):
@@ -388,7 +388,7 @@ for name in ("ethernet-10g", "pcie4-x16", "infiniband-hdr", "nvlink3"):
 # logarithmic. Your tree is the *binomial tree* there.
 
 # %%
-from simulator.viz.race_panel import race_panel
+from simulator.viz.collectives.race_panel import race_panel
 
 panel = race_panel(num_ranks=8, algorithms=("ring", "binomial_tree", "halving_doubling"))
 panel
@@ -432,7 +432,7 @@ def time_all(programs, sizes, blocks):
     import time
     from functools import partial
 
-    from distlab.measure.ratio import interleave
+    from distlab.measure.machine.ratio import interleave
 
     def seconds(fn, tensor):
         dist.barrier()
@@ -466,7 +466,7 @@ print(race_guess.compare(measured_s[0, 0] / measured_s[0, 2]))
 # seen, and lay what was measured over it.
 
 # %%
-from simulator.fit import fit_link
+from simulator import fit_link
 
 here = fit_link(sizes, measured_s[:, 0], 4, "ring", name="this machine")
 wire = here.protocols[-1]
@@ -501,8 +501,8 @@ show(draw_race(here, 4, shown, measured=points, title=title), describe_race(here
 # latencies and 1.5 S bytes, one after the other.
 
 # %%
-from simulator.cost import Steps, all_reduce_steps, steps_s
-from simulator.fit import fit_steps
+from simulator.hardware.cost import Steps, all_reduce_steps, steps_s
+from simulator import fit_steps
 
 own = {"ring": Steps(6, 1.5), "tree": Steps(4, 4), "halving_doubling": Steps(4, 1.5)}  # a wire for each rank
 shared = {"ring": Steps(24, 6), "tree": Steps(6, 6), "halving_doubling": Steps(16, 6)}  # one wire for all
@@ -540,7 +540,7 @@ predicted = Trace.from_spans(
 )
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 calls = my_ring.to_trace()
 sends = calls.select(calls.is_word("kind", "send"))
@@ -583,7 +583,7 @@ print(f"predicted {6 * step_s * 1e3:.2f} ms, measured {sends.duration_s * 1e3:.2
 # ### What does it save?
 
 # %% tags=["nbval-check-output"]
-from simulator.cost import all_reduce_s, hierarchical_all_reduce_s
+from simulator import all_reduce_s, hierarchical_all_reduce_s
 
 inside, across = hardware.link("nvlink3"), hardware.link("infiniband-hdr")
 for size in (1e9, 1e6):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_03 import cases, data_cases, data_judges, judges, overlap_judge, sampler_judge
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Data parallel"
 MINUTES = 120

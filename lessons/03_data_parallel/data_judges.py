@@ -12,7 +12,7 @@ from distlab_lesson_03.judges import told
 from torch import Tensor
 
 from distlab.comm import RankError
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls
 from distlab.grading.values import compare, describe, times_of
 

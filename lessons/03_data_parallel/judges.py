@@ -11,7 +11,7 @@ from distlab_lesson_03 import cases
 from torch import Tensor
 
 from distlab.comm import RankError
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, num_calls, over_budget, sent_bytes, sent_line
 from distlab.grading.values import equal, explain_sum
 

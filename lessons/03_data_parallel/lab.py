@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from distlab.collectives import RingAllReduce
-from distlab.comm.records import Records
+from distlab.comm import Records
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
 from distlab.data_parallel.steps import GradientBucket, in_buckets, wanting_gradients
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.calibrate import Round, fit_cluster, measure_round, median_round
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Plan, Workload
+from distlab.plan import Plan, Workload
 from simulator import Step, simulate
 
 UPDATES = 10

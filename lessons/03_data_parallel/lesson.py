@@ -36,7 +36,7 @@
 # same numbers. What do they cost?
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 
 RUNGS = ("per_parameter", "flat", "bucketed", "overlapped")
@@ -290,7 +290,7 @@ print(f"a ring on 4 ranks: {2 * 3} rounds an all-reduce, {2 * 3 * len(sizes_byte
 # all-reduce, and how much the two slow each other down.
 
 # %%
-from distlab.measure.calibrate import fit_cluster, measure_round
+from distlab.measure.machine.speed import fit_cluster, measure_round
 
 rounds = [ranks.run(measure_round, torch.device("cpu"))[0]]
 MACHINE = fit_cluster(rounds[0], 4)
@@ -305,7 +305,7 @@ print(f"communicating {MACHINE.contention.communication_slowdown:.2f}x slower")
 # step.
 
 # %%
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
 
 
 def count_work():
@@ -347,7 +347,7 @@ print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms o
 
 # %%
 from distlab.trace import Trace
-from simulator.viz.train_step import step_of
+from simulator.viz import step_of
 
 
 def measure(prepare, num_steps=7):
@@ -369,7 +369,7 @@ print(guess_1.compare(measured["per_parameter"].duration_s * 1e3))
 # step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it.
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 timeline = Timeline(measured["per_parameter"], predicted("per_parameter").trace)
 timeline
@@ -547,7 +547,7 @@ timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
 # last ones; with flat there is one column, and it is empty or nobody computes.
 
 # %%
-from simulator.viz.train_step_panel import train_step_panel
+from simulator.viz.data_parallel.train_step_panel import train_step_panel
 
 prediction_panel = train_step_panel({rung: predicted(rung).trace for rung in reversed(RUNGS)})
 prediction_panel
@@ -574,8 +574,8 @@ measured_panel.controls["at_ms"].value = 0.8 * measured["flat"].duration_s * 1e3
 # The calibration is some time old by now. Take another, so that the prediction rests on what was before *and* after.
 
 # %%
-from distlab.measure.calibrate import median_round
-from simulator.viz.facts import facts_of
+from distlab.measure.machine.speed import median_round
+from simulator.viz.timeline.facts import facts_of
 
 rounds.append(ranks.run(measure_round, torch.device("cpu"))[0])
 MACHINE = fit_cluster(median_round(rounds), 4)
@@ -605,7 +605,7 @@ for rung in RUNGS:
 import ipywidgets
 
 from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.panel import Panel
+from simulator.viz.drawing.panel import Panel
 
 
 def with_buckets(bucket_mb, num_gpus, samples=1):
@@ -726,7 +726,7 @@ import time
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 
 
 def train_accumulating(num_accumulated):

@@ -11,7 +11,7 @@ from distlab_lesson_03 import wrong_data as data
 from distlab_lesson_03 import wrong_overlaps as hooks
 from torch import nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def average_in_hooks_of_weights(module: nn.Module) -> None:

@@ -11,8 +11,8 @@ from distlab_lesson_03 import cases
 from distlab_lesson_03.judges import judge_means, told
 
 from distlab.comm import RankError
-from distlab.comm.records import Call
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm.record.read import Call
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls
 
 NUM_BUCKETS = 2

@@ -8,7 +8,7 @@ from typing import Any
 from distlab_lesson_03 import data_cases
 from distlab_lesson_03.data_cases import Case
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import describe
 
 

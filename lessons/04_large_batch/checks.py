@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_04 import cases, judge_layers, judges
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Large batches"
 MINUTES = 75

@@ -9,7 +9,7 @@ import torch
 from distlab_lesson_04 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import compare, equal
 
 Updates = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 from distlab_lesson_04 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import num_calls, over_budget, sent_line
 from distlab.grading.values import describe, equal, times_of
 

@@ -34,7 +34,7 @@
 # keep 16 samples a GPU, so that the batch is 1,024. What does the simulator say about speed?
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 
 
@@ -346,7 +346,7 @@ shallow, protocol = RESULTS["tasks"]["shallow"], RESULTS["protocol"]
 print(f"measured {shallow['date']}, torch {protocol['torch']}, {protocol['seeds']} seeds")
 
 # %%
-from simulator.viz.learning_curves import describe_batch_sizes, draw_batch_sizes
+from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
 
 linear = {name: accuracies(name, "linear") for name in OPTIMIZERS}
 subtitle = "Digits, two layers, 20 epochs; linear scaling from batch 32, warmup, linear decay."
@@ -478,8 +478,8 @@ print(f"memory: gradients of {gradients_gb:.1f} GB (32 bit) stay from the first 
 # with one and with eight micro-batches. The model is the small GPT of lesson 3, which has enough to compute.
 
 # %%
-from distlab.measure.calibrate import fit_cluster, measure_round
-from distlab.measure.workload import workload_from_module
+from distlab.measure.machine.speed import fit_cluster, measure_round
+from distlab.measure.count.module import workload_from_module
 
 MACHINE = fit_cluster(ranks.run(measure_round, torch.device("cpu"))[0], 4)
 

@@ -8,7 +8,7 @@ import torch
 from distlab_lesson_04 import wrong_layers as layers
 from distlab_lesson_04 import wrong_rates as rates
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def warm_up_from_what_it_finds(

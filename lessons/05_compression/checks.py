@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_05 import cases, judge_codes, judge_factors, judge_memory, judges
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Compression"
 MINUTES = 90

@@ -9,7 +9,7 @@ from distlab_lesson_05 import cases
 from distlab_lesson_05.judges import explain, unchanged
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import over_budget, sent_bytes, sent_line
 from distlab.grading.values import first_difference_between_ranks
 

@@ -10,7 +10,7 @@ from distlab_lesson_05 import cases
 from distlab_lesson_05.judges import explain, unchanged
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls
 from distlab.grading.values import compare, equal
 

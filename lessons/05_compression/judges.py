@@ -12,7 +12,7 @@ import torch
 from distlab_lesson_05 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import in_megabytes, num_calls, over_budget, sent_bytes, sent_line
 from distlab.grading.values import compare, equal
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.operations import ring_bytes
-from distlab.comm.throttle import throttled
+from distlab.comm import throttled
+from distlab.comm.record.operations import ring_bytes
 from distlab.compression import dequantize, quantize
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.lab import CommonSettings, Lab, flag, main

@@ -34,7 +34,7 @@
 # question said "hopeless, unless you send less". How hopeless?
 
 # %%
-from distlab.plan.records import Cluster, Plan
+from distlab.plan import Cluster, Plan
 from simulator import Measured, device, gpt_workload, link, simulate
 
 MODEL = gpt_workload(
@@ -208,7 +208,7 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # $$\frac{\text{all-reduce}}{\text{top-k}} = \frac{2\frac{n-1}{n} \cdot 4E}{(n-1) \cdot 8 r E} = \frac{1}{n\,r}$$
 
 # %% tags=["nbval-check-output"]
-from distlab.comm.operations import ring_bytes
+from distlab.comm.record.operations import ring_bytes
 
 for n in (2, 4, 8, 64, 100, 256):
     all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)
@@ -571,8 +571,8 @@ for compression in (None, *COMPRESSIONS):
 # changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
 
 # %%
-from simulator.sweep import bandwidths
-from simulator.viz.compression_panel import compression_panel
+from simulator.sweeps.buckets_and_compression import bandwidths
+from simulator.viz.compression.compression_panel import compression_panel
 
 MACHINES = Cluster("machines", device("h100-sxm"), 4, 1, link("nvlink4"), link("ethernet-10g"))
 pays = compression_panel(MODEL, MACHINES, Plan(4), compressions=COMPRESSIONS, bytes_per_s=bandwidths(count=13))
@@ -593,9 +593,9 @@ print(pays.text)
 # %%
 from dataclasses import replace
 
-from distlab.measure.calibrate import fit_cluster, measure_round
-from distlab.measure.compression import measure_codec
-from distlab.measure.workload import workload_from_module
+from distlab.measure.machine.speed import fit_cluster, measure_round
+from distlab.measure.runs.compression import measure_codec
+from distlab.measure.count.module import workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
 QUANTIZE = Compression("quantize", bits=4)
@@ -642,7 +642,7 @@ print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
 
 
 # %%
-from distlab.comm.throttle import throttled
+from distlab.comm import throttled
 from distlab.data_parallel import train_step
 from distlab.trace import SpanWriter, Trace
 
@@ -688,7 +688,7 @@ for (name, speed), step in seen.items():
 # pale one under it what the simulator said.
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 timeline = Timeline(seen["4 bits", 20e6], predicted(20e6, QUANTIZE).trace)
 timeline

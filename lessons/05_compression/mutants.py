@@ -11,7 +11,7 @@ from distlab_lesson_05 import wrong_codes as codes
 from torch import Tensor
 
 from distlab.compression import pack_bits, unpack_bits
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def average_signs_in_bytes(gradient: Tensor) -> Tensor:

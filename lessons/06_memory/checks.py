@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_06 import cases, judge_counts, judge_steps, judges
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Memory"
 MINUTES = 90

@@ -8,7 +8,7 @@ from typing import Any
 from distlab_lesson_06 import cases
 from distlab_lesson_06.cases import StateCase
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import describe
 from distlab.plan import Precision
 from distlab.plan.sharding import DTYPE_BYTES

@@ -9,7 +9,7 @@ import torch
 from distlab_lesson_06 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare, equal
 

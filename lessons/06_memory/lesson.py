@@ -42,8 +42,9 @@ guess_0
 
 # %%
 from distlab.plan import Plan, Precision, Sharding
-from simulator.memory import KINDS, memory_of
-from simulator.models_by_name import model_by_name
+from simulator import memory_of
+from simulator.memory.memory import KINDS
+from simulator import model_by_name
 
 MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
 MODEL = model_by_name("llama-2-7b")
@@ -124,7 +125,7 @@ import contextlib
 
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory import track_memory
+from distlab.measure.memory.measured import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.precision import autocast
 from distlab.recompute import recompute_blocks
@@ -181,7 +182,7 @@ guess_1 = predict("Peak of an update of the small GPT, 16 samples a rank?", unit
 guess_1
 
 # %%
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
 
 
 def counted(samples=16, **plan):
@@ -221,7 +222,7 @@ beside(at_peak, plain)
 # (a count knows no times: there each layer takes the same).
 
 # %%
-from simulator.viz.memory_compare import describe_measured_memory, draw_measured_memory
+from simulator.viz import describe_measured_memory, draw_measured_memory
 
 
 def draw_over_time(predicted, over_time):
@@ -573,7 +574,7 @@ for step, (first, second) in enumerate(zip(*ranks.run(course_of_scale), strict=T
 
 # %% tags=["nbval-check-output"]
 from simulator import device
-from simulator.memory_fit import check_fit
+from simulator import check_fit
 
 H100 = device("h100-sxm")
 try:
@@ -586,7 +587,7 @@ except ValueError as error:
 # Decide before you run the next cell.
 
 # %%
-from simulator.viz.memory_compare import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz import describe_memory_of_plans, draw_memory_of_plans
 
 plans = {
     "as it is": Plan(8, precision=MIXED),
@@ -612,7 +613,7 @@ show(
 # recompute?
 
 # %%
-from simulator.viz.memory_panel import memory_panel
+from simulator.viz.memory.memory_panel import memory_panel
 
 fits = memory_panel(devices=("h100-sxm", "h200-sxm"))
 fits
@@ -834,7 +835,7 @@ ranks.close()
 # - torch 2.13: `torch.amp`, `torch.utils.checkpoint`. Names of settings: looked up 2026-11 in public copies of
 #   Megatron-LM's `arguments.py`, torchtitan's `job_config.py` (later `configs.py`), Horovod's `DistributedOptimizer`
 #   and DeepSpeed's JSON files and documentation; they change between versions.
-# - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory.py`, and
-#   `simulator/memory.py`, in this order.
+# - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory/measured.py`, and
+#   `simulator/memory/memory.py`, in this order.
 #
 # Next: lesson 7, which splits parameters, gradients and optimizer state over the ranks.

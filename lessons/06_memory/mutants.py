@@ -11,7 +11,7 @@ from distlab_lesson_06 import wrong_recomputes as recomputes
 from distlab_lesson_06 import wrong_steps as steps
 from torch import Tensor, nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def accumulate_then_backward(model: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> float:

@@ -1,6 +1,6 @@
 """Reference solutions of lesson 6: count what training keeps in memory, and keep less.
 
-The library's versions, made fit for real models, are in `simulator.memory`, `distlab.recompute` and
+The library's versions, made fit for real models, are in `simulator.memory.memory`, `distlab.recompute` and
 `distlab.precision`.
 """
 

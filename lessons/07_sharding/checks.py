@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_07 import cases, judge_state, judge_units, judges
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Sharding"
 MINUTES = 90

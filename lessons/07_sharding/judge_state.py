@@ -10,7 +10,7 @@ from distlab_lesson_07 import cases
 from torch import Tensor
 
 from distlab.comm import RankError
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes, over_budget
 from distlab.grading.values import compare, describe, equal
 

@@ -10,8 +10,8 @@ from distlab_lesson_07 import cases
 from distlab_lesson_07.judges import DOUBLE, sent_between
 from torch import Tensor
 
-from distlab.comm.records import Call
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm.record.read import Call
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare, describe, equal
 

@@ -12,8 +12,8 @@ import torch
 from distlab_lesson_07 import cases
 from torch import Tensor
 
-from distlab.comm.operations import ring_bytes
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm.record.operations import ring_bytes
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare, describe, equal
 

@@ -16,9 +16,7 @@ from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
 from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.models import GPT, GPTConfig
-from distlab.sharding import FullyShard
-from distlab.sharding.calls import scatter_sum
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer, scatter_sum
 
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0
 SAME = 1e-3  # by how much losses of float32 may differ, sums being formed in other orders

@@ -34,7 +34,7 @@
 
 # %%
 from distlab.plan import Sharding
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 MODEL = gpt_workload(hidden_size=4096, num_layers=36, num_heads=32, sequence_length=2048, vocab_size=51200)
@@ -285,7 +285,7 @@ bench("equal shards", shards_of_a_row)
 
 
 # %%
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.sharding import ShardedOptimizer
 
 
 def zero(stage):
@@ -398,7 +398,7 @@ print(guess_1.compare(3))
 
 
 # %%
-from distlab.measure.memory import KINDS, track_memory
+from distlab.measure.memory.measured import KINDS, track_memory
 
 STATES = ("parameters", "gradients", "optimizer", "buffers")
 PREPARE = (data_parallel, zero(1), zero(2), fully_sharded(prefetch=0))
@@ -446,7 +446,7 @@ for n, members in ((2, pair), (4, ranks)):
 # gradients, 26 MB of moments. The tracker refuses what goes beyond, as a GPU would.
 
 # %%
-from distlab.measure.memory import MemoryLimitError
+from distlab.measure.memory.measured import MemoryLimitError
 
 LARGE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=256)
 LIMIT = 40_000_000
@@ -526,7 +526,7 @@ guess_units = predict("How many layers a unit are fastest?", unit="layers")
 guess_units
 
 # %%
-from simulator.viz.sharding_panel import sharding_panel
+from simulator.viz.sharding.unit_size_panel import sharding_panel
 
 SMALLER = gpt_workload(hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200)
 units = sharding_panel(SMALLER, MACHINES, Plan(64, sharding=Sharding(stage=3)), num_devices=(64, 8, 16, 32))
@@ -571,8 +571,8 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # fast this machine computes and sends, and what work the model is.
 
 # %%
-from distlab.measure.calibrate import fit_cluster, measure_round
-from distlab.measure.workload import workload_from_module
+from distlab.measure.machine.speed import fit_cluster, measure_round
+from distlab.measure.count.module import workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
 HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)
@@ -622,7 +622,7 @@ print(f"error {predicted.duration_s / seen.duration_s - 1:+.0%}; ", guess_3.comp
 # reduce-scatters each on a row of their own.
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 timeline = Timeline(seen, predicted.trace)
 timeline
@@ -736,7 +736,7 @@ bench("FSDP, offloaded", fully_sharded(offload=True))
 
 
 # %%
-from distlab.sharding.full_state import full_state_dict
+from distlab.sharding import full_state_dict
 
 
 def saved_and_loaded():

@@ -10,8 +10,8 @@ from distlab_lesson_07 import wrong_steps as steps
 from distlab_lesson_07 import wrong_units as units
 from torch import Tensor
 
-from distlab.grading.exercise import Mutant
-from distlab.sharding.calls import gather_into
+from distlab.grading import Mutant
+from distlab.sharding import gather_into
 
 
 def full_state_on_rank_0(shards: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sharding.calls import gather_into, scatter_sum
+from distlab.sharding import gather_into, scatter_sum
 
 
 def pieces_of(sizes: list[int], num_shards: int, shard: int) -> list[tuple[int, int, int]]:

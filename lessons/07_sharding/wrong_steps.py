@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sharding.calls import gather_into, scatter_sum
+from distlab.sharding import gather_into, scatter_sum
 
 Update = Callable[[Tensor, Tensor], None]
 

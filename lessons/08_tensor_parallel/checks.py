@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_08 import cases, judge_splits, judge_update, judge_vocabulary, judges
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Tensor parallel"
 MINUTES = 90

@@ -10,7 +10,7 @@ from distlab_lesson_08 import cases
 from distlab_lesson_08.judges import ACTIVATION, is_times, judge_way, reduce_bytes, same, total
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, over_budget, sent_line
 from distlab.grading.values import compare, describe
 

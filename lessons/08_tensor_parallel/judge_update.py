@@ -11,7 +11,7 @@ from distlab_lesson_08 import cases
 from distlab_lesson_08.judges import DOUBLE, reduce_bytes
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, over_budget
 from distlab.grading.values import compare, describe, equal
 

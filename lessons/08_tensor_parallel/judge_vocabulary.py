@@ -11,7 +11,7 @@ from distlab_lesson_08 import cases
 from distlab_lesson_08.judges import CUT, DOUBLE, is_times, reduce_bytes, same
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes, over_budget, sent_line
 from distlab.grading.values import compare, describe
 

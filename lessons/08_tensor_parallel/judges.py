@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from distlab_lesson_08 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes, over_budget, sent_line
 from distlab.grading.values import compare, describe, equal
 

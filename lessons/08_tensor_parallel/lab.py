@@ -16,12 +16,10 @@ from torch import Tensor
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.grading import load_lesson
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt
-from distlab.plan.records import Plan
-from distlab.plan.schedules import make_schedule
+from distlab.pipeline import Pipeline, split_gpt
+from distlab.plan import Plan, make_schedule
 from distlab.tensor_parallel import clip_tensor_parallel_, parallelize
 
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0

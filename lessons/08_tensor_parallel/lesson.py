@@ -37,7 +37,7 @@
 # A guide says: **"naive model parallel uses 25 % of four GPUs, tensor parallel 85 %."** It does not say on which wire.
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import activation_bytes_per_layer, adam_state_bytes, cluster, gpt_workload, link, simulate
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
@@ -342,7 +342,7 @@ def held_parts():
 # %%
 from functools import partial
 
-from simulator.viz.shards import describe_shards, shards_figure
+from simulator.viz import describe_shards, shards_figure
 
 held = ranks.run(held_parts)
 parts, splits = [one for one, _ in held], held[0][1]
@@ -516,7 +516,7 @@ guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as on
 guess_3
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
 from distlab.trace import SpanWriter, Trace
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
@@ -594,7 +594,7 @@ def with_calls(spans, records):
 
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 per_rank = ranks.run(recorded_steps)
 steps = [Trace.concatenate(with_calls(*one) for one in step) for step in zip(*per_rank, strict=True)][2:]
@@ -656,7 +656,7 @@ for name, wire in WIRES.items():
 # Try it: drag the degrees, and see memory, exposed communication and utilisation.
 
 # %%
-from simulator.viz.degrees_panel import degrees_panel
+from simulator.viz.mesh.degrees_panel import degrees_panel
 
 start = Plan(tensor=4, data=2, sequence_parallel=True, recompute="selective")
 degrees = degrees_panel(FOUR, cluster("dgx-h100", 8), plan=start)

@@ -11,8 +11,8 @@ from distlab_lesson_08 import wrong_splits as splits
 from distlab_lesson_08 import wrong_state as state
 from torch import Tensor
 
-from distlab.grading.exercise import Mutant
-from distlab.tensor_parallel.functions import reduce_from_ranks
+from distlab.grading import Mutant
+from distlab.tensor_parallel import reduce_from_ranks
 
 
 def embed(tokens: Tensor, weight: Tensor, vocab_size: int) -> Tensor:

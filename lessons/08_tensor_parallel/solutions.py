@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.rng import derive_seed
-from distlab.sharding.calls import gather_into, scatter_sum
-from distlab.tensor_parallel.functions import copy_to_ranks, reduce_from_ranks
+from distlab.sharding import gather_into, scatter_sum
+from distlab.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
 
 def cut_linear(weight: Tensor, bias: Tensor, kind: str, num_ranks: int, rank: int) -> tuple[Tensor, Tensor | None]:

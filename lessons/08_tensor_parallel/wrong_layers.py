@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.tensor_parallel.functions import copy_to_ranks, reduce_from_ranks
+from distlab.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
 Part = tuple[Tensor, Tensor | None]
 

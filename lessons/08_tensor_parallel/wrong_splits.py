@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from distlab_lesson_08.wrong_layers import function
 from torch import Tensor
 
-from distlab.sharding.calls import gather_into, scatter_sum
-from distlab.tensor_parallel.functions import copy_to_ranks, reduce_from_ranks
+from distlab.sharding import gather_into, scatter_sum
+from distlab.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
 
 def _refuse(num_heads: int, num_shared: int, num_ranks: int) -> None:

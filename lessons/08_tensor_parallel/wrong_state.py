@@ -9,7 +9,7 @@ from distlab_lesson_08.wrong_layers import function
 from torch import Tensor
 
 from distlab.rng import derive_seed
-from distlab.tensor_parallel.functions import reduce_from_ranks
+from distlab.tensor_parallel import reduce_from_ranks
 
 
 def _added(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.grading.values import seeded
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 
 ORDER_CASES = ((4, 8), (2, 3), (3, 7), (4, 2), (1, 3))  # ranks, micro-batches; the widest first: it names faults best
 SPLIT_CASES = ((4, 8), (2, 3), (3, 7), (4, 4), (1, 3))  # at least as many micro-batches as ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_09 import cases, judge_bubble, judge_orders, judge_split, judge_steps
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Pipelines"
 MINUTES = 90

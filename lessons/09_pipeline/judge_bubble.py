@@ -7,7 +7,7 @@ from numbers import Real
 
 from distlab_lesson_09 import cases
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import describe
 
 

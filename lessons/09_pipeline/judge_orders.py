@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from distlab_lesson_09 import cases
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import describe
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 
 WHOLE = {"F": 1, "B": 2}  # how long each kind takes, in units of a forward pass
 SPLIT = {"F": 1, "I": 1, "W": 1}

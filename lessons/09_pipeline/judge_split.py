@@ -8,7 +8,7 @@ from typing import Any
 from distlab_lesson_09 import cases
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import compare, describe, equal
 
 SLIPS: tuple[tuple[str, Callable[[Tensor, Tensor], Any], bool, str], ...] = (

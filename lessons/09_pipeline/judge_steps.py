@@ -9,9 +9,9 @@ import torch
 from distlab_lesson_09 import cases
 from torch import Tensor
 
-from distlab.comm.failures import RankError
-from distlab.comm.records import Call
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm import RankError
+from distlab.comm.record.read import Call
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare, describe, equal
 

@@ -14,16 +14,14 @@ from torch import Tensor
 
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.pipeline_calibrate import measure_messages
-from distlab.measure.pipeline_predict import MESSAGE_BYTES
-from distlab.measure.pipeline_training import PipelineTraining, train_pipeline, windows_of_pipeline
+from distlab.measure.runs.pipeline_calibrate import measure_messages
+from distlab.measure.runs.pipeline_predict import MESSAGE_BYTES
+from distlab.measure.runs.pipeline_training import PipelineTraining, train_pipeline, windows_of_pipeline
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt
-from distlab.plan.schedules import SCHEDULES, ActionTimes, Schedule, add_communication, make_schedule, parse_schedule
-from distlab.plan.validate import validate
+from distlab.pipeline import Pipeline, split_gpt
+from distlab.plan import SCHEDULES, ActionTimes, Schedule, add_communication, make_schedule, parse_schedule, validate
 from distlab.trace import Trace
-from simulator.pipeline import PipelineRun, simulate_schedule
+from simulator import PipelineRun, simulate_schedule
 
 LEARNING_RATE = 1e-3
 SAME = 1e-3  # by how much losses of float32 may differ, sums being formed in other orders

@@ -35,7 +35,7 @@
 # input of the next.
 
 # %%
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
@@ -190,8 +190,8 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # what is wrong with an order before any rank hangs on it.
 
 # %% tags=["nbval-check-output"]
-from distlab.plan.schedules import ActionTimes, make_schedule, parse_schedule
-from distlab.plan.validate import ScheduleError, validate
+from distlab.plan import ActionTimes, make_schedule, parse_schedule
+from distlab.plan import ScheduleError, validate
 
 
 def schedule_of(orders):
@@ -213,7 +213,7 @@ guess_1 = predict("What part of the ranks' time is idle in GPipe?", unit="%")
 guess_1
 
 # %%
-from simulator.pipeline import simulate_schedule
+from simulator import simulate_schedule
 from simulator.viz import describe_schedule, draw_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
@@ -403,7 +403,7 @@ print(guess_3.compare(100 * shorter, how="simulated"))
 # Below are both on one time axis. Change the schedule, the number of micro-batches, or the time of a hand-over.
 
 # %%
-from simulator.viz.schedule_panel import schedule_panel
+from simulator.viz.schedules.schedule_panel import schedule_panel
 
 both = schedule_panel("gpipe", "one_f_one_b", ranks=4, microbatches=8)
 both
@@ -447,8 +447,8 @@ for m in (8, 16, 32, 64):
 
 # %%
 from distlab.data import ByteCorpus, python_documentation
-from distlab.pipeline.split import split_gpt
-from distlab.plan.schedules import one_f_one_b
+from distlab.pipeline import split_gpt
+from distlab.plan import one_f_one_b
 
 CORPUS = ByteCorpus(python_documentation(), context=32)
 
@@ -482,7 +482,7 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 # what the simulator said.
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 trace, paper = seen["1F1B"]
 timeline = Timeline(trace, paper.trace)
@@ -527,7 +527,7 @@ print(
 # are 5.5 micro-batches. The next cell counts that way, and the messages too.
 
 # %% tags=["nbval-check-output"]
-from distlab.plan.schedules import KINDS, add_communication
+from distlab.plan import KINDS, add_communication
 
 
 def num_messages(plan):
@@ -624,7 +624,7 @@ show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
 # With F = I = W the last line says 0. Before you believe it, look at a step from its start to its end:
 
 # %% tags=["nbval-check-output"]
-from distlab.plan.schedules import SCHEDULES
+from distlab.plan import SCHEDULES
 
 print(f"{'':24}{'units':>6}{'bubble':>8}{'held':>6}{'messages':>10}")
 for name, family in SCHEDULES.items():
@@ -685,7 +685,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # One line a rank. Change something: a fault is named, with the place; a good one is drawn.
 
 # %%
-from simulator.viz.schedule_editor import schedule_editor
+from simulator.viz.schedules.schedule_editor import schedule_editor
 
 mine = schedule_editor("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
 mine

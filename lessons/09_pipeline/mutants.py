@@ -11,7 +11,7 @@ from distlab_lesson_09 import wrong_split as split
 from distlab_lesson_09 import wrong_steps as steps
 from torch import Tensor, nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def forward_told_at_once(stage: nn.Module, inputs: list[Tensor], num_microbatches: int, like: Tensor) -> list[Tensor]:

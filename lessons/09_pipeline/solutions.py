@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 
 
 def gpipe_order(rank: int, num_microbatches: int) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.plan.schedules import Action
+from distlab.plan import Action
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

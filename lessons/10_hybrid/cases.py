@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.groups import mesh_groups
+from distlab.comm import mesh_groups
 from distlab.grading.values import seeded
 from distlab.plan import Mesh
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_10 import cases, judge_mesh, judge_norm, judge_parts, judge_step
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "All axes on one mesh"
 MINUTES = 90

@@ -10,7 +10,7 @@ from typing import Any
 
 from distlab_lesson_10 import cases
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import describe
 from distlab.plan import Mesh
 

@@ -9,8 +9,8 @@ from typing import Any
 from distlab_lesson_10 import cases
 from torch import Tensor
 
-from distlab.comm.failures import RankError
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm import RankError
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls
 from distlab.grading.values import describe
 from distlab.plan import Mesh

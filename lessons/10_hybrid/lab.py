@@ -10,16 +10,15 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from distlab.comm.groups import mesh_groups
-from distlab.comm.operations import ring_bytes
-from distlab.comm.records import Call
+from distlab.comm import mesh_groups
+from distlab.comm.record.operations import ring_bytes
+from distlab.comm.record.read import Call
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
-from distlab.plan import Mesh, Plan, Sharding
-from distlab.plan.axes import AXES, mesh_of
+from distlab.plan import AXES, Mesh, Plan, Sharding, mesh_of
 from distlab.trace import Trace
 
 LEARNING_RATE = 0.05

@@ -42,7 +42,7 @@
 
 # %%
 from distlab.plan import Mesh
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 SIZES = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "sequence_length": 2048, "vocab_size": 51200}
@@ -128,10 +128,10 @@ show(
 # groups, to see whom it meets:
 
 # %%
-from distlab.comm.fork_client import preload
-from distlab.comm.groups import mesh_groups
+from distlab.comm.launch.fork_client import preload
+from distlab.comm import mesh_groups
 
-preload("distlab.measure.layouts")  # loads nearly all of the package once, and not in each of eight ranks
+preload("distlab.measure.runs.layouts")  # loads nearly all of the package once, and not in each of eight ranks
 ranks = Ranks(8, timeout_s=120)
 
 
@@ -380,7 +380,7 @@ compare_losses("data 2 x tensor 2 x pipeline 2", CUBE)
 
 
 # %%
-from distlab.comm.operations import ring_bytes
+from distlab.comm.record.operations import ring_bytes
 
 
 def axis_of(call, mesh):
@@ -419,8 +419,8 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 # the simulator takes measured speeds and predicts the step.
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
-from simulator.viz.timeline_widget import Timeline
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
+from simulator.viz.timeline.timeline_widget import Timeline
 
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
@@ -479,7 +479,7 @@ print("yours, slowest to fastest:", ", ".join(place_axes({"data": 2, "pipeline":
 # Bytes are a guess at time. The simulator has the time: all orders, fastest first.
 
 # %% tags=["nbval-check-output"]
-from simulator.placement import rank_orders
+from simulator import rank_orders
 
 orders = rank_orders(MODEL, MACHINE, QUESTION)
 for order, step in orders:
@@ -544,7 +544,7 @@ for step in fitting:
 # does a GPU hold? (Without ZeRO-1, the question's plan with tensor 4 does not fit; choose a sharding.)
 
 # %%
-from simulator.viz.degrees_panel import degrees_panel
+from simulator.viz.mesh.degrees_panel import degrees_panel
 
 degrees = degrees_panel(MODEL, MACHINE, plan=QUESTION)
 degrees

@@ -10,7 +10,7 @@ from distlab_lesson_10 import wrong_mesh as mesh
 from distlab_lesson_10 import wrong_steps as steps
 from torch import Tensor
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def step_by_rank(

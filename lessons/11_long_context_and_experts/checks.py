@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distlab_lesson_11 import cases, judge_attention, judge_dispatch, judge_experts, judge_ring
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 TITLE = "Long context and experts"
 MINUTES = 90

@@ -10,7 +10,7 @@ from distlab_lesson_11 import cases
 from distlab_lesson_11.judge_attention import same
 from torch import Tensor
 
-from distlab.grading.exercise import Evidence, Fault
+from distlab.grading import Evidence, Fault
 from distlab.grading.values import compare, describe
 
 

@@ -10,8 +10,8 @@ from distlab_lesson_11 import cases
 from distlab_lesson_11.judge_attention import same
 from torch import Tensor
 
-from distlab.comm.failures import RankError
-from distlab.grading.exercise import Evidence, Fault
+from distlab.comm import RankError
+from distlab.grading import Evidence, Fault
 from distlab.grading.traffic import calls, in_megabytes
 from distlab.grading.values import compare
 

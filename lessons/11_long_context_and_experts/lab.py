@@ -26,9 +26,9 @@ from distlab.expert_parallel import (
     reduce_gradients,
 )
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 
 LEARNING_RATE, BALANCE = 1e-3, 0.01
 SAME = 1e-3  # by how much losses of float32 may differ, sums being formed in other orders

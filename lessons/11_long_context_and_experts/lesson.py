@@ -164,7 +164,7 @@ for rank in range(4):
     print(f"rank {rank} holds {mine.tolist()}: {int((mine + 1).sum())} pairs")
 
 # %%
-from simulator.viz.context import context_figure, describe_context
+from simulator.viz import context_figure, describe_context
 
 show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
 
@@ -388,8 +388,8 @@ for kind, values in losses.items():
 # from these calibrations. Two ranks on a ring, 512 positions, two samples.
 
 # %%
-from distlab.measure.layouts import LayoutResult, LayoutTraining, train_layout
-from distlab.plan.records import Plan
+from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.plan import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
 SHORT = {"num_windows": 1, "steps_a_window": 3, "num_updates": 1, "budget_s": 1.0}
@@ -411,7 +411,7 @@ print(f"measured {seen * 1e3:.0f} ms, predicted {said * 1e3:.0f} ms, error {said
 print(guess_ring.compare(seen * 1e3))
 
 # %%
-from simulator.viz.timeline_widget import Timeline
+from simulator.viz.timeline.timeline_widget import Timeline
 
 timeline = Timeline(result.measured, result.predicted.trace)
 timeline
@@ -451,7 +451,7 @@ for n in (8, 16, 32):
 import ipywidgets
 
 from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.panel import Panel
+from simulator.viz.drawing.panel import Panel
 
 
 def draw_blocks(num_gpus, kind):
@@ -522,7 +522,7 @@ print(guess_3.compare(k))
 # %% exercise="11.route"
 
 # %%
-from simulator.viz.routing import describe_routing, routing_figure
+from simulator.viz import describe_routing, routing_figure
 
 draw = torch.Generator().manual_seed(3)
 scores = [torch.randn(6, 4, generator=draw) + torch.tensor([1.0, 0, 0, 0]) for _ in range(2)]

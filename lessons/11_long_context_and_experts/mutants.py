@@ -11,7 +11,7 @@ from distlab_lesson_11 import wrong_merges as merges
 from distlab_lesson_11 import wrong_routes as routes
 from torch import nn
 
-from distlab.grading.exercise import Mutant
+from distlab.grading import Mutant
 
 
 def synchronize_everything(shared: list[nn.Parameter], experts: list[nn.Parameter]) -> None:

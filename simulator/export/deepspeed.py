@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distlab.plan.records import Plan, Workload
-from distlab.plan.sharding import DTYPE_BYTES, make_units
+from distlab.plan import Plan, Workload, make_units
+from distlab.plan.sharding import DTYPE_BYTES
 
 TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NEVER = 10**15  # elements: more than any model has

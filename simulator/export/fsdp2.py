@@ -9,7 +9,7 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 
 from __future__ import annotations
 
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 
 HALF = ("bfloat16", "float16")
 

@@ -13,11 +13,8 @@ from distlab.checkpoint import files, load, newest, save
 from distlab.comm import RankError
 from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt
-from distlab.pipeline.state import StageState
-from distlab.pipeline.tied import find_tied
-from distlab.plan.schedules import make_schedule
+from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
+from distlab.plan import make_schedule
 from distlab.rng import generator, seed_rank
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=4, num_heads=2, hidden_size=16, dropout=0.2, tied=True)

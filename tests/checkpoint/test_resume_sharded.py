@@ -15,10 +15,7 @@ from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Precision
 from distlab.rng import generator, seed_rank
-from distlab.sharding import FullyShard
-from distlab.sharding.full_state import full_state_dict
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.state_dict import ShardedState
+from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 SAVE_EVERY = 3

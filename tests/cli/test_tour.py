@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distlab.cli import main, tour
-from distlab.trace.chrome import read_chrome
+from distlab.trace import read_chrome
 
 
 @pytest.fixture

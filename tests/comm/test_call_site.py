@@ -5,7 +5,7 @@ import sys
 
 MANY_ASK_AT_ONCE = """
 import gc, sys, threading, time
-from distlab.comm.call_site import main_frame
+from distlab.comm.record.call_site import main_frame
 
 class Finalized:
     def __init__(self):

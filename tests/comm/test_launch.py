@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, Ranks, fork_client, run
-from distlab.comm.fork_client import preload
+from distlab.comm import RankError, Ranks, run
+from distlab.comm.launch import fork_client
+from distlab.comm.launch.fork_client import preload
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:

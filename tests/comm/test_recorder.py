@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError
-from distlab.comm.front_end import FrontEnd
-from distlab.comm.recorder import Recorder, recorded
-from distlab.comm.records import read_records
+from distlab.comm import RankError, Recorder, read_records, recorded
+from distlab.comm.record.intercept import FrontEnd
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 SCATTER_FROM = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -127,7 +125,7 @@ def test_the_call_site_is_the_learners_line(complete):
 
 
 def test_a_call_made_for_the_learner_by_distlab_has_both_lines():
-    from distlab.comm.agree import agree
+    from distlab.comm import agree
 
     with recorded() as seen:
         line = inspect.currentframe().f_lineno + 1

@@ -1,7 +1,7 @@
 import pytest
 
-from distlab.comm.record_file import DONE, ROWS_AT, RecordReader, RecordWriter, known_call
-from distlab.comm.records import read_records
+from distlab.comm import read_records
+from distlab.comm.record.file import DONE, ROWS_AT, RecordReader, RecordWriter, known_call
 
 
 def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):

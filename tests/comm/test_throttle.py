@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, recorded, throttle
-from distlab.comm.throttle import ThrottledLink, link_s, throttled
+from distlab.comm import RankError, recorded, throttle, throttled
+from distlab.comm.throttle import ThrottledLink, link_s
 
 RATE, LATENCY = 1e6, 1e-3
 NUM_BYTES = 40_000

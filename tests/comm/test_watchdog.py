@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distlab.comm import watchdog as module
-from distlab.comm.ledger import channel_of, fingerprint_of
-from distlab.comm.record_file import ASIDE, DONE, WAITING, RecordWriter, known_call
-from distlab.comm.records import read_records
-from distlab.comm.watchdog import Watchdog, describe, find_deadlock, find_hints, find_mismatch
+from distlab.comm import read_records
+from distlab.comm.record import watchdog as module
+from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter, known_call
+from distlab.comm.record.matching import channel_of, fingerprint_of
+from distlab.comm.record.watchdog import Watchdog, describe, find_deadlock, find_hints, find_mismatch
 
 
 class Job:

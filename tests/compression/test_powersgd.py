@@ -5,15 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.compression.powersgd import (
-    best_error,
-    decompress,
-    first_right,
-    orthogonalize,
-    power_step,
-    relative_error,
-    unit_columns,
-)
+from distlab.compression import orthogonalize
+from distlab.compression.powersgd import best_error, decompress, first_right, power_step, relative_error, unit_columns
 from distlab.compression.powersgd_layout import Layout, even_runs
 from distlab.flat import FlatBuffer
 from distlab.gradient_hook import GradientBucket

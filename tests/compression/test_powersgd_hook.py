@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, recorded
-from distlab.compression.powersgd_hook import PowerSGD
+from distlab.compression import PowerSGD
 from distlab.flat import FlatBuffer
 from distlab.gradient_hook import GradientBucket
 from distlab.plan.compression import Compression, exchanges

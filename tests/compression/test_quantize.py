@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.compression import dequantize, quantize
-from distlab.compression.quantize import BLOCK, sign, two_means
+from distlab.compression import dequantize, quantize, sign
+from distlab.compression.quantize import BLOCK, two_means
 
 SIZES = st.sampled_from([1, 2, 9, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 DTYPES = st.sampled_from([torch.float32, torch.float64])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import distlab.context_parallel.ring as ring_module
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.context_parallel import (
     all_to_all_attention,
     gather_sequence,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.context_parallel import average_gradients_, context_parallel, gather_sequence, scatter_sequence
 from distlab.models import GPT, GPTConfig
 from distlab.recompute import recompute_blocks

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.data import ByteCorpus, python_documentation
 from distlab.expert_parallel import (
     ExpertParallel,
@@ -19,7 +19,7 @@ from distlab.expert_parallel import (
 )
 from distlab.expert_parallel.layer import own_experts
 from distlab.models import GPT, GPTConfig
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.comm import Ranks
-from distlab.grading import Exercise, load_lesson
-from distlab.grading.lesson import Lesson
+from distlab.grading import Exercise, Lesson, load_lesson
 
 FOLDER = Path(__file__).parent / "lessons"
 

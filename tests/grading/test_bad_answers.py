@@ -20,9 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.grading import Exercise, NotYet
+from distlab.grading import Exercise, NotYet, Report
 from distlab.grading.check import examine
-from distlab.grading.report import Report
 
 
 def right(tensor):
@@ -402,7 +401,7 @@ def test_ranks_that_cannot_start_block_the_check(mean_exercise: Exercise, monkey
     def no_server() -> None:
         raise RuntimeError("starting ranks needs torch, which is not installed")
 
-    monkeypatch.setattr("distlab.comm.pool.fork_server", no_server)
+    monkeypatch.setattr("distlab.comm.launch.pool.fork_server", no_server)
     report = examine(mean_exercise, right)
     assert (report.verdict, report.fault) == ("blocked", None)
     assert str(report) == "Blocked: 1 rank cannot be started here: starting ranks needs torch, which is not installed"

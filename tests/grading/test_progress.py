@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.grading.lesson import Lesson, reference_of
+from distlab.grading import Lesson, Report, reference_of
 from distlab.grading.progress import FILE, MARKER, OUTSIDE, keep, load_progress, work_folder
-from distlab.grading.report import Report
 
 
 @pytest.fixture

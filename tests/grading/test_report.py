@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from distlab.grading import Exercise, check, load_lesson
+from distlab.grading import Exercise, Lesson, Report, check, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.lesson import Lesson, reference_of
 from distlab.grading.progress import MARKER, Entry, load_progress
-from distlab.grading.report import Report
 
 SECRET = "total / dist.get_world_size()"  # stands in the reference
 

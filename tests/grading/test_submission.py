@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from distlab.cli import main
-from distlab.grading.lesson import Lesson
+from distlab.grading import Lesson, load_submission
 from distlab.grading.progress import MARKER, load_progress
 from distlab.grading.source import read_source
-from distlab.grading.submission import isolated_submission, load_submission
+from distlab.grading.submission import isolated_submission
 
 GOOD = """
 import torch.distributed as dist

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from distlab.collectives import ring_all_reduce
 from distlab.comm import Ranks
-from distlab.grading.exercise import Evidence
+from distlab.grading import Evidence
 from distlab.grading.memory import peak_bytes
 from distlab.grading.traffic import (
     calls,

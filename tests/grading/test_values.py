@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.grading.values import compare, describe, equal, explain_sum, first_difference_between_ranks, seeded
-from distlab.plan.partition import split_evenly
+from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)
 few = settings(max_examples=30, deadline=None)

@@ -5,7 +5,7 @@ import math
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, batch_of, make_hybrid
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.expert_parallel import ExpertParallel
 from distlab.plan import Plan, Sharding
 

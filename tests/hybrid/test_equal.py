@@ -14,7 +14,7 @@ from hybrid_gpt import (
     train_alone,
 )
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.plan import Plan, Sharding
 
 CUBE = {"data": 2, "tensor": 2, "pipeline": 2, "num_microbatches": 2}

@@ -3,9 +3,9 @@
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.hybrid import Hybrid
-from distlab.measure.layouts import LayoutTraining
+from distlab.measure.runs.layouts import LayoutTraining
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from distlab.trace import SpanWriter

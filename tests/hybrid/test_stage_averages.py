@@ -5,11 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.comm.groups import mesh_groups
+from distlab.comm import mesh_groups
 from distlab.hybrid import StageAverages
 from distlab.pipeline import Pipeline
-from distlab.plan import Mesh
-from distlab.plan.schedules import make_schedule
+from distlab.plan import Mesh, make_schedule
 from distlab.rng import generator
 
 SIZES = [5, 7, 3, 6, 4]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hybrid_gpt import DEEP, UNTIED, assert_equal_to_one_process, batch_of, make_hybrid, make_model, train, train_alone
 from torch import nn
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.pipeline.backward import prepare_split
 from distlab.plan import Plan
 from distlab.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear, parallelize

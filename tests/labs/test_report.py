@@ -5,8 +5,9 @@ import json
 import pytest
 
 from distlab.cli.lab import find_lab, load_settings
+from distlab.lab import Report
 from distlab.lab.pictures import cut
-from distlab.lab.report import Report, grid, read_reference, reference_section, to_json
+from distlab.lab.report import grid, read_reference, reference_section, to_json
 from distlab.lab.settings import what_is_run
 from distlab.trace import Span, Trace
 

@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 
 from distlab.cli.lab import find_lab, load_settings
-from distlab.lab.settings import MAX_FIELDS, CommonSettings, as_arguments, flag, parse, parser_of, what_is_run
+from distlab.lab import CommonSettings, flag
+from distlab.lab.settings import MAX_FIELDS, as_arguments, parse, parser_of, what_is_run
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from distlab.grading import NotYet, lessons, load_lesson
+from distlab.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.exercise import Exercise, Mutant
-from distlab.grading.lesson import Lesson, broken_of, reference_of
-from distlab.grading.report import Report
+from distlab.grading.lesson import broken_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

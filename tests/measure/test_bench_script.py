@@ -3,8 +3,8 @@ import sys
 import pytest
 import torch
 
-from distlab.measure.bench_script import backend_of, run_script
-from distlab.measure.ratio import absolute
+from distlab.measure.machine.ratio import absolute
+from distlab.measure.runs.bench_script import backend_of, run_script
 
 
 def test_rows_are_printed_as_they_come(capsys, monkeypatch):

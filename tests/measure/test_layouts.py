@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from distlab.expert_parallel import Load
-from distlab.measure.layout_calibrate import REFERENCES, reference_samples, reference_sizes
-from distlab.measure.layout_calls import MESSAGE_BYTES, calls_of, layout_links, steps_of
-from distlab.measure.layout_predict import (
+from distlab.measure.count.expert_load import loads_of, measure_alone, with_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages
+from distlab.measure.runs.layout_calibrate import REFERENCES, reference_samples, reference_sizes
+from distlab.measure.runs.layout_calls import MESSAGE_BYTES, calls_of, layout_links, steps_of
+from distlab.measure.runs.layout_predict import (
     LayoutRound,
     PassCost,
     fit_passes,
@@ -16,14 +18,11 @@ from distlab.measure.layout_predict import (
     predict_layout,
     predicted_step_s,
 )
-from distlab.measure.layout_workload import count_gpt, make_gpt, merge_stages
-from distlab.measure.layouts import LayoutReport, LayoutResult, LayoutTraining, train_layout
-from distlab.measure.loads import loads_of, measure_alone, with_loads
+from distlab.measure.runs.layouts import LayoutReport, LayoutResult, LayoutTraining, train_layout
 from distlab.models import GPTConfig
-from distlab.plan.records import Contention, Plan, Work
-from distlab.plan.sharding import Sharding
+from distlab.plan import Contention, Plan, Sharding, Work
 from distlab.tensor_parallel import parallelize, splits_of
-from simulator.cost import steps_s
+from simulator.hardware.cost import steps_s
 
 SMALL = GPTConfig(context=16, num_layers=2, num_heads=4, hidden_size=32, tied=False)
 B, S, H, V, L = 4, SMALL.context, SMALL.hidden_size, SMALL.vocab_size, SMALL.num_layers
@@ -45,7 +44,7 @@ def total(parts, name):
 
 def made_up_round(plan):
     """A round as of a machine of 1e9 FLOP/s whose every call takes 1 ms and 1 ns a byte."""
-    from distlab.measure.calibrate import Observation, Round
+    from distlab.measure.machine.speed import Observation, Round
 
     works = (Work(1e9, 0.0, 10), Work(0.0, 1e9, 20), Work(1e8, 1e8, 1000))
     seconds = [work.matmul_flops / 1e9 + work.memory_bytes / 1e10 + work.num_kernels * 1e-6 for work in works]

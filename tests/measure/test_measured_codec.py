@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distlab.measure.beside import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from distlab.measure.codec_beside import slowdown
-from distlab.measure.compression import COLUMNS, IN_A_ROW, ROWS, _fit_line, median_codec
-from distlab.measure.training import Training
+from distlab.measure.runs.beside import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from distlab.measure.runs.codec_beside import slowdown
+from distlab.measure.runs.compression import COLUMNS, IN_A_ROW, ROWS, _fit_line, median_codec
+from distlab.measure.runs.training import Training
 from distlab.models import GPTConfig
+from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from distlab.plan.compression import Compression, exchanges
-from distlab.plan.records import Cluster, Device, Link, Plan, Protocol
 from simulator import Measured, MeasuredCodec, gpt_workload, simulate
 
 LINK = Link("l", (Protocol(1e-4, 1e9),))
@@ -26,7 +26,7 @@ def measured(ranks, compression):
     def on_ranks():
         import torch
 
-        from distlab.measure.compression import measure_codec
+        from distlab.measure.runs.compression import measure_codec
 
         return measure_codec(compression, MACHINE, device=torch.device("cpu"), repeats=1)
 
@@ -90,7 +90,7 @@ def test_training_accumulates_to_the_same_weights_and_predicts_every_window(rank
 
     def on_ranks():
         from distlab.data import python_documentation
-        from distlab.measure.training import train
+        from distlab.measure.runs.training import train
 
         data = python_documentation()
         split = replace(plain, num_microbatches=2)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory import KINDS, MemoryLimitError, storage_bytes, track_memory
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.memory.measured import KINDS, MemoryLimitError, storage_bytes, track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.precision import MasterWeights
 from distlab.recompute import recompute_blocks
-from simulator.memory import memory_of
+from simulator import memory_of
 
 I, H, O, B = 64, 256, 32, 16  # noqa: E741
 FLOAT = 4

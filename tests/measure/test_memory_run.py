@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from distlab.measure.memory import KINDS, MemoryLimitError
-from distlab.measure.memory_run import Job, measure_memory, train, workload_of
+from distlab.measure.memory.measured import KINDS, MemoryLimitError
+from distlab.measure.memory.memory_run import Job, measure_memory, train, workload_of
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
-from simulator.memory import memory_of
+from simulator import memory_of
 
 CONFIG = GPTConfig(vocab_size=251, context=32, num_layers=2, num_heads=2, hidden_size=48)
 ERROR_BAR = 0.02  # of the simulator's peak

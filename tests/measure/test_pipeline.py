@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from distlab.measure.pipeline import PipelineResult, PipelineTraining, train_pipeline
-from distlab.measure.pipeline_predict import build_stages, count_stages
-from distlab.measure.pipeline_replay import replay_errors
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.runs.pipeline import PipelineResult, PipelineTraining, train_pipeline
+from distlab.measure.runs.pipeline_predict import build_stages, count_stages
+from distlab.measure.runs.pipeline_replay import replay_errors
 from distlab.models import GPT, GPTConfig
-from distlab.plan.schedules import make_schedule
-from distlab.plan.validate import validate
+from distlab.plan import make_schedule, validate
 from distlab.trace import Span, Trace
-from simulator.pipeline import LETTERS, CompiledOrder, order_of
+from simulator import CompiledOrder, order_of
+from simulator.pipeline.simulate_schedule import LETTERS
 
 SMALL = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=24, tied=False)
 MESSAGE_NS = 2_000_000

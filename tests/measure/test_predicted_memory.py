@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distlab.measure.memory import track_memory
-from distlab.measure.workload import workload_from_module
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.memory.measured import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from simulator import memory_of

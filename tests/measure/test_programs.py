@@ -8,16 +8,14 @@ import torch
 from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 
 from distlab.data import python_documentation
-from distlab.measure.beside import BusyRanks, phases, shared_out
-from distlab.measure.calibrate import MESSAGE_BYTES, measure_round
-from distlab.measure.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
-from distlab.measure.programs import sharded_program
-from distlab.measure.training import Training, train
+from distlab.measure.machine.speed import MESSAGE_BYTES, measure_round
+from distlab.measure.runs.beside import BusyRanks, phases, shared_out
+from distlab.measure.runs.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
+from distlab.measure.runs.programs import sharded_program
+from distlab.measure.runs.training import Training, train
 from distlab.models import GPT, GPTConfig
-from distlab.plan.records import Plan
-from distlab.plan.sharding import Sharding
-from simulator import Measured, simulate
-from simulator.cost import all_gather_s, message_s
+from distlab.plan import Plan, Sharding
+from simulator import Measured, all_gather_s, message_s, simulate
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
 SHARDINGS = (Sharding(), Sharding(1), Sharding(2), Sharding(3), Sharding(3, reshard_after_forward=False, prefetch=0))

@@ -1,6 +1,6 @@
 import pytest
 
-from distlab.measure.ratio import (
+from distlab.measure.machine.ratio import (
     absolute,
     compare,
     compare_counts,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from distlab.measure.replay import replay_errors
-from distlab.measure.training import RankReport
-from distlab.plan.records import Plan
+from distlab.measure.runs.replay import replay_errors
+from distlab.measure.runs.training import RankReport
+from distlab.plan import Plan
 from distlab.trace import Trace
 from simulator import cluster, gpt_workload, simulate
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from distlab.measure.windows import Window
+from distlab.measure.runs.windows import Window
 
 
 def on_one_of_three():
     import torch.distributed as dist
 
-    from distlab.measure.once import on_first_rank
+    from distlab.measure.machine.once import on_first_rank
 
     rank = dist.get_rank()
     last = dist.new_group([1, 2])
@@ -53,7 +53,7 @@ class Report:
 
 def time_made_up():
     """Time windows of which every second one is calm; before the round after the next, none is."""
-    from distlab.measure.timed import time_windows
+    from distlab.measure.runs.timed import time_windows
 
     report, done, asked, order = Report(), [], [], []
 

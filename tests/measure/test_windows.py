@@ -1,6 +1,6 @@
 import pytest
 
-from distlab.measure.windows import Window, judge
+from distlab.measure.runs.windows import Window, judge
 
 
 def windows(count, measured=1.0, predicted=1.0, drift=0.0):

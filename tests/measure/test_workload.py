@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.measure.workload import HEAD, workload_from_module
+from distlab.measure.count.module import HEAD, workload_from_module
 from distlab.models import GPT, GPTConfig
 
 SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)

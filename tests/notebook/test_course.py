@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from distlab.grading.progress import MARKER, Entry
-from distlab.notebook.course import CourseMap, course_map, rows, text_table
+from distlab.notebook import course_map
+from distlab.notebook.course import CourseMap, rows, text_table
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 

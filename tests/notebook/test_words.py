@@ -2,8 +2,8 @@
 
 import pytest
 
-from distlab.notebook.display import Picture, png_of, show
-from distlab.notebook.prediction import predict
+from distlab.notebook import predict, show
+from distlab.notebook.display import Picture, png_of
 from distlab.notebook.trouble import explain, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no

@@ -7,13 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline import Pipeline
-from distlab.pipeline.split import split_gpt, split_sequential
-from distlab.pipeline.tied import find_tied
-from distlab.plan.schedules import SCHEDULES, make_schedule, parse_schedule
-from distlab.plan.validate import validate
+from distlab.pipeline import Pipeline, find_tied, split_gpt, split_sequential
+from distlab.plan import SCHEDULES, make_schedule, parse_schedule, validate
 from distlab.rng import generator
 
 SIZES = [5, 7, 3, 6, 4, 8, 2, 7, 5]  # nothing here is even

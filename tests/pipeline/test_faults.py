@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.pipeline import Pipeline, StageError, TiedParameter
-from distlab.plan.schedules import gpipe, make_schedule, one_f_one_b, parse_schedule
+from distlab.plan import gpipe, make_schedule, one_f_one_b, parse_schedule
 from distlab.rng import generator
 
 NUM_MICROBATCHES = 4

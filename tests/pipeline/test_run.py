@@ -10,8 +10,7 @@ from torch import nn
 import distlab.pipeline.wire as wire
 from distlab.pipeline import Pipeline
 from distlab.pipeline.plain import plain_step
-from distlab.plan.schedules import add_communication, gpipe, interleaved, make_schedule, one_f_one_b, parse_schedule
-from distlab.plan.validate import validate
+from distlab.plan import add_communication, gpipe, interleaved, make_schedule, one_f_one_b, parse_schedule, validate
 from distlab.rng import generator
 from distlab.trace import SpanWriter
 

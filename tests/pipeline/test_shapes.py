@@ -9,7 +9,7 @@ from distlab.pipeline.batch import cut, cut_batch, join
 from distlab.pipeline.faults import slots_of
 from distlab.pipeline.route import forward_only, other_end, route_of
 from distlab.pipeline.shapes import Layout, put_together, take_apart
-from distlab.plan.schedules import SCHEDULES, add_communication, make_schedule, parse_action
+from distlab.plan import SCHEDULES, add_communication, make_schedule, parse_action
 
 
 class Point(NamedTuple):

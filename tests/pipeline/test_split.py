@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.models import GPT, GPTConfig
-from distlab.pipeline.split import measure_costs, split_gpt, split_sequential, stage_state_names
-from distlab.pipeline.tied import TiedGradients, TiedParameter, find_tied
+from distlab.pipeline import TiedParameter, find_tied, measure_costs, split_gpt, split_sequential, stage_state_names
+from distlab.pipeline.tied import TiedGradients
 
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=5, num_heads=2, hidden_size=12, tied=True)
 

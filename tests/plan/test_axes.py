@@ -2,8 +2,7 @@
 
 import pytest
 
-from distlab.plan import AXES, Plan, mesh_of
-from distlab.plan.sharding import Sharding
+from distlab.plan import AXES, Plan, Sharding, mesh_of
 
 
 def test_a_mesh_has_all_axes_also_those_of_size_one():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.plan.records import Experts, Layer, Work
+from distlab.plan import Experts, Layer, Work
 
 WORK = Work(100.0, 40.0, 6)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.sharding.calls import gather_into, scatter_sum
+from distlab.sharding import gather_into, scatter_sum
 
 
 def use_calls():

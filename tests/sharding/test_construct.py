@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.models import GPT, GPTConfig
-from distlab.sharding.construct import build_sharded, draw_weights
-from distlab.sharding.full_state import full_state_dict
+from distlab.sharding import build_sharded, draw_weights, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=3, num_heads=2, hidden_size=20)
 

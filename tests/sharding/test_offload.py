@@ -5,7 +5,8 @@ import torch
 
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
-from distlab.sharding.offload import OffloadedOptimizer, offloaded, to_host
+from distlab.sharding import OffloadedOptimizer, offloaded
+from distlab.sharding.zero.offload import to_host
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=1, num_heads=2, hidden_size=12)
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ from distlab.data import ByteCorpus, python_documentation
 from distlab.large_batch import LAMB
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
-from distlab.sharding.optimizer_state import PlainSharded, ShardedOptimizer
+from distlab.sharding import PlainSharded, ShardedOptimizer
 
 BATCH_SIZE = 7  # no world size above 1 divides it
 CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=2, num_heads=2, hidden_size=24, tied=True)

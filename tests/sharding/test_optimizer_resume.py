@@ -8,8 +8,8 @@ import torch.distributed as dist
 from optimizer_net import Net, adam, run_steps, same, weights
 from torch import nn
 
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.scattered import owners_of
+from distlab.sharding import ShardedOptimizer
+from distlab.sharding.zero.scatter_in_backward import owners_of
 
 
 def resume(stage, split):

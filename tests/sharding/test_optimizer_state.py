@@ -9,9 +9,9 @@ from optimizer_net import Net, adam, batch_of, run_steps, same, weights
 from torch import nn
 
 from distlab.clip import NotFiniteError
-from distlab.comm.recorder import recorded
-from distlab.sharding.optimizer_state import ShardedOptimizer
-from distlab.sharding.scattered import MAX_UNDER_WAY
+from distlab.comm import recorded
+from distlab.sharding import ShardedOptimizer
+from distlab.sharding.zero.scatter_in_backward import MAX_UNDER_WAY
 from distlab.trace import SpanWriter
 
 

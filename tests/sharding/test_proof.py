@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory import KINDS, MemoryLimitError, track_memory
-from distlab.sharding import FullyShard
-from distlab.sharding.construct import build_sharded
-from distlab.sharding.offload import offloaded
-from distlab.sharding.optimizer_state import ShardedOptimizer
+from distlab.measure.memory.measured import KINDS, MemoryLimitError, track_memory
+from distlab.sharding import FullyShard, ShardedOptimizer, build_sharded, offloaded
 
 LAYERS, FLOAT = 6, 4
 STATES = ("parameters", "gradients", "optimizer")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from distlab.plan import FlatLayout
-from distlab.sharding.saved import (
+from distlab.sharding.state.shard_format import (
     PARAMETER,
     SavedPart,
     SavedShard,

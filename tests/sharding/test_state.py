@@ -7,14 +7,15 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
-from distlab.sharding.full_state import (
+from distlab.sharding import (
+    FullyShard,
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
 )
-from distlab.sharding.state_dict import load_sharded_state_dict, sharded_state_dict
-from distlab.sharding.unit import FullyShard
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12)
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distlab.comm.recorder import recorded
+from distlab.comm import recorded
 from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Precision

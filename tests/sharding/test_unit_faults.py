@@ -8,7 +8,7 @@ from torch import nn
 from distlab.clip import NotFiniteError
 from distlab.plan import Precision
 from distlab.sharding import FullyShard
-from distlab.sharding.wrapping import assign, automatic_units, check_units
+from distlab.sharding.fsdp.wrapping import assign, automatic_units, check_units
 
 
 def chain():

@@ -1,7 +1,6 @@
 """Small models, machines and plans with round numbers, for tests of sharded steps."""
 
-from distlab.plan.records import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Work, Workload
-from distlab.plan.sharding import Sharding
+from distlab.plan import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Sharding, Work, Workload
 
 DEVICE = Device("d", 1e12, 1e11, 1e12, 0.0, host_link_bytes_per_s=1e8, host_memory_bytes_per_s=1e9)
 FAST, SLOW = Link("fast", (Protocol(0.0, 4e8),)), Link("slow", (Protocol(0.0, 1e8),))

@@ -2,8 +2,8 @@
 
 import math
 
+from distlab.plan import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Work, Workload
 from distlab.plan.compression import METHODS, Compression
-from distlab.plan.records import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Work, Workload
 
 DEVICE = Device("d", 1e12, 1e11, 1e9, 1e-6)
 LINK = Link("wire", (Protocol(1e-5, 1e8),))

@@ -3,7 +3,7 @@
 import pytest
 from step_cases import WORKLOAD, cluster_of, plan_of
 
-from distlab.plan.records import Contention
+from distlab.plan import Contention
 from simulator import simulate
 
 

@@ -8,16 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
+from distlab.plan import Contention, Layer, Link, Plan, Protocol, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
-from distlab.plan.records import (
-    GRADIENT_SYNCS,
-    Contention,
-    Layer,
-    Link,
-    Plan,
-    Protocol,
-    Work,
-)
+from distlab.plan.records import GRADIENT_SYNCS
 from simulator import (
     Measured,
     MeasuredCodec,
@@ -30,9 +23,9 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.step_graph import time_by_graph
-from simulator.step_order import order_of_step
-from simulator.timing import time_directly
+from simulator.step.closed_form import time_directly
+from simulator.step.event_graph import time_by_graph
+from simulator.step.schedule_of_plan import order_of_step
 from simulator.units import to_ns
 
 
@@ -107,7 +100,7 @@ def test_powersgd_sends_its_second_factor_while_the_rank_waits():
 
 @pytest.mark.parametrize(
     ("compression", "encode_passes", "decode_passes"),
-    [  # passes over the bucket, by the table of simulator.codec; n = 3 ranks; k is a tenth
+    [  # passes over the bucket, by the table of simulator.gradients.compression; n = 3 ranks; k is a tenth
         (Compression("top_k", ratio=0.1), 11 + 3, 1 + 3 + 3 * 3 * 0.1),
         (Compression("random_k", ratio=0.1, error_feedback=False), 1, 1 + 3 * 0.1),
         (Compression("quantize", bits=8), 9 + 3, 1 + 3 + 3 * 8),

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from distlab.plan.records import Device, Link, Protocol, Work
-from simulator import cost
+from distlab.plan import Device, Link, Protocol, Work
+from simulator.hardware import cost
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
 MIB = 2**20

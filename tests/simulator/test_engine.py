@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan.records import Contention
-from simulator import engine
-from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
+from distlab.plan import Contention
+from simulator.engine import event_engine as engine
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 
 SLOW = Contention(compute_slowdown=1.25, communication_slowdown=1.5)
 

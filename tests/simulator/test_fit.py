@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from distlab.plan.records import Link, Protocol
-from simulator import fit
-from simulator.cost import Steps, all_reduce_s, all_reduce_steps
+from distlab.plan import Link, Protocol
+from simulator import all_reduce_s
+from simulator.hardware import fit
+from simulator.hardware.cost import Steps, all_reduce_steps
 
 SIZES = [2**power for power in range(12, 30)]
 

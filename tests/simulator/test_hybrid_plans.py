@@ -8,9 +8,7 @@ import torch
 from distlab.expert_parallel import mix_experts as mix_model
 from distlab.hybrid.rules import problem_of
 from distlab.models import GPT, GPTConfig
-from distlab.plan.axes import AXES
-from distlab.plan.records import Plan
-from distlab.plan.sharding import Sharding
+from distlab.plan import AXES, Plan, Sharding
 from simulator import gpt_workload, mix_experts, simulate
 from tests.simulator.step_cases import cluster_of
 

@@ -4,12 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import AXES, Plan
-from distlab.plan.records import Link, Protocol
-from simulator import Jitter, Uneven, axes_inside_nodes, gpt_workload, rank_orders, simulate
-from simulator.cost import all_to_all_s, hierarchical_all_reduce_s, hierarchical_all_to_all_s
-from simulator.groups import Group, group_of
-from simulator.layout import COPIES, Layout
+from distlab.plan import AXES, Link, Plan, Protocol
+from simulator import (
+    Jitter,
+    Uneven,
+    all_to_all_s,
+    axes_inside_nodes,
+    gpt_workload,
+    hierarchical_all_reduce_s,
+    hierarchical_all_to_all_s,
+    rank_orders,
+    simulate,
+)
+from simulator.hardware.process_groups import Group, group_of
+from simulator.hardware.rank_layout import COPIES, Layout
 from simulator.units import to_ns
 from tests.simulator.step_cases import LINK, cluster_of
 

@@ -8,8 +8,8 @@ import pytest
 from distlab.plan import Device, Layer, Plan, Sharding, Work, Workload
 from distlab.plan.compression import Compression
 from simulator import DoesNotFitError, check_fit, memory_of, model_by_name, smallest_change
-from simulator.memory import KINDS
-from simulator.memory_fit import find_change, split_samples
+from simulator.memory.advice import find_change, split_samples
+from simulator.memory.memory import KINDS
 
 WORKLOAD = model_by_name("gpt-2-124m", microbatch_size=4)
 NO_ROOM = 1_000_000

@@ -3,9 +3,9 @@
 import pytest
 
 from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
-from simulator import LlamaSizes, activation_bytes_per_layer, adam_state_bytes
-from simulator.memory import KINDS, memory_of
-from simulator.models_by_name import MODELS, model_by_name
+from simulator import LlamaSizes, activation_bytes_per_layer, adam_state_bytes, memory_of, model_by_name
+from simulator.memory.memory import KINDS
+from simulator.models.by_name import MODELS
 from simulator.units import GB, bytes_to_gb, bytes_to_gib
 
 STATES = KINDS[:4]  # parameters, gradients, optimizer, master weights

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
-from distlab.plan.schedules import ActionTimes
-from simulator import compiled as compiling
-from simulator.one_by_one import Walk
-from simulator.pipeline import CompiledOrder, F, Order, W, order_of, peak_in_flight, simulate_schedule
+from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
+from simulator import CompiledOrder, order_of, peak_in_flight, simulate_schedule
+from simulator.pipeline import compiled as compiling
+from simulator.pipeline.sequential import Walk
+from simulator.pipeline.simulate_schedule import F, Order, W
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
@@ -104,7 +104,7 @@ def test_skipping_the_steady_state_changes_nothing(name, latency, monkeypatch):
     for duration in (np.where(order.kind == F, 100, 200), (order.stage * 7) % 5 * 10 + 50 + 100 * order.kind):
         skipped = CompiledOrder(order).run(duration, latency)
         with monkeypatch.context() as patch:
-            patch.setattr("simulator.levels.BLOCK", 10**9)
+            patch.setattr("simulator.pipeline.frontier.BLOCK", 10**9)
             assert np.array_equal(CompiledOrder(order).run(duration, latency), skipped)
 
 

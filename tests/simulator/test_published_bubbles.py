@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from distlab.plan.schedules import SCHEDULES, automatic, zb_1p, zb_h1
-from distlab.plan.validate import validate
-from simulator.pipeline import ActionTimes, F, I, order_of, simulate_schedule
+from distlab.plan import SCHEDULES, automatic, validate, zb_1p, zb_h1
+from simulator import order_of, simulate_schedule
+from simulator.pipeline.simulate_schedule import ActionTimes, F, I
 from simulator.published_bubbles import BUBBLE_TABLE, bubble_rate
 
 ROUNDING = 0.00005 + 1e-9

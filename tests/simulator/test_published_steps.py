@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan.records import Cluster, Device, Link, Plan, Protocol
+from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from simulator import cluster, gpt_step_flops, gpt_workload, simulate
 
 # heads, hidden, layers, tensor, pipeline, data, batch, seconds: Narayanan et al. 2021 (2104.04473), table 1, derived

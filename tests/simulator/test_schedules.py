@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import Plan, Sharding, parse_schedule, validate
-from distlab.plan.schedules import SCHEDULES, ActionTimes, make_schedule, one_f_one_b
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import Jitter, Uneven, memory_of, simulate, simulate_schedule
-from simulator.compiled import CompiledOrder
-from simulator.orders import W, order_of
+from simulator.pipeline.compiled import CompiledOrder
+from simulator.pipeline.schedule_arrays import W, order_of
 from tests.simulator.test_pipeline_levels import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
@@ -94,7 +93,7 @@ def test_skipping_the_steady_state_of_any_schedule_changes_nothing(handover, mon
             skipped = compiled.run_by_stage(table, np.full(len(stages), handover))
             plain = compiled.run(table.reshape(-1)[compiled.code], handover)
             with monkeypatch.context() as patch:
-                patch.setattr("simulator.levels.BLOCK", 10**9)
+                patch.setattr("simulator.pipeline.frontier.BLOCK", 10**9)
                 whole = compiled.run(table.reshape(-1)[compiled.code], handover)
             assert np.array_equal(skipped, whole), name
             assert np.array_equal(plain, whole), name

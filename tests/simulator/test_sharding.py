@@ -6,12 +6,10 @@ from itertools import pairwise
 import pytest
 from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan.records import Contention, Link, Protocol
-from distlab.plan.sharding import Precision
-from simulator import Measured, gpt_workload, simulate
-from simulator.cost import all_gather_s, all_reduce_s
+from distlab.plan import Contention, Link, Precision, Protocol
+from simulator import Measured, all_gather_s, all_reduce_s, gpt_workload, simulate
+from simulator.gradients.fsdp_units import units_of
 from simulator.units import to_ns
-from simulator.units_of_sharding import units_of
 
 
 def test_units_are_blocks_and_what_is_left_is_the_root():

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_cases import cluster_of, plan_of, workload_of
 
-from distlab.plan.records import Cluster, Contention, Device, Link, Protocol
-from distlab.plan.sharding import Sharding
+from distlab.plan import Cluster, Contention, Device, Link, Protocol, Sharding
 from simulator import gpt_workload, simulate
+from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 from simulator.units import to_ns
-from simulator.units_of_sharding import peak_gathered_elements, units_of
 
 shardings = st.builds(
     Sharding,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distlab.plan.records import Contention, Plan
-from distlab.plan.sharding import Sharding
-from simulator import Jitter, Uneven, engine, gpt_workload, simulate
-from simulator.engine import SharedCores
-from simulator.graph import COMMUNICATION, COMPUTE, GraphBuilder
+from distlab.plan import Contention, Plan, Sharding
+from simulator import Jitter, Uneven, gpt_workload, simulate
+from simulator.engine import event_engine as engine
+from simulator.engine.event_engine import SharedCores
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 from tests.simulator.step_cases import cluster_of
 
 GPT = gpt_workload(hidden_size=32, num_layers=6, num_heads=4, sequence_length=64, vocab_size=96)

@@ -5,12 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan.records import Contention, Link, Plan, Protocol, Work
-from distlab.plan.sharding import Sharding
-from simulator import Measured, gpt_workload, memory_of, mix_experts, simulate
-from simulator.cost import all_gather_s, all_reduce_s, all_to_all_s, compute_s, message_s
-from simulator.jitter import Uneven
-from simulator.pass_line import side_by_side
+from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
+from simulator import (
+    Measured,
+    Uneven,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    compute_s,
+    gpt_workload,
+    memory_of,
+    message_s,
+    mix_experts,
+    simulate,
+)
+from simulator.stage.pass_timeline import side_by_side
 from simulator.units import to_ns
 from tests.simulator.step_cases import DEVICE, LINK, cluster_of
 

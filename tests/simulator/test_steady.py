@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-import simulator.steady as steady
-from distlab.plan.schedules import ActionTimes, make_schedule, parse_schedule
-from simulator.compiled import CompiledOrder
-from simulator.folds import Fold
-from simulator.orders import order_of
-from simulator.pipeline import forget_orders, simulate_schedule
+import simulator.pipeline.steady as steady
+from distlab.plan import ActionTimes, make_schedule, parse_schedule
+from simulator import simulate_schedule
+from simulator.pipeline.compiled import CompiledOrder
+from simulator.pipeline.folds import Fold
+from simulator.pipeline.schedule_arrays import order_of
+from simulator.pipeline.simulate_schedule import forget_orders
 
 CASES = {
     "naive": (4, 96),

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import assign_buckets
-from distlab.plan.records import (
-    GRADIENT_SYNCS,
+from distlab.plan import (
     SCHEDULES,
     Cluster,
     Contention,
@@ -18,15 +16,16 @@ from distlab.plan.records import (
     Protocol,
     Work,
     Workload,
+    assign_buckets,
 )
-from distlab.plan.schedules import SCHEDULES as FAMILIES
-from simulator import closed_form_bubble, simulate
-from simulator.cost import all_reduce_s
-from simulator.jitter import Jitter, Uneven
-from simulator.step_graph import time_by_graph
-from simulator.step_order import order_of_step
-from simulator.timing import queues, time_directly
-from simulator.trace import layer_rows
+from distlab.plan import SCHEDULES as FAMILIES
+from distlab.plan.records import GRADIENT_SYNCS
+from simulator import Uneven, all_reduce_s, closed_form_bubble, simulate
+from simulator.pipeline.jitter import Jitter
+from simulator.step.closed_form import queues, time_directly
+from simulator.step.event_graph import time_by_graph
+from simulator.step.schedule_of_plan import order_of_step
+from simulator.step.trace import layer_rows
 from simulator.units import to_ns
 
 NO_WORK = Work()

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from distlab.plan.records import Plan
-from simulator import cluster, gpt_workload, simulate
-from simulator.memory import KINDS, memory_of
+from distlab.plan import Plan
+from simulator import cluster, gpt_workload, memory_of, simulate
+from simulator.memory.memory import KINDS
 
 WORKLOAD = gpt_workload(hidden_size=64, num_layers=6, num_heads=4, sequence_length=32, vocab_size=100)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, workload_of
 
+from distlab.plan import Link, Plan, Protocol
 from distlab.plan.compression import Compression, exchanges
-from distlab.plan.records import Link, Plan, Protocol
 from simulator import (
     MeasuredCodec,
     break_even_bytes_per_s,

@@ -3,9 +3,8 @@
 import pytest
 from sharding_cases import cluster_of, plan_of, workload_of
 
-from simulator import simulate, sweep_units
-from simulator.memory import memory_of
-from simulator.sweep_units import prefetch_gain, unit_sizes, with_unit_layers
+from simulator import memory_of, simulate, sweep_units
+from simulator.sweeps.fsdp_units import prefetch_gain, unit_sizes, with_unit_layers
 
 WORKLOAD = workload_of([3.0] * 12, [40_000] * 12, ends=1000)
 

@@ -13,13 +13,13 @@ from distlab.tensor_parallel import (
     ParallelAttention,
     RowParallelLinear,
     SequenceParallelNorm,
+    Split,
     VocabularyParallelEmbedding,
     full_state_dict,
     functions,
     tensor_parallel_norm,
     vocabulary_parallel_cross_entropy,
 )
-from distlab.tensor_parallel.split import Split
 
 HIDDEN, LENGTH, BATCH, VOCABULARY = 24, 12, 3, 13  # 13 tokens: no number of ranks divides them; 4 ranks fill up 3
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from distlab.plan.schedules.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
+from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.times import ActionTimes
 from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
 from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2

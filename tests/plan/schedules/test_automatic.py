@@ -6,12 +6,22 @@ import random
 import numpy as np
 import pytest
 
-from distlab.plan.schedules import SCHEDULES, ActionTimes, automatic, make_schedule, one_f_one_b, zb_1p, zb_2p, zb_h1
-from distlab.plan.schedules.automatic_rules import Costs, Rules, follow_rules
-from distlab.plan.schedules.automatic_tiling import can_run, find_steady, schedule_of, tile
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    ScheduleError,
+    automatic,
+    make_schedule,
+    one_f_one_b,
+    validate,
+    zb_1p,
+    zb_2p,
+    zb_h1,
+)
 from distlab.plan.schedules.grammar import F, I, W
-from distlab.plan.validate import ScheduleError, validate
-from simulator.pipeline import simulate_schedule
+from distlab.plan.schedules.search.rules import Costs, Rules, follow_rules
+from distlab.plan.schedules.search.tiling import can_run, find_steady, schedule_of, tile
+from simulator import simulate_schedule
 
 
 def span_of(schedule, times):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distlab.plan import make_schedule, validate
-from simulator.pipeline import CompiledOrder, order_of
+from simulator import CompiledOrder, order_of
 
 
 def peaks(name, num_ranks, num_microbatches, **options):

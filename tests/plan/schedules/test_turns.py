@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan.schedules.grammar import Action, Schedule
+from distlab.plan import Action, Schedule
 from distlab.plan.schedules.turns import depth_first, rounds_of, take_turns
 
 

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from distlab.plan import Precision, Sharding
+from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.compression import Compression
-from distlab.plan.records import Plan
 from simulator import gpt_workload
 from simulator.export import deepspeed_config, deepspeed_notes
 

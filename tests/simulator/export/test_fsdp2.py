@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.plan import Precision, Sharding
-from distlab.plan.records import Plan
+from distlab.plan import Plan, Precision, Sharding
 from distlab.rng import generator
 from simulator.export import fsdp2_code, fsdp2_notes
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.plan.schedules import ActionTimes
+from distlab.plan import ActionTimes
 from simulator.viz import (
     describe_bubbles,
     describe_memory_against_bubble,

@@ -5,7 +5,7 @@ import pytest
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import context_figure, describe_context
-from simulator.viz.context_work import ring_work
+from simulator.viz.context_parallel.context_work import ring_work
 
 
 @pytest.mark.parametrize("order", ["zigzag", "straight"])
@@ -81,7 +81,7 @@ def test_what_cannot_be_drawn_is_refused(options, message):
 
 def test_the_panel_plays_hops():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.context_panel import context_panel
+    from simulator.viz.context_parallel.context_panel import context_panel
 
     panel = context_panel()
     texts = [panel.text]

@@ -6,8 +6,7 @@ from itertools import permutations
 import pytest
 from pen_facts import clashes, drawn, words
 
-from distlab.plan.axes import AXES, mesh_of
-from distlab.plan.records import Plan
+from distlab.plan import AXES, Plan, mesh_of
 from simulator import cluster, gpt_workload, simulate
 from simulator.units import format_s
 from simulator.viz import (
@@ -17,7 +16,7 @@ from simulator.viz import (
     placement_figure,
     to_png,
 )
-from simulator.viz.step_parts import parts_of
+from simulator.viz.mesh.step_parts import parts_of
 
 WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
 CLUSTER = cluster("dgx-h100", 32)
@@ -105,7 +104,7 @@ def test_no_order_is_refused():
 
 def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.degrees_panel import degrees_panel
+    from simulator.viz.mesh.degrees_panel import degrees_panel
 
     panel = degrees_panel(
         WORKLOAD, {"a": CLUSTER, "b": replace(CLUSTER, name="half", num_devices=16)}, plan=Plan(data=2)
@@ -144,7 +143,7 @@ def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
 )
 def test_a_panel_that_cannot_begin_is_refused(options, message):
     pytest.importorskip("ipywidgets")
-    from simulator.viz.degrees_panel import degrees_panel
+    from simulator.viz.mesh.degrees_panel import degrees_panel
 
     with pytest.raises(ValueError, match=message):
         degrees_panel(WORKLOAD, **options)

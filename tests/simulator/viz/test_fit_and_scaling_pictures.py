@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from distlab.plan.records import Plan
+from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import describe_fit, describe_scaling, draw_fit, draw_scaling, to_png
-from simulator.viz.scaling import scaling
+from simulator.viz.large_batch.scaling import scaling
 
 SIZES = [10.0, 1e4, 1e6]
 

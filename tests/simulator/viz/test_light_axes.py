@@ -6,9 +6,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from simulator.viz.legend import legend_of, put_legend
-from simulator.viz.light_axes import LightAxes
-from simulator.viz.style import LegendBox
+from simulator.viz.drawing.legend import legend_of, put_legend
+from simulator.viz.drawing.light_axes import LightAxes
+from simulator.viz.drawing.style import LegendBox
 
 BOX = (0.2, 0.3, 0.6, 0.5)
 

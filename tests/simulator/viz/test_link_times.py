@@ -1,9 +1,9 @@
 import pytest
 
-from distlab.plan.records import Link, Protocol
+from distlab.plan import Link, Protocol
 from simulator import link, message_s
 from simulator.viz import to_png
-from simulator.viz.link_times import describe_link_times, draw_link_times
+from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
 
 WIRES = ("ethernet-10g", "nvlink4", "infiniband-hdr")
 

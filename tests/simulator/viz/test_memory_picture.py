@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from distlab.plan import Plan, Sharding
 from simulator import gpt_workload, memory_of
-from simulator.memory import KINDS
+from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
 from simulator.viz import (
     describe_measured_memory,
@@ -17,7 +17,7 @@ from simulator.viz import (
     draw_memory_of_plans,
     to_png,
 )
-from simulator.viz.memory import MEMORY_KINDS, fewer_moments
+from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
 
 WORKLOAD = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
 
@@ -134,7 +134,7 @@ def test_senseless_pictures_are_refused():
 
 def test_the_panel_draws_every_choice_and_says_what_to_change():
     pytest.importorskip("anywidget", reason="panels need the notebooks extra")
-    from simulator.viz.memory_panel import PRECISIONS, memory_panel
+    from simulator.viz.memory.memory_panel import PRECISIONS, memory_panel
 
     panel = memory_panel(("gpt-2-1.5b", "llama-2-7b"))
     panel.controls["model"].value = "llama-2-7b"

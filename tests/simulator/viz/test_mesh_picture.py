@@ -3,7 +3,7 @@
 import pytest
 from pen_facts import clashes, shapes, words
 
-from distlab.plan.mesh import Mesh
+from distlab.plan import Mesh
 from simulator.viz import describe_mesh, mesh_figure, to_png
 
 CUBE = Mesh({"pipeline": 2, "data": 2, "tensor": 2})

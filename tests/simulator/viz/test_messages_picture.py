@@ -6,7 +6,7 @@ import pytest
 
 from distlab.comm import RankError, Ranks
 from simulator.viz import describe_message_diagram, draw_message_diagram, to_png
-from simulator.viz.message_record import cycle_of, read_diagram
+from simulator.viz.collectives.message_record import cycle_of, read_diagram
 
 
 def call(rank, op, peer, times, **other):

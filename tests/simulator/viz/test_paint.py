@@ -9,7 +9,7 @@ from PIL import Image
 from viz_traces import data_parallel, grid
 
 from simulator.viz import draw_timeline, to_png
-from simulator.viz.paint import MAX_STAMPS, Painter, pack_png
+from simulator.viz.drawing.paint import MAX_STAMPS, Painter, pack_png
 
 
 def colours(png):

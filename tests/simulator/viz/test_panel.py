@@ -9,8 +9,8 @@ import pytest
 from viz_traces import data_parallel
 
 from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.panel import Panel
-from simulator.viz.style import new_figure, put_title
+from simulator.viz.drawing.panel import Panel
+from simulator.viz.drawing.style import new_figure, put_title
 
 
 def picture(title):

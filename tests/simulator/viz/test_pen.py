@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from simulator.viz.pen import Pen, outline_of, width_in
-from simulator.viz.style import DPI, LegendBox, new_figure, to_png
+from simulator.viz import to_png
+from simulator.viz.drawing.pen import Pen, outline_of, width_in
+from simulator.viz.drawing.style import DPI, LegendBox, new_figure
 
 
 def sheet(wide=12.8, tall=4.0):

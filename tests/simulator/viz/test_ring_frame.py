@@ -6,8 +6,8 @@ from pen_facts import shapes, words
 from viz_traces import ring
 
 from simulator.viz import describe_ring_frame, draw_ring_frame, to_png
-from simulator.viz.ring_frame import provenance
-from simulator.viz.ring_record import ring_steps
+from simulator.viz.collectives.ring_frame import provenance
+from simulator.viz.collectives.ring_record import ring_steps
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])

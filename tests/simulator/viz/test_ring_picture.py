@@ -8,7 +8,7 @@ from viz_traces import data_parallel, ring
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_ring_steps, draw_ring_steps, to_png
-from simulator.viz.ring_record import chunk_name, messages_of, ring_steps, step_verb
+from simulator.viz.collectives.ring_record import chunk_name, messages_of, ring_steps, step_verb
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
@@ -110,7 +110,7 @@ def test_a_real_ring_is_followed_from_its_record(ranks):
     def add_up():
         import torch
 
-        from distlab.collectives.ring import ring_all_reduce
+        from distlab.collectives import ring_all_reduce
 
         tensor = torch.arange(10_001, dtype=torch.float32)
         ring_all_reduce(tensor, piece_bytes=8_000)  # a chunk of 13 kB goes in two pieces

@@ -5,7 +5,7 @@ import pytest
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import describe_routing, routing_figure
-from simulator.viz.routes import routes_of
+from simulator.viz.expert_parallel.routes import routes_of
 
 
 def choices(num_ranks=3, tokens=7, num_experts=6, top_k=2, seed=3):
@@ -19,8 +19,7 @@ def choices(num_ranks=3, tokens=7, num_experts=6, top_k=2, seed=3):
 @pytest.mark.parametrize(("top_k", "factor"), [(1, 1.0), (2, 1.0), (2, 0.5), (3, 1.25)])
 def test_capacity_keeps_what_the_runner_keeps(top_k, factor):
     torch = pytest.importorskip("torch")
-    from distlab.expert_parallel.assign import assign, capacity_of
-    from distlab.expert_parallel.router import Routing
+    from distlab.expert_parallel import Routing, assign, capacity_of
 
     asked = choices(num_ranks=2, top_k=top_k)
     capacity = capacity_of(7, 6, top_k=top_k, factor=factor)

@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
-from distlab.plan.schedules import SCHEDULES  # noqa: E402
-from simulator.viz.schedule_editor import schedule_editor  # noqa: E402
-from simulator.viz.schedule_panel import schedule_panel  # noqa: E402
-from simulator.viz.schedule_sweep import NAMES  # noqa: E402
+from distlab.plan import SCHEDULES  # noqa: E402
+from simulator.viz.schedules.schedule_editor import schedule_editor  # noqa: E402
+from simulator.viz.schedules.schedule_panel import schedule_panel  # noqa: E402
+from simulator.viz.schedules.sweep import NAMES  # noqa: E402
 
 
 def test_every_schedule_and_every_control_draws_and_is_said_in_words():

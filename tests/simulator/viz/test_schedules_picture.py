@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from viz_traces import data_parallel
 
-from distlab.plan.schedules import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule, zb_h1, zb_h2
-from simulator.pipeline import simulate_schedule
+from distlab.plan import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule, zb_h1, zb_h2
+from simulator import simulate_schedule
 from simulator.viz import describe_schedules, draw_schedule, draw_schedules, run_schedule
-from simulator.viz.legend import legend_of
-from simulator.viz.schedule_moment import MAX_MOMENTS, describe_moment, moments_of
-from simulator.viz.schedule_sweep import NAMES, play
-from simulator.viz.shades import shaded
-from simulator.viz.style import KINDS, kind_styles
-from simulator.viz.textbook import textbook_of
+from simulator.viz.drawing.legend import legend_of
+from simulator.viz.drawing.shades import shaded
+from simulator.viz.drawing.style import KINDS, kind_styles
+from simulator.viz.schedules.moment import MAX_MOMENTS, describe_moment, moments_of
+from simulator.viz.schedules.sweep import NAMES, play
+from simulator.viz.schedules.textbook import textbook_of
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 

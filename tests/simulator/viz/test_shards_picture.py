@@ -8,9 +8,9 @@ from matplotlib.colors import to_rgb
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import cut_weights, describe_mlp, describe_shards, mlp_figure, shards_figure, to_png
-from simulator.viz.mlp_case import STEPS, mlp_case
-from simulator.viz.shard_parts import shards_of
-from simulator.viz.style import RANK_COLOURS
+from simulator.viz.drawing.style import RANK_COLOURS
+from simulator.viz.tensor_parallel.mlp_case import STEPS, mlp_case
+from simulator.viz.tensor_parallel.shard_parts import shards_of
 
 H = 4
 
@@ -69,7 +69,7 @@ def test_parts_go_back_to_where_they_came_from(num_ranks):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parts_are_those_of_the_runner(num_ranks):
     torch = pytest.importorskip("torch")
-    from distlab.tensor_parallel.split import Split
+    from distlab.tensor_parallel import Split
 
     sections = (3 * num_ranks, num_ranks, num_ranks)
     for dim, sizes in ((0, sections), (1, sections), (0, (7,))):
@@ -176,7 +176,7 @@ def test_a_step_shows_what_ranks_have_by_then(num_ranks, step):
 
 def test_the_panel_plays_the_layer():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.shards_panel import shards_panel
+    from simulator.viz.tensor_parallel.shards_panel import shards_panel
 
     panel = shards_panel()
     texts = [panel.text]

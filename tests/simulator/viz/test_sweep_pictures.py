@@ -6,13 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
-from distlab.plan.records import Plan
-from simulator import cluster, gpt_workload, sweep_buckets, sweep_compression, with_bandwidth
-from simulator.sweep import BucketSweep, CompressionLine, CompressionSweep, bucket_sizes
+from simulator import (
+    BucketSweep,
+    CompressionSweep,
+    cluster,
+    gpt_workload,
+    sweep_buckets,
+    sweep_compression,
+    with_bandwidth,
+)
+from simulator.sweeps.buckets_and_compression import CompressionLine, bucket_sizes
 from simulator.viz import describe_bucket_sweep, describe_compression, draw_bucket_sweep, draw_compression, to_png
-from simulator.viz.bucket_sweep import nearest
-from simulator.viz.compression import compression_label, ranking, stops
+from simulator.viz.compression.compression import compression_label, ranking, stops
+from simulator.viz.data_parallel.bucket_sweep import nearest
 
 WORKLOAD = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
 MACHINE = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
@@ -119,7 +127,7 @@ class TestPanels:
         pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
     def test_the_bucket_slider_moves_the_mark_and_shows_the_step(self):
-        from simulator.viz.bucket_panel import bucket_panel
+        from simulator.viz.data_parallel.bucket_panel import bucket_panel
 
         machines = {"slow": MACHINE, "fast": cluster("laptop", 4)}
         panel = bucket_panel(WORKLOAD, machines, Plan(data=4, bucket_bytes=300_000))
@@ -135,7 +143,7 @@ class TestPanels:
         assert panel.error is None
 
     def test_the_bandwidth_slider_changes_who_is_best(self):
-        from simulator.viz.compression_panel import compression_panel
+        from simulator.viz.compression.compression_panel import compression_panel
 
         other = gpt_workload(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64, vocab_size=500)
         models = {"small": other, "large": WORKLOAD}
@@ -152,8 +160,8 @@ class TestPanels:
         assert "top-k" not in panel.text
 
     def test_panels_of_nothing_are_refused(self):
-        from simulator.viz.bucket_panel import bucket_panel
-        from simulator.viz.compression_panel import compression_panel
+        from simulator.viz.compression.compression_panel import compression_panel
+        from simulator.viz.data_parallel.bucket_panel import bucket_panel
 
         with pytest.raises(ValueError, match="no cluster"):
             bucket_panel(WORKLOAD, {}, Plan(data=2))

@@ -9,10 +9,10 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_timeline, draw_timeline, to_png
-from simulator.viz.boxes import pixel_columns
-from simulator.viz.facts import facts_of
-from simulator.viz.letters import letters_of
-from simulator.viz.rows import MAX_LEVELS, Side, lanes_of, pack, place
+from simulator.viz.drawing.boxes import pixel_columns
+from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
+from simulator.viz.drawing.letters import letters_of
+from simulator.viz.timeline.facts import facts_of
 
 
 def artists(figure, gid):

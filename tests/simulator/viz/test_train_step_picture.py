@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from viz_traces import MS, data_parallel, grid
 
+from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
-from distlab.plan.records import Plan
 from distlab.trace import Span, SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import describe_train_step, draw_train_step, step_of, to_png
-from simulator.viz.facts import facts_of
-from simulator.viz.step_read import read_step
-from simulator.viz.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
-from simulator.viz.style import name_ranks
+from simulator.viz.data_parallel.step_read import read_step
+from simulator.viz.data_parallel.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
+from simulator.viz.drawing.style import name_ranks
+from simulator.viz.timeline.facts import facts_of
 
 
 def gpt(sync, num_ranks=4):

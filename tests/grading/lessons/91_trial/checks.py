@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from distlab_lesson_91 import solutions
 
-from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading import Evidence, Exercise, Fault
 from distlab.grading.traffic import over_budget, sent_line
 from distlab.grading.values import compare, explain_sum, seeded
 

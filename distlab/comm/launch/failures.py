@@ -1,0 +1,183 @@
+"""What went wrong on which rank, told with the cause first."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# What a rank sees when another one has gone. It is a consequence, never the cause.
+PEER_NOISE = re.compile(
+    r"connection (closed|reset|refused|aborted)|socket closed|broken pipe|remote process exited|timed out waiting"
+    r"|application timeout caused pair closure|connect(ion)? timeout|SO_ERROR",
+    re.IGNORECASE,
+)
+
+
+class Failure(NamedTuple):
+    """How one rank failed.
+
+    Attributes:
+        rank: which rank.
+        summary: one line, such as "raised ValueError: 3 is odd" or "was killed by SIGKILL".
+        traceback: the rank's own traceback or stack, or "".
+        is_noise: whether it only says that another rank had gone.
+        time_ns: when, on this machine's monotonic clock.
+    """
+
+    rank: int
+    summary: str
+    traceback: str
+    is_noise: bool
+    time_ns: int
+
+
+class RankError(RuntimeError):
+    """A rank failed; the text begins with the root cause.
+
+    Attributes:
+        rank: the rank to blame, or None where the text names several.
+        failures: every rank's failure, the root cause first.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, failures: Sequence[Failure] = ()) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.failures = tuple(failures)
+
+
+class RankTimeout(RankError):
+    """Some ranks had not finished in time; the text says where each one stands."""
+
+
+def by_cause(failures: Sequence[Failure]) -> list[Failure]:
+    """Sort failures: those with a cause of their own first, each kind by time."""
+    return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
+
+
+def describe_exit(exit_code: int) -> str:
+    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
+    if exit_code >= 0:
+        return f"exited with status {exit_code} before it returned (os._exit, or an exit in C code)"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    reason = {
+        "SIGKILL": " (out of memory? the kernel kills the largest process; or somebody ran kill -9)",
+        "SIGSEGV": " (segmentation fault: an error in C or C++ code)",
+        "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
+        "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
+        "SIGTERM": " (somebody asked it to end)",
+        "SIGINT": " (interrupt)",
+    }.get(name, "")
+    return f"was killed by {name}{reason}"
+
+
+def error_of(
+    failures: Sequence[Failure],
+    stacks: Mapping[int, str],
+    finished: Sequence[int],
+    world_size: int,
+    explanation: str = "",
+) -> RankError:
+    """Make the error of a job in which some ranks failed.
+
+    Args:
+        failures: what each failed rank reported, at least one.
+        stacks: where each rank that was still running stood.
+        finished: ranks that had returned.
+        world_size: number of ranks.
+        explanation: what the recorded calls show, if anything.
+    """
+    ordered = by_cause(failures)
+    root = ordered[0]
+    lines = [f"rank {root.rank} of {world_size} {root.summary}"]
+    if root.is_noise and finished:
+        lines += [f"Another rank had gone: {_ranks(finished)} had already returned while rank {root.rank} waited."]
+    if explanation:
+        lines += ["", explanation]
+    if root.traceback:
+        lines += ["", f"--- rank {root.rank} ---", root.traceback.rstrip()]
+    if len(ordered) > 1 or stacks or finished:
+        lines += ["", "--- the other ranks ---"]
+    for failure in ordered[1:]:
+        why = " (a consequence)" if failure.is_noise else ""
+        lines.append(f"rank {failure.rank} {_first_line(failure.summary)}{why}")
+    for rank, stack in sorted(stacks.items()):
+        lines.append(f"rank {rank} was still running{_place(stack)}")
+    if finished:
+        lines.append(f"{_ranks(finished)} had returned")
+    return RankError("\n".join(lines), root.rank, ordered)
+
+
+def timeout_of(stacks: Mapping[int, str], timeout_s: float, world_size: int, words: Sequence[str]) -> RankTimeout:
+    """Make the error of a job that did not end in time.
+
+    Args:
+        stacks: where each unfinished rank stands.
+        timeout_s: the limit.
+        world_size: number of ranks.
+        words: what the recorded calls show: who waits for whom.
+    """
+    lines = [f"{_ranks(list(stacks))} of {world_size} did not finish in {timeout_s:g} s"]
+    lines += standing(stacks, words)
+    failures = [Failure(rank, f"did not finish in {timeout_s:g} s", stack, False, 0) for rank, stack in stacks.items()]
+    return RankTimeout("\n".join(lines), next(iter(stacks)) if len(stacks) == 1 else None, failures)
+
+
+def standing(stacks: Mapping[int, str], words: Sequence[str]) -> list[str]:
+    """Lines that say who waits for whom and where each rank stands."""
+    lines = ["", *words] if words else []
+    for rank, stack in sorted(stacks.items()):
+        lines += ["", f"--- rank {rank} stands here (innermost call last) ---", stack.rstrip()]
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def _first_line(text: str, limit: int = 160) -> str:
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _place(stack: str) -> str:
+    """The innermost line of a stack that is not torch's, as " in NAME (FILE:LINE)"; or the stack's own words."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
+    if frames:
+        own = [frame for frame in frames if "/torch/" not in frame[0]]
+        file, line, name = (own or frames)[-1]
+        return f" in {name} ({file}:{line})"
+    return f": {_first_line(stack)}" if stack else ""
+
+
+def format_stack(text: str) -> str:
+    """Turn faulthandler's dump into a traceback: innermost call last, with source lines, without the launcher's frames.
+
+    Threads that the launcher started itself are left out.
+    """
+    blocks = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", text.strip())
+    shown = []
+    for block in blocks:
+        frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, re.MULTILINE)
+        if any(_is_launcher(file) for file, *_ in frames) and not any(name == "serve_rank" for *_, name in frames):
+            continue
+        lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
+        for file, number, name in reversed(frames):
+            if _is_launcher(file) or file.endswith("distlab/comm/record/intercept.py") or file == "<string>":
+                continue
+            lines.append(f'  File "{file}", line {number}, in {name}')
+            source = linecache.getline(file, int(number)).strip()
+            lines += [f"    {source}"] if source else []
+        if lines:
+            shown.append("\n".join(lines))
+    return "\n\n".join(shown)
+
+
+def _is_launcher(file: str) -> bool:
+    return file.endswith(("distlab/comm/launch/worker.py", "distlab/comm/launch/forkserver.py"))

@@ -1,0 +1,144 @@
+"""The launcher's end of the fork server: start it once, ask it for ranks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.comm.launch.forkserver import send_request
+
+# torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once a rank.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "cloudpickle",
+    "distlab.comm.launch.worker",
+    "distlab.comm.record.recorder",
+)
+
+
+class ForkServer:
+    """A fork server that belongs to this process and ends with it."""
+
+    def __init__(self) -> None:
+        for name in ("torch", "cloudpickle"):
+            if importlib.util.find_spec(name) is None:
+                raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
+            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD!r})"
+        )
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | one_thread,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pid = self._process.pid
+        self._owner = os.getpid()
+
+    def is_alive(self) -> bool:
+        """Whether the server still runs and belongs to this process (a fork of this process has none)."""
+        return os.getpid() == self._owner and self._process.poll() is None
+
+    def request(self, request: dict[str, object], fds: Sequence[int] = ()) -> None:
+        """Send the server one request.
+
+        Raises:
+            RuntimeError: the server is gone.
+        """
+        try:
+            with self._lock:
+                send_request(self._control, request, fds)
+        except OSError as error:
+            raise RuntimeError(
+                "the fork server, which starts the ranks, has gone; run again to start another"
+            ) from error
+
+    def make_folder(self) -> Path:
+        """Make a private folder that the server removes should this process die."""
+        path = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
+        self.request({"kind": "folder", "path": str(path)})  # told first, so that no moment leaves a folder behind
+        path.mkdir(mode=0o700)
+        return path
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove a folder made by `make_folder`."""
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(RuntimeError):
+            self.request({"kind": "forget", "path": str(path)})
+
+    def close(self) -> None:
+        """Let the server and every rank go, and wait until they are gone."""
+        self.release()
+        if os.getpid() == self._owner:
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def release(self) -> None:
+        """Close this process's end; the server ends when no process holds it."""
+        self._control.close()
+
+
+class _Current:
+    """This process's fork server: the one thing here that outlives a call, since starting it loads torch."""
+
+    lock = threading.Lock()
+    server: ForkServer | None = None
+
+
+def _after_fork_in_child() -> None:
+    """A forked copy of this process (a data loader's worker, say) must not hold the ranks' lifeline."""
+    _Current.lock = threading.Lock()
+    if _Current.server is not None:
+        _Current.server.release()
+        _Current.server = None
+
+
+def fork_server() -> ForkServer:
+    """Return this process's fork server, starting it if there is none."""
+    with _Current.lock:
+        if _Current.server is None:
+            os.register_at_fork(after_in_child=_after_fork_in_child)
+            atexit.register(shut_down)
+        elif not _Current.server.is_alive():
+            _Current.server.close()
+            _Current.server = None
+        if _Current.server is None:
+            _Current.server = ForkServer()
+        return _Current.server
+
+
+def preload(*modules: str) -> None:
+    """Load modules once in the fork server, so that ranks which start from now on need not load them each."""
+    fork_server().request({"kind": "load", "modules": modules})
+
+
+def shut_down() -> None:
+    """End this process's fork server and every rank; the next run starts another."""
+    with _Current.lock:
+        if _Current.server is not None:
+            _Current.server.close()
+            _Current.server = None

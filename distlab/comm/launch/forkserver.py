@@ -1,0 +1,268 @@
+"""The fork server: a process that has torch loaded and forks each rank from itself in a few milliseconds.
+
+A forked rank inherits the loaded modules, so ranks start at once and share memory. The program that asks for ranks is
+never forked: it may be a notebook that has used torch, whose threads and locks a fork would break.
+
+The server is also the guardian of its ranks. It is their parent, so it alone may signal them without the risk that a
+process number was given to somebody else; and when the launcher goes, however it goes, the server reads end of file,
+kills every rank with SIGKILL (a stopped rank, or one that ignores SIGTERM, goes too), removes their folders and
+leaves. If the server itself is killed the kernel kills the ranks (Linux), and a thread in each rank sees the end of
+file of the server's pipe. multiprocessing's fork server has no such end: each child holds its pipe open.
+
+This file holds the server's side and loads nothing but the standard library; `fork_client` holds the launcher's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LENGTH = struct.Struct("I")
+STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
+JOB_VARIABLE = "DISTLAB_JOB"  # in each rank's environment: the name of its set's folder
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def send_request(control: socket.socket, request: dict[str, object], fds: Sequence[int] = ()) -> None:
+    """Send one request, with the file descriptors that go with it."""
+    body = json.dumps(request).encode()
+    socket.send_fds(control, [LENGTH.pack(len(body)) + body], list(fds))
+
+
+def receive_request(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
+    """Receive one request and its file descriptors; None at end of file."""
+    head, fds, _, _ = socket.recv_fds(control, LENGTH.size, 8)
+    if not head:
+        return None
+    body = head
+    while len(body) < LENGTH.size or len(body) < LENGTH.size + LENGTH.unpack_from(body)[0]:
+        more = control.recv(65536 if len(body) < LENGTH.size else LENGTH.size + LENGTH.unpack_from(body)[0] - len(body))
+        if not more:
+            return None
+        body += more
+    return json.loads(body[LENGTH.size :]), fds
+
+
+def prctl(option: int, value: int) -> None:
+    """Call Linux's prctl; elsewhere do nothing."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def kill_group(pid: int) -> None:
+    """Send SIGKILL to a process and to everything in its process group."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Process numbers of a process's children, this one's by default, adopted ones included (Linux; elsewhere none)."""
+    found: list[int] = []
+    tasks = Path(f"/proc/{pid or 'self'}/task")
+    for path in tasks.glob("*/children") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in path.read_text().split()]
+    return found
+
+
+def job_of(pid: int) -> str | None:
+    """Which set of ranks a process comes from, by the environment that it inherited; None where that says nothing."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name.decode(errors="replace") == JOB_VARIABLE:
+                return value.decode(errors="replace")
+    return None
+
+
+@dataclass
+class Child:
+    """A rank as its server sees it: which set of ranks it belongs to, and the pipe that reports on it."""
+
+    pool: str
+    rank: int
+    status_fd: int
+
+    def report(self, pid: int, status: int) -> None:
+        """Tell the launcher that the process started (status -1) or how it ended."""
+        with contextlib.suppress(OSError):
+            os.write(self.status_fd, STATUS.pack(pid, status, time.monotonic_ns()))
+
+
+@dataclass
+class Server:
+    """The running fork server: its children by process number, and the folders to remove at the end."""
+
+    control: socket.socket
+    launcher_pid: int
+    alive_r: int
+    alive_w: int
+    wake: socket.socket
+    waker: socket.socket
+    ranks: dict[int, Child] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+
+    def loop(self) -> None:
+        """Serve until the launcher is gone, then take everything down."""
+        try:
+            while os.getppid() == self.launcher_pid:
+                ready, _, _ = select.select([self.control, self.wake], [], [], 0.5)
+                if self.wake in ready:
+                    self.wake.recv(65536)
+                    self.reap()
+                if self.control in ready:
+                    received = receive_request(self.control)
+                    if received is None:
+                        break
+                    self.answer(*received)
+        finally:
+            self.end()
+
+    def answer(self, request: dict[str, object], fds: list[int]) -> None:
+        """Do what one request asks."""
+        kind, pool = request["kind"], str(request.get("pool"))
+        if kind == "fork":
+            self.fork(pool, int(str(request["rank"])), fds)
+        elif kind == "signal":
+            chosen = request["ranks"]
+            number = int(str(request["signal"]))
+            for pid, child in self.ranks.items():
+                if child.pool == pool and (chosen is None or child.rank in chosen):  # type: ignore[operator]
+                    if number == signal.SIGKILL:
+                        kill_group(pid)
+                    else:
+                        os.kill(pid, number)
+        elif kind == "load":
+            load(request["modules"])  # type: ignore[arg-type]
+        elif kind == "folder":
+            self.folders.add(str(request["path"]))
+        elif kind == "forget":
+            self.folders.discard(str(request["path"]))
+
+    def fork(self, pool: str, rank: int, fds: list[int]) -> None:
+        """Fork one rank; fds are its socket to the launcher, its output pipe and its status pipe."""
+        job_fd, output_fd, status_fd = fds
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                self.become_rank(output_fd, status_fd)
+                if os.getppid() != server_pid:
+                    os._exit(code)  # the server died before the kernel knew to kill this process with it
+                from distlab.comm.launch.worker import serve_rank
+
+                code = serve_rank(job_fd, self.alive_r)
+            except (
+                BaseException
+            ):  # this is the last frame of the rank: report, then leave without the server's exit code
+                sys.excepthook(*sys.exc_info())
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stderr.flush()
+                os._exit(code)
+        os.close(job_fd)
+        os.close(output_fd)
+        self.ranks[pid] = Child(pool, rank, status_fd)
+        self.ranks[pid].report(pid, -1)
+
+    def become_rank(self, output_fd: int, status_fd: int) -> None:
+        """In the child: drop what is the server's, take a session of its own, and write to the launcher's pipe."""
+        os.setsid()
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in (self.alive_w, status_fd, *(child.status_fd for child in self.ranks.values())):
+            os.close(fd)
+        for end in (self.control, self.wake, self.waker):
+            end.close()
+        for fd in (1, 2):
+            os.dup2(output_fd, fd)
+        os.close(output_fd)
+        sys.stdout, sys.stderr = (
+            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            for fd in (1, 2)
+        )
+
+    def reap(self) -> None:
+        """Report every rank that ended, and kill what it left in its process group."""
+        while True:
+            try:
+                if hasattr(os, "waitid"):  # look first: the group's number stays reserved until the rank is reaped
+                    info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if info is not None and info.si_pid in self.ranks:
+                        kill_group(info.si_pid)
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            child = self.ranks.pop(pid, None)
+            if child is not None:
+                child.report(pid, status)
+                os.close(child.status_fd)
+        self.kill_strays()
+
+    def kill_strays(self) -> None:
+        """Kill descendants of ranks that are gone which left their session (Linux, where this process adopts them)."""
+        alive = {child.pool for child in self.ranks.values()}
+        for pid in children():
+            if pid not in self.ranks and (not alive or job_of(pid) not in {*alive, None}):
+                kill_group(pid)
+
+    def end(self) -> None:
+        """Kill every rank and every descendant, remove their folders."""
+        deadline = time.monotonic() + 5
+        for pid in self.ranks:
+            kill_group(pid)
+        while time.monotonic() < deadline:
+            self.reap()
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            time.sleep(0.005)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def load(modules: Sequence[str]) -> None:
+    """Load modules that ranks will need, unless they are there."""
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        with contextlib.suppress(ImportError):  # the rank that needs it says what is missing
+            importlib.import_module(name)
+    if missing:
+        gc.collect()
+        gc.freeze()  # the collector then leaves the loaded modules' pages shared
+
+
+def serve(control_fd: int, launcher_pid: int, preload: Sequence[str]) -> None:
+    """Run the fork server: load the modules, then serve requests until the launcher is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    load(preload)
+    wake, waker = socket.socketpair()
+    wake.setblocking(False)
+    waker.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    Server(socket.socket(fileno=control_fd), launcher_pid, *os.pipe(), wake, waker).loop()

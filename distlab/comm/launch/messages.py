@@ -1,0 +1,224 @@
+"""What the launcher and a rank say to each other: settings, jobs and replies.
+
+They travel over a socket pair that only these two processes hold. A large body goes through a file in the job's
+private folder instead: one file for all ranks, and a rank that has stopped never blocks the launcher's send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import importlib
+import inspect
+import io
+import linecache
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.comm.launch.failures import Failure
+
+INLINE_BYTES = 16_000  # below, a message is one write into the socket's buffer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank needs before its first job.
+
+    Attributes:
+        rank: its rank.
+        world_size: number of ranks.
+        backend: "gloo", "nccl" or None, to choose by what the machine has.
+        group_timeout_s: how long a collective may wait.
+        record: whether calls are recorded into the folder.
+        folder: the private folder shared by these ranks.
+        environment: the launcher's environment variables.
+        import_path: the launcher's sys.path.
+        directory: the launcher's working directory.
+    """
+
+    rank: int
+    world_size: int
+    backend: str | None
+    group_timeout_s: float
+    record: bool
+    folder: str
+    environment: dict[str, str]
+    import_path: tuple[str, ...]
+    directory: str
+
+
+@dataclass(frozen=True)
+class Body:
+    """Bytes, here or in a file."""
+
+    inline: bytes = b""
+    path: str | None = None
+
+    @classmethod
+    def of(cls, data: bytes, path: Path) -> Body:
+        """Hold the data here if it is small, else in the file `path`."""
+        if len(data) <= INLINE_BYTES:
+            return cls(data)
+        path.write_bytes(data)
+        return cls(path=str(path))
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        return self.inline if self.path is None else Path(self.path).read_bytes()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to do: call a function, or execute source text.
+
+    Attributes:
+        kind: "call" or "source".
+        body: the function with its arguments (pickled by value), or the text; with the sources that tracebacks show.
+    """
+
+    kind: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a job went on one rank: a pickled result, or a failure."""
+
+    result: Body | None = None
+    failure: Failure | None = None
+
+
+def sources_not_on_disk() -> dict[str, tuple[int, None, list[str], str]]:
+    """Source lines that exist in this process alone: notebook cells, doctests, text executed by hand."""
+    found = {}
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) == 4 and not os.path.exists(name):
+            size, _, lines, full_name = entry
+            found[name] = (size, None, list(lines), full_name)
+    return found
+
+
+def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
+    """Pickle a function and its arguments by value, with the sources that a traceback will want.
+
+    Raises:
+        ValueError: something in the function or its arguments cannot be pickled; the text names it.
+    """
+    try:
+        with _sent_by_value([fn, *args]):
+            return pickle.dumps((_dump((fn, tuple(args))), sources_not_on_disk()))
+    except Exception as error:
+        culprit = _culprit(fn, args)
+        raise ValueError(
+            f"{_name(fn)} cannot be sent to the ranks: {culprit or 'it'} cannot be pickled "
+            f"({type(error).__name__}: {error}); make such an object inside the function instead"
+        ) from error
+
+
+def _dump(value: object) -> bytes:
+    """Pickle by value as cloudpickle does, with two repairs.
+
+    Every module travels by its name: a function that names `torch` and some attribute `.ops` makes cloudpickle take the
+    module torch.ops along, which is of a class of its own and which it would try to take apart. And with a function
+    travel the names that a class written inside it reads in its body (bases, annotations), which cloudpickle overlooks.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: object) -> object:
+            if (
+                isinstance(obj, types.ModuleType)
+                and type(obj) is not types.ModuleType
+                and sys.modules.get(obj.__name__) is obj
+            ):
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+        def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+            reduced = super()._dynamic_function_reduce(function)
+            _, slots = reduced[2]
+            missing = {name: function.__globals__[name] for name in _names_in_classes(function)}
+            slots["__globals__"] = missing | slots["__globals__"]
+            return reduced
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _names_in_classes(function: types.FunctionType) -> list[str]:
+    """Name the globals that bodies of classes inside a function read."""
+    found: list[str] = []
+    inside = [function.__code__]
+    while inside:
+        code = inside.pop()
+        inside += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a class's body, where names are looked up one by one
+            read = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_NAME"]
+            found += [name for name in read if name in function.__globals__]
+    return [name for name in found if not name.startswith("__")]
+
+
+@contextlib.contextmanager
+def _sent_by_value(values: Sequence[object]) -> Iterator[None]:
+    """Within the block, functions of modules that a rank could not import by name travel by value, as __main__'s do.
+
+    Such modules were loaded by path, or built by hand: a benchmark, a lesson, a test.
+    """
+    import cloudpickle
+
+    names = {getattr(value, "__module__", None) for value in values}
+    names -= cloudpickle.list_registry_pickle_by_value()
+    modules = [sys.modules[name] for name in names if name in sys.modules and not _is_importable(sys.modules[name])]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(module: types.ModuleType) -> bool:
+    """Whether importing a module's name in another process leads to the same file."""
+    name, file = module.__name__, getattr(module, "__file__", None)
+    if name == "__main__" or "." in name or file is None:  # cloudpickle knows __main__; a package is found by its name
+        return True
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+    spec = next((spec for spec in specs if spec is not None), None)
+    return spec is not None and spec.origin is not None and os.path.abspath(spec.origin) == os.path.abspath(file)
+
+
+def _culprit(fn: Callable[..., object], args: Sequence[object]) -> str | None:
+    """Name the argument or the outer variable that cannot be pickled."""
+    import cloudpickle
+
+    named = [(f"argument {index}", value) for index, value in enumerate(args)]
+    if isinstance(fn, types.FunctionType):
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
+        named += [(f"the outer variable {name!r}", _contents(cell)) for name, cell in cells]
+        used = [name for name in fn.__code__.co_names if name in fn.__globals__]
+        named += [(f"the global variable {name!r}", fn.__globals__[name]) for name in used]
+    for name, value in named:
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return name
+    return None
+
+
+def _contents(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet assigned
+        return None
+
+
+def _name(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)

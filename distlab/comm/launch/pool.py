@@ -1,0 +1,252 @@
+"""One set of rank processes as the launcher sees them: start, talk, listen, ask for stacks, kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.comm.launch.failures import Failure, describe_exit, format_stack
+from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.forkserver import STATUS
+from distlab.comm.launch.messages import Job, Reply, Settings
+from distlab.comm.launch.output import Output
+from distlab.comm.launch.worker import stack_path
+
+
+class Event(NamedTuple):
+    """Something that happened on a rank: a reply to a job, or the end of its process."""
+
+    rank: int
+    reply: Reply | None
+
+
+@dataclass
+class RankProcess:
+    """The launcher's ends of one rank: its socket, its output, and the pipe on which the fork server reports."""
+
+    rank: int
+    connection: Connection
+    output: Output
+    status_fd: int
+    pid: int | None = None
+    wait_status: int | None = None
+    ended_ns: int = 0
+    is_gone: bool = False
+
+    def read_status(self) -> None:
+        """Read what the fork server reports: the process's number, later how it ended."""
+        data = os.read(self.status_fd, STATUS.size)
+        if len(data) < STATUS.size:
+            self.is_gone = True
+            self.ended_ns = self.ended_ns or time.monotonic_ns()
+            return
+        pid, status, now = STATUS.unpack(data)
+        self.pid = pid
+        if status >= 0:
+            self.wait_status, self.ended_ns, self.is_gone = status, now, True
+
+    def how_it_ended(self) -> str:
+        """Say in words how the process ended."""
+        if self.wait_status is None:
+            return "ended with its fork server, which was killed"
+        return describe_exit(os.waitstatus_to_exitcode(self.wait_status))
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit status, minus the signal's number for a signal, or None where nobody saw it."""
+        return None if self.wait_status is None else os.waitstatus_to_exitcode(self.wait_status)
+
+
+@dataclass
+class Pool:
+    """A set of rank processes with its private folder; alive from its making until `close` or `kill`."""
+
+    world_size: int
+    backend: str | None
+    group_timeout_s: float
+    record: bool
+    echo: bool
+    ranks: list[RankProcess] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._server = fork_server()
+        self._selector = selectors.DefaultSelector()
+        self._is_down = False
+        self.folder = self._server.make_folder()
+        self._name = self.folder.name
+        try:
+            for rank in range(self.world_size):
+                self._start(rank)
+            for process in self.ranks:
+                process.connection.send_bytes(pickle.dumps(self._settings(process.rank)))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _settings(self, rank: int) -> Settings:
+        return Settings(
+            rank=rank,
+            world_size=self.world_size,
+            backend=self.backend,
+            group_timeout_s=self.group_timeout_s,
+            record=self.record,
+            folder=str(self.folder),
+            environment=dict(os.environ),
+            import_path=tuple(sys.path),
+            directory=os.getcwd(),
+        )
+
+    def _start(self, rank: int) -> None:
+        """Ask the fork server for one rank and keep our ends of its channels."""
+        ours, theirs = socket.socketpair()
+        output_r, output_w = os.pipe()
+        status_r, status_w = os.pipe()
+        process = RankProcess(rank, Connection(ours.detach()), Output(rank, output_r, self.echo), status_r)
+        self.ranks.append(process)
+        for fileobj, name in ((process.connection, "reply"), (output_r, "output"), (status_r, "status")):
+            self._selector.register(fileobj, selectors.EVENT_READ, (rank, name))
+        try:
+            request: dict[str, object] = {"kind": "fork", "pool": self._name, "rank": rank}
+            self._server.request(request, (theirs.fileno(), output_w, status_w))
+        finally:
+            theirs.close()
+            os.close(output_w)
+            os.close(status_w)
+
+    def send(self, job: Job, ranks: Iterable[int]) -> None:
+        """Hand a job to some ranks; one that has died is noticed by `poll`."""
+        message = pickle.dumps(job)
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self.ranks[rank].connection.send_bytes(message)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait for something to happen; pass on output, and return replies and deaths."""
+        names: dict[str, list[int]] = {"output": [], "reply": [], "status": []}
+        for key, _ in self._selector.select(timeout_s):
+            rank, name = key.data
+            names[name].append(rank)
+        for rank in names["output"]:
+            self._read_output(rank)
+        events = [event for rank in names["reply"] if (event := self._read_reply(rank)) is not None]
+        for rank in names["status"]:
+            process = self.ranks[rank]
+            process.read_status()
+            if process.is_gone:
+                self._forget(process.status_fd)
+                event = self._read_reply(rank)  # its last word, which may have arrived after the select
+                self._read_output(rank)
+                events.append(event or Event(rank, None))
+        if names["output"] and self.echo:
+            sys.stdout.flush()
+        return events
+
+    def _read_output(self, rank: int) -> None:
+        output = self.ranks[rank].output
+        if self._is_listening(output.fd) and not output.read():
+            self._forget(output.fd)
+
+    def _read_reply(self, rank: int) -> Event | None:
+        connection = self.ranks[rank].connection
+        try:
+            if not self._is_listening(connection) or not connection.poll(0):
+                return None
+            reply: Reply = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            self._forget(connection)
+            return None
+        self._read_output(rank)  # what it printed before it replied
+        return Event(rank, reply)
+
+    def _is_listening(self, fileobj: int | Connection) -> bool:
+        return fileobj in self._selector.get_map()
+
+    def _forget(self, fileobj: int | Connection) -> None:
+        if self._is_listening(fileobj):
+            self._selector.unregister(fileobj)
+
+    def failure_of_exit(self, rank: int) -> Failure:
+        """Describe the death of a rank's process, with the stack that a crash left or its last output."""
+        process = self.ranks[rank]
+        text = self._stack_text(rank)
+        if not text and process.output.last:
+            text = "its last output:\n" + "\n".join(f"    {line}" for line in process.output.last)
+        return Failure(rank, process.how_it_ended(), text, False, process.ended_ns)
+
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to some ranks (all if None); SIGKILL goes to everything that they have started too."""
+        request: dict[str, object] = {"kind": "signal", "pool": self._name, "ranks": ranks, "signal": int(number)}
+        self._server.request(request)
+
+    def stacks(self, ranks: Sequence[int], *, wait_s: float = 0.25) -> dict[int, str]:
+        """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
+        asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
+        with contextlib.suppress(RuntimeError):
+            self.signal(signal.SIGUSR1, asked)
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not all(self._is_complete(rank) for rank in asked):
+            time.sleep(0.01)
+        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
+
+    def _is_complete(self, rank: int) -> bool:
+        with contextlib.suppress(OSError):
+            return b"Thread 0x" in stack_path(self.folder, rank).read_bytes() or self._is_stopped(rank)
+        return self._is_stopped(rank)
+
+    def _is_stopped(self, rank: int) -> bool:
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.ranks[rank].pid}/stat").read_text()
+            return status.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def _silence(self, rank: int) -> str:
+        if self._is_stopped(rank):
+            return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
+        return "it does not answer: it is still starting, or something holds Python's interpreter lock"
+
+    def _stack_text(self, rank: int) -> str:
+        try:
+            return format_stack(stack_path(self.folder, rank).read_text(errors="replace"))
+        except OSError:
+            return ""
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Let the ranks leave their group and exit; kill those that take longer than the grace."""
+        for process in self.ranks:
+            with contextlib.suppress(OSError):
+                process.connection.send_bytes(b"")
+        self._wait_for_end(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank, wait until it is gone, close everything and remove the folder."""
+        if self._is_down:
+            return
+        self._is_down = True
+        with contextlib.suppress(RuntimeError):
+            if not all(process.is_gone for process in self.ranks):
+                self.signal(signal.SIGKILL)
+        self._wait_for_end(10.0)
+        self._selector.close()
+        for process in self.ranks:
+            process.output.flush()
+            process.connection.close()
+            os.close(process.output.fd)
+            os.close(process.status_fd)
+        self._server.remove_folder(self.folder)
+
+    def _wait_for_end(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not all(process.is_gone for process in self.ranks) and (left := deadline - time.monotonic()) > 0:
+            self.poll(left)

@@ -1,0 +1,260 @@
+"""What runs inside a rank: join the group, then do jobs until the launcher says stop or is gone."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import linecache
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from distlab.comm.groups import choose_backend
+from distlab.comm.launch.failures import PEER_NOISE, Failure
+from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
+from distlab.comm.launch.messages import Body, Job, Reply, Settings
+from distlab.comm.rendezvous import loopback_interface
+
+if TYPE_CHECKING:
+    from distlab.comm.record.recorder import Recorder
+
+MAX_TEXT = 20_000
+
+
+def stack_path(folder: str | Path, rank: int) -> Path:
+    """File into which a rank writes its stack when asked, or when it crashes."""
+    return Path(folder) / f"rank{rank}.stack"
+
+
+def serve_rank(job_fd: int, alive_fd: int) -> int:
+    """Run one rank: set up, join the group, do jobs; return the process's exit status.
+
+    job_fd is the socket to the launcher; alive_fd is a pipe that ends with the fork server.
+    """
+    watch_lifelines(job_fd, alive_fd)
+    connection: Connection = Connection(job_fd)
+    settings: Settings = pickle.loads(connection.recv_bytes())
+    stack_file = prepare_process(settings)
+    rank = _Rank(settings)
+    try:
+        rank.join()
+    except BaseException as error:
+        connection.send_bytes(
+            pickle.dumps(Reply(failure=failure_of(error, settings.rank, "could not join the group: ")))
+        )
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            break
+        if not message:
+            break
+        reply = rank.do(pickle.loads(message))
+        flush_output()
+        connection.send_bytes(pickle.dumps(reply))
+    rank.leave()
+    flush_output()
+    stack_file.close()
+    return 0
+
+
+def watch_lifelines(*fds: int) -> None:
+    """Kill this process and its group as soon as the other end of any of these closes.
+
+    A thread waits in poll(), so this works while the main thread computes or waits in C.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, 0)  # only POLLHUP and POLLERR, which need not be asked for
+
+    def wait() -> None:
+        poll.poll()
+        kill_group(os.getpid())
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def prepare_process(settings: Settings) -> TextIO:
+    """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
+    os.environ.clear()
+    os.environ.update(rank_environment(settings))
+    sys.path[:] = settings.import_path
+    sys.argv = ["distlab-rank"]
+    with contextlib.suppress(OSError):
+        os.chdir(settings.directory)
+    for name in ("stdout", "__stdoutp"):  # C's stdout too: a line at a time, or printf would appear at the end
+        with contextlib.suppress(Exception):
+            libc = ctypes.CDLL(None)
+            libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 1, 0)
+    keep_freed_memory()
+    stack_file = stack_path(settings.folder, settings.rank).open("w")
+    faulthandler.enable(stack_file, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+    return stack_file
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed, up to 1 GiB (glibc; elsewhere nothing).
+
+    Gradients and buffers of some megabytes come and go in every step. Given back to the system each time, their pages
+    must be made anew: a tenth of the time of a 16 MiB all-reduce.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # numbers of mallopt's parameters
+    with contextlib.suppress(Exception):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 1 << 30)
+
+
+def rank_environment(settings: Settings) -> dict[str, str]:
+    """Return a rank's environment: the launcher's, without another job's variables, with this rank's own."""
+    kept = {
+        name: value
+        for name, value in settings.environment.items()
+        if not name.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"))
+        and name != "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    }
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    rank, world_size = str(settings.rank), str(settings.world_size)
+    interface = loopback_interface()
+    return kept | {
+        JOB_VARIABLE: Path(settings.folder).name,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+    }
+
+
+class _Rank:
+    """One rank's state between jobs: its group, its recorder, the namespace of executed text."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.recorder: Recorder | None = None
+        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
+
+    def join(self) -> None:
+        """Join the default process group through a file in the private folder."""
+        import torch
+        import torch.distributed as dist
+
+        settings = self.settings
+        torch.set_num_threads(1)
+        backend = settings.backend or choose_backend(settings.world_size)
+        if "nccl" in backend:
+            torch.cuda.set_device(settings.rank % torch.cuda.device_count())
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(f"{settings.folder}/store", settings.world_size),  # type: ignore[attr-defined]
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=datetime.timedelta(seconds=settings.group_timeout_s),
+        )
+        if settings.record:
+            from distlab.comm.record.recorder import Recorder
+
+            self.recorder = Recorder(settings.folder, settings.rank)
+            self.recorder.start()
+        self.namespace |= {"rank": settings.rank, "world_size": settings.world_size, "torch": torch, "dist": dist}
+
+    def do(self, job: Job) -> Reply:
+        """Do one job and say how it went."""
+        rank = self.settings.rank
+        try:
+            if self.recorder is not None:
+                self.recorder.reset()
+            result = self.call(job.body.read()) if job.kind == "call" else self.execute(job.body.read())
+        except BaseException as error:
+            return Reply(failure=failure_of(error, rank))
+        try:
+            import cloudpickle
+
+            data = cloudpickle.dumps(result)
+            return Reply(result=Body.of(data, Path(self.settings.folder) / f"rank{rank}.result"))
+        except BaseException as error:
+            what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
+            return Reply(failure=failure_of(error, rank, what))
+
+    def call(self, data: bytes) -> object:
+        """Call the pickled function."""
+        call, sources = pickle.loads(data)
+        linecache.cache.update(sources)
+        fn, args = pickle.loads(call)
+        return fn(*args)
+
+    def execute(self, data: bytes) -> str | None:
+        """Execute source text in this rank's namespace; return the repr of a final expression."""
+        source, name = pickle.loads(data)
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        tree = ast.parse(source, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), self.namespace)
+        if not isinstance(last, ast.Expr):
+            return None
+        value = eval(compile(ast.Expression(last.value), name, "eval"), self.namespace)
+        return None if value is None else repr(value)
+
+    def leave(self) -> None:
+        """Destroy an nccl group, which frees what it holds on the GPUs.
+
+        A gloo group goes with the process: a rank ends by os._exit, which runs no destructor that could abort, and
+        every rank has replied by now. Destroying it would take longer than all else at the end.
+        """
+        import torch.distributed as dist
+
+        if dist.is_initialized() and "nccl" in dist.get_backend():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+
+def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
+    """Describe an exception: its first line, and its traceback without the launcher's own frames."""
+    now = time.monotonic_ns()
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(str(part)) is not None for part in chain)
+    if isinstance(error, SystemExit):
+        summary = f"{what}exited with status {error.code} (sys.exit) before it returned"
+    elif isinstance(error, KeyboardInterrupt):
+        summary = f"{what}was interrupted"
+    else:
+        verb = "" if what else "raised "
+        summary = f"{what}{verb}{type(error).__name__}: {error}"[:MAX_TEXT]
+    start = error.__traceback__
+    while start is not None and start.tb_next is not None and _is_ours(start.tb_frame):
+        start = start.tb_next
+    text = "".join(traceback.format_exception(type(error), error, start))
+    if len(text) > MAX_TEXT:
+        text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
+    return Failure(rank, summary, text, is_noise, now)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == __file__
+
+
+def flush_output() -> None:
+    """Flush Python's and C's output, so that it reaches the launcher before the reply does."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)

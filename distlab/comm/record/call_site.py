@@ -1,0 +1,103 @@
+"""Where a call was made: the learner's own line, not torch's and not distlab's.
+
+`find_site` walks up from a frame. The first frame outside torch and the standard library is the line that made the
+call; the first one that is outside distlab as well is the line that a learner wrote.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_DISTLAB = str(Path(__file__).resolve().parents[2]) + os.sep
+_LEARNER, _OURS, _LIBRARY = 0, 1, 2
+_LOOKING = threading.Lock()
+
+
+# The learner's file and line ("?" where no frame is theirs), and the file and line of distlab that made the call for
+# them ("" where they made it). A plain tuple: one is made a call.
+Site = tuple[str, int, str, int]
+
+
+class SiteFinder:
+    """Find call sites; remembers for each file whose it is."""
+
+    def __init__(self) -> None:
+        self._owner: dict[str, int] = {}
+
+    def _judge(self, file: str) -> int:
+        packages = "site-packages" in file or "dist-packages" in file
+        if file.startswith((_TORCH, "<frozen")) or (file.startswith(_STANDARD) and not packages):
+            owner = _LIBRARY
+        else:
+            owner = _OURS if file.startswith(_DISTLAB) else _LEARNER
+        self._owner[file] = owner
+        return owner
+
+    def find(self, frame: FrameType | None) -> Site:
+        """Return the site of a call that was made from this frame.
+
+        A C++ thread of autograd has no frame of the learner's; then the main thread's place is the answer, which is
+        the line that called backward().
+        """
+        via_file, via_line, owners, seen_main = "", 0, self._owner, False
+        while True:
+            while frame is not None:
+                file = frame.f_code.co_filename
+                owner = owners.get(file)
+                if owner is None:
+                    owner = self._judge(file)
+                if owner == _LEARNER:
+                    return file, frame.f_lineno, via_file, via_line
+                if owner == _OURS and not via_file:
+                    via_file, via_line = file, frame.f_lineno
+                frame = frame.f_back
+            main = threading.main_thread().ident
+            if seen_main or main is None or main == threading.get_ident():
+                return via_file or "?", via_line, "", 0
+            frame, seen_main = main_frame(main), True
+
+
+def main_frame(main: int) -> FrameType | None:
+    """Return the frame in which the main thread stands, asked from another thread.
+
+    Before Python 3.12, sys._current_frames makes frame objects while it holds the interpreter's list of threads. A
+    garbage collection in there may run a finalizer that lets go of the interpreter lock; a thread that starts, or asks
+    the same, then takes that lock and waits for the list: nothing in the process ever moves again. So none may happen.
+    """
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(main)
+        finally:
+            if collects:
+                gc.enable()
+
+
+def is_internal(frame: FrameType | None) -> bool:
+    """Tell whether torch itself, and no code above it, made the call that this frame is in.
+
+    The frames of torch.distributed's public functions are passed over; what called them decides.
+    """
+    public = (os.path.join("distributed", "distributed_c10d.py"), os.path.join("distributed", "c10d_logger.py"))
+    while frame is not None and frame.f_code.co_filename.endswith(public):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def blocks_rank() -> bool:
+    """Tell whether a wait on this thread stops the rank: on the main one, or while that is in backward()."""
+    main = threading.main_thread().ident
+    if main is None or main == threading.get_ident():
+        return True
+    frame = main_frame(main)
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

@@ -1,0 +1,290 @@
+"""Watch every call to torch.distributed in this process, and hand it to the recorders that are on.
+
+Two ways in. Kernels for the `c10d::*` operators see every call on every thread, those of DDP's C++ reducer, FSDP and
+functional collectives included. Wrapped methods of ProcessGroup cost less and see what Python calls. Either patches
+something that the whole process shares, so there is one FrontEnd a process however many recorders are on, and the last
+one off puts back exactly what was there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
+from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
+from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
+
+MAX_UNWAITED = 1024  # sends and receives that nobody waits for are let go after so many, so that their tensors can be
+
+Token = tuple[RecordWriter, int]
+Patch = tuple[object, str, Any]
+
+
+class Sink(Protocol):
+    """Somebody who records calls."""
+
+    complete: bool
+
+    def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
+        """Write down a call that is about to be made."""
+
+
+class FrontEnd:
+    """The process's one tap on torch.distributed."""
+
+    _active: ClassVar[FrontEnd | None] = None
+    _guard: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self) -> None:
+        self.sinks: tuple[Sink, ...] = ()
+        self.finder = SiteFinder()
+        self._main = threading.main_thread().ident
+        self._live: dict[Any, list[Token]] = {}  # Work -> its rows
+        self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first
+        self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
+        self._addresses: dict[Any, int] = {}
+        self._head: Any = None
+        self._looked_ns = 0
+        self._patches: list[Patch] = []
+        self._library: Any = None
+        self._functional: Any = None
+        self._complete: bool | None = None
+
+    @classmethod
+    def add(cls, sink: Sink) -> None:
+        """Hand calls to this recorder from now on."""
+        with cls._guard:
+            front = cls._active = cls._active or FrontEnd()
+            front.sinks += (sink,)
+            front._choose()
+
+    @classmethod
+    def remove(cls, sink: Sink) -> None:
+        """Stop; the last recorder off restores torch."""
+        with cls._guard:
+            front = cls._active
+            if front is None or sink not in front.sinks:
+                return
+            front._look()
+            front.sinks = tuple(other for other in front.sinks if other is not sink)
+            front._choose()
+            if not front.sinks:
+                cls._active = None
+
+    @classmethod
+    def look(cls) -> None:
+        """Note the end of asynchronous calls that are over by now."""
+        front = cls._active
+        if front is not None:
+            front._look()
+
+    def _choose(self) -> None:
+        """Install the way in that the recorders ask for: operators as soon as one wants to see everything."""
+        wanted = any(sink.complete for sink in self.sinks) if self.sinks else None
+        if wanted == self._complete:
+            return
+        self._restore()
+        self._complete = wanted
+        if wanted is None:
+            return
+        self._patch(dist.Work, "wait", self._wait(dist.Work.wait))
+        if wanted:
+            self._install_operators()
+        else:
+            for operation in OPERATIONS:
+                for name in operation.methods:
+                    if name in dist.ProcessGroup.__dict__:
+                        self._patch(dist.ProcessGroup, name, self._method(name, operation))
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._patches.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def _restore(self) -> None:
+        for owner, name, value in reversed(self._patches):
+            setattr(owner, name, value)
+        self._patches.clear()
+        for library in (self._library, self._functional):
+            if library is not None:
+                library._destroy()
+        self._library = self._functional = None
+
+    def _install_operators(self) -> None:
+        self._library = torch.library.Library("c10d", "IMPL")
+        for operation in OPERATIONS:
+            packet = getattr(torch.ops.c10d, operation.operator, None)
+            if packet is not None:
+                kernel = self._operator(packet.default, operation)
+                self._library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
+        self._functional = torch.library.Library("_c10d_functional", "IMPL")
+        kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
+        self._functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+
+    def _operator(self, op: Any, operation: Operation) -> Callable[..., Any]:
+        """Make the kernel of one operator: it records the call and passes it on."""
+        arguments = [argument.name for argument in op._schema.arguments]
+        group_at = arguments.index("process_group")
+        root_at = next((i for i, name in enumerate(arguments) if name in ("dst", "src", "root_rank")), None)
+        tag_at = arguments.index("tag") if "tag" in arguments else None
+        async_at = arguments.index("async_op") if "async_op" in arguments else len(arguments)
+        work_is_last = len(op._schema.returns) > 1
+        passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
+        here = sys._getframe
+        unbox_group, unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            peer = -1 if root_at is None else args[root_at]
+            tag = 0 if tag_at is None else args[tag_at]
+            tokens = self._begin(operation, unbox_group(args[group_at]), args, peer, tag, here().f_back)
+            try:
+                result = passes_on(keys.remove(key), *args)
+            except BaseException:
+                for writer, number in tokens:
+                    writer.withdraw(number)
+                raise
+            work = result[-1] if work_is_last else result
+            waits_itself = len(args) > async_at and not args[async_at]
+            self._follow(operation, None if work is None else unbox_work(work), tokens, args, waits_itself)
+            return result
+
+        return kernel
+
+    def _method(self, name: str, operation: Operation) -> Callable[..., Any]:
+        """Wrap one method of ProcessGroup."""
+        real = getattr(dist.ProcessGroup, name)
+        here = sys._getframe
+        is_pair = operation.operator in ("send", "recv_")
+
+        def method(group: Any, *args: Any, **named: Any) -> Any:
+            values = args + tuple(named.values())
+            options = values[-1] if values else None
+            root = getattr(options, "rootRank", named.get("root", -1))
+            peer = (
+                values[1] if is_pair else root if operation.op in ("broadcast", "reduce", "gather", "scatter") else -1
+            )
+            tag = values[-1] if operation.op in ("send", "recv") else 0
+            tokens = self._begin(operation, group, values, peer, tag, here().f_back)
+            try:
+                work = real(group, *args, **named)
+            except BaseException:
+                for writer, number in tokens:
+                    writer.withdraw(number)
+                raise
+            self._follow(operation, work, tokens, values, not getattr(options, "asyncOp", True))
+            return work
+
+        return method
+
+    def _begin(
+        self, operation: Operation, group: Any, args: Any, peer: int, tag: int, frame: FrameType | None
+    ) -> list[Token]:
+        data = args[operation.data] if operation.data >= 0 else ()
+        if type(data) is list and len(data) == 1 and type(data[0]) is Tensor:
+            data = data[0]
+        for index in operation.raw:
+            tensors = data if index == operation.data else args[index]
+            if type(tensors) is not Tensor or not is_dense_block(tensors):
+                refuse_layouts(operation.op, tensors, frame, self.finder)
+        if self._unwaited:
+            self._look()
+        site = self.finder.find(frame)
+        aside = threading.get_ident() != self._main and not blocks_rank()
+        if len(self.sinks) == 1:
+            return [self.sinks[0].call(operation, group, data, peer, tag, site, aside)]
+        return [sink.call(operation, group, data, peer, tag, site, aside) for sink in self.sinks]
+
+    def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
+        """Remember the Work of a call until somebody waits for it, or until it is seen to be over."""
+        if work is None:  # over when it returned
+            self._close(tokens, DONE)
+            return
+        self._live[work] = tokens
+        if operation.op in ("send", "recv"):
+            if len(self._live) > MAX_UNWAITED:
+                self._forget(next(iter(self._live)))
+        elif not waits_itself:
+            self._unwaited.append(work)
+            if self._library is not None:
+                first = next(tensors_in(args[0]), None)
+                if first is not None and first.layout is torch.strided:
+                    address = first.data_ptr()
+                    self._works[address], self._addresses[work] = work, address
+            if len(self._unwaited) > MAX_UNWAITED:
+                self._forget(self._unwaited.popleft())
+
+    def _forget(self, work: Any) -> list[Token]:
+        """Let go of a Work (and so of its tensors), and return its rows."""
+        if self._addresses:
+            address = self._addresses.pop(work, None)
+            if address is not None and self._works.get(address) is work:
+                del self._works[address]
+        return self._live.pop(work, [])
+
+    def _close(self, tokens: list[Token], state: int, open_ns: int = 0) -> None:
+        for writer, number in tokens:
+            writer.end(number, state, open_ns)
+
+    def _look(self) -> None:
+        """Note which of the oldest asynchronous calls are over.
+
+        gloo's sends and receives cannot be asked; they end when somebody waits for them.
+        """
+        while self._unwaited:
+            try:
+                work = self._unwaited.popleft()
+            except IndexError:  # another thread looked too
+                return
+            if work not in self._live:
+                continue
+            if not work.is_completed():
+                self._unwaited.appendleft(work)
+                self._head, self._looked_ns = work, time.monotonic_ns()
+                return
+            self._close(self._forget(work), DONE, self._looked_ns if work is self._head else 0)
+
+    def _wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly."""
+        live, main, thread = self._live, self._main, threading.get_ident
+
+        def wait(work: Any, *args: Any, **named: Any) -> Any:
+            tokens = live.get(work)
+            if tokens is None:
+                return real(work, *args, **named)
+            begun = WAITING if thread() == main or blocks_rank() else ASIDE
+            for writer, number in tokens:
+                writer.wait(number, begun)
+            state = FAILED
+            try:
+                result = real(work, *args, **named)
+                state = DONE
+            finally:
+                for writer, number in self._forget(work):
+                    writer.end(number, state)
+            return result
+
+        return wait
+
+    def _wait_tensor(self, op: Any) -> Callable[..., Any]:
+        """Make the kernel for the wait of functional collectives."""
+        passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
+
+        def passed_on(work: Any, keys: Any, tensor: Tensor) -> Any:
+            return passes_on(keys, tensor)
+
+        wait = self._wait(passed_on)
+
+        def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+            work = self._works.get(tensor.data_ptr()) if tensor.layout is torch.strided else None
+            return wait(work, keys.remove(key), tensor)
+
+        return kernel

@@ -1,0 +1,151 @@
+"""Lay the calls of all ranks side by side: which calls meet, whether they agree, and who has come how far.
+
+Calls of one channel meet in order: the k-th collective of a group on every member, the k-th send from a to b with a tag
+and the k-th receive. Calls that meet must agree in operation, root, shapes and dtype (collectives), or in number of
+elements and dtype (send and receive); gloo checks none of this and hangs or gives wrong numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.comm.record.file import RECV, ROW
+from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
+
+
+def channel_of(group: str, op: str, rank: int, peer: int, tag: int) -> int:
+    """Return the number of the channel on which a call meets others: its group, or source, destination and tag."""
+    if op in ("send", "recv"):
+        source, destination = (rank, peer) if op == "send" else (peer, rank)
+        group += f" {source}>{destination} tag {tag}"
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little")
+
+
+def fingerprint_of(op: str, root: int, shapes: Sequence[tuple[Sequence[int], str]]) -> int:
+    """Return a number for what must agree between calls that meet; `shapes`: shape and dtype of each tensor."""
+    if op in ("send", "recv"):
+        meets: object = [(math.prod(shape), dtype) for shape, dtype in shapes]
+    elif op == "all_to_all":  # ranks may give and take different amounts
+        meets = (op, sorted({dtype for _, dtype in shapes}))
+    else:
+        meets = (op, root, [(list(shape), dtype) for shape, dtype in shapes])
+    return zlib.crc32(repr(meets).encode())
+
+
+class Ledger:
+    """Calls of all ranks of one job; feed it rows as they appear."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, list[str]] = {}
+        self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
+        self._incomplete: set[int] = set()
+        self._rows: NDArray[Any] = np.empty(0, ROW)
+        self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
+        self._open_ends: set[tuple[str, int]] = set()
+
+    def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
+        """Enter a rank's next rows, oldest first; `dropped`: rows before them were overwritten unread."""
+        self.names[rank] = names
+        if dropped:
+            self._incomplete.add(rank)
+        if not len(rows):
+            return
+        channels = zip(rows["channel"].tolist(), (rows["op"] == RECV).tolist(), strict=True)
+        self._numbers[rank].update(zip(channels, rows["seq"].tolist(), strict=True))
+        for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
+            self._open_ends.add((names[row["group"]], rank))
+        meeting = rows["parties"] > 1
+        self._rows = np.concatenate([self._rows, rows[meeting]])
+        self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
+
+    def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
+        """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
+        number = self._numbers[rank].get((int(row["channel"]), receive))
+        if number is None:
+            return rank in self._incomplete
+        return number >= int(row["seq"])
+
+    def disagreement(self) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+        """Return rows and ranks of the earliest calls that meet and do not agree; forget those that all agree."""
+        while len(self._rows):
+            keys = self._rows["channel"] * _SPREAD + self._rows["seq"].astype(np.uint64)
+            order = np.argsort(keys, kind="stable")
+            keys, rows, ranks = keys[order], self._rows[order], self._ranks[order]
+            starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+            sizes = np.diff(np.r_[starts, len(keys)])
+            wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
+            if not wrong.any():
+                waiting = np.repeat(sizes, sizes) < rows["parties"]
+                self._rows, self._ranks = rows[waiting], ranks[waiting]
+                return None
+            first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
+            met = keys == keys[first]
+            if not self._is_open(rows[first], int(ranks[first])):
+                by_rank = np.argsort(ranks[met], kind="stable")
+                return rows[met][by_rank], ranks[met][by_rank]
+            self._rows, self._ranks = rows[~met], ranks[~met]
+        return None
+
+    def _is_open(self, row: Any, rank: int) -> bool:
+        """Tell whether the receiver also takes messages from anyone, so that its order is not known."""
+        receiver = rank if row["op"] == RECV else int(row["peer"])
+        return bool(is_pair(row)) and (self.names[rank][row["group"]], receiver) in self._open_ends
+
+
+def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
+    """Say which calls meet and do not agree, with every rank's operation, shape and line."""
+    members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
+    lines = [f"  rank {r}: {call_of(r, row, ledger.names[r])}" for r, row in zip(ranks.tolist(), rows, strict=True)]
+    if is_pair(rows[0]):
+        head = "a send and the receive that takes it do not fit:"
+        rule = "give both the same number of elements and the same dtype"
+    else:
+        lines += [f"  rank {rank} has not called it yet" for rank in members if rank not in ranks]
+        head = f"the ranks of group {list(members)} do not make the same call, at their call #{rows[0]['seq']}:"
+        rule = "every rank must make a group's collectives in the same order, with the same shape, dtype and root"
+    return "\n".join([head, *lines, rule])
+
+
+def ledger_of(records: Records) -> Ledger:
+    """Enter everything that was recorded in the newest job."""
+    ledger = Ledger()
+    job = max((record.header.job for record in records.by_rank.values()), default=0)
+    for rank, record in records.by_rank.items():
+        rows = record.rows if record.header.job == job else record.rows[:0]
+        ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0)
+    return ledger
+
+
+def find_mismatch(records: Records) -> str | None:
+    """Return the first calls that meet and do not agree, in words that name every rank's line; None if all agree."""
+    ledger = ledger_of(records)
+    found = ledger.disagreement()
+    return None if found is None else explain(ledger, *found)
+
+
+def find_hints(records: Records) -> list[str]:
+    """Return calls that meet and agree, and yet look swapped: watched parameters differ.
+
+    Two collectives of one shape, made in swapped order, give wrong numbers that no comparison of shapes can find. Where
+    `Recorder.watch(model)` was called, the parameter's name can. It is a hint: tied weights have two names.
+    """
+    seen: dict[tuple[int, int], tuple[str, str, int]] = {}
+    found: dict[int, str] = {}
+    for rank, record in records.by_rank.items():
+        for row in record.rows[~is_pair(record.rows) & (record.rows["label"] > 0)]:
+            call = call_of(rank, row, record.names)
+            key = (int(row["channel"]), call.number)
+            label, text, first = seen.setdefault(key, (call.label, str(call), rank))
+            if label != call.label:
+                found.setdefault(key[0], f"perhaps swapped: rank {first}: {text}; rank {rank}: {call}")
+    return list(found.values())

@@ -1,0 +1,149 @@
+"""What each call of torch.distributed is: its plain name, which argument holds the data, and what it costs.
+
+torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...) and as many methods of ProcessGroup.
+The table names them for torch 2.11 to 2.15; a name that a version lacks is left out when the recorder starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.record.call_site import SiteFinder, is_internal
+
+
+class Operation(NamedTuple):
+    """One operator of torch.distributed.
+
+    Attributes:
+        operator: its name in the `c10d` library.
+        op: its plain name.
+        data: which argument is what the rank contributes, or -1.
+        raw: arguments whose memory the backend reads or writes as it lies; not the lists that it copies first.
+        methods: methods of ProcessGroup that lead to it.
+    """
+
+    operator: str
+    op: str
+    data: int
+    raw: tuple[int, ...]
+    methods: tuple[str, ...]
+
+
+OPERATIONS = (
+    Operation("allreduce_", "all_reduce", 0, (0,), ("allreduce",)),
+    Operation("allreduce_coalesced_", "all_reduce", 0, (0,), ("allreduce_coalesced",)),
+    Operation("reduce_", "reduce", 0, (0,), ("reduce",)),
+    Operation("broadcast_", "broadcast", 0, (0,), ("broadcast",)),
+    Operation("allgather_", "all_gather", 1, (1,), ("allgather",)),
+    Operation("_allgather_base_", "all_gather", 1, (0, 1), ("_allgather_base", "all_gather_single")),
+    Operation("allgather_coalesced_", "all_gather", 1, (1,), ("allgather_coalesced",)),
+    Operation(
+        "allgather_into_tensor_coalesced_",
+        "all_gather",
+        1,
+        (0, 1),
+        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    ),
+    Operation("reduce_scatter_", "reduce_scatter", 1, (0,), ("reduce_scatter",)),
+    Operation("_reduce_scatter_base_", "reduce_scatter", 1, (0, 1), ("_reduce_scatter_base", "reduce_scatter_single")),
+    Operation(
+        "reduce_scatter_tensor_coalesced_",
+        "reduce_scatter",
+        1,
+        (0, 1),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    ),
+    Operation("alltoall_", "all_to_all", 1, (), ("alltoall",)),
+    Operation("alltoall_base_", "all_to_all", 1, (0, 1), ("alltoall_base", "all_to_all_single")),
+    Operation("gather_", "gather", 1, (1,), ("gather",)),
+    Operation("scatter_", "scatter", 0, (0, 1), ("scatter",)),
+    Operation("barrier", "barrier", -1, (), ("barrier",)),
+    Operation("monitored_barrier_", "barrier", -1, (), ("monitored_barrier",)),
+    Operation("send", "send", 0, (0,), ("send",)),
+    Operation("recv_", "recv", 0, (0,), ("recv",)),
+    Operation("recv_any_source_", "recv", 0, (0,), ("recv_anysource",)),
+)
+
+
+def ring_bytes(op: str, num_bytes: int, num_ranks: int, *, is_root: bool = False, before_root: bool = False) -> int:
+    """Return the bytes that a rank would send if a collective ran as a ring (a chain for those with a root).
+
+    S is the payload that the rank contributes (for scatter, the share that it gets), n the number of ranks:
+    all_reduce 2(n-1)/n S; reduce_scatter and all_to_all (n-1)/n S; all_gather (n-1) S; broadcast S, except the last
+    rank of the chain, which stands before the root; reduce and gather S, except the root; scatter (n-1) S at the root.
+    Rounded to whole bytes.
+    """
+    n = num_ranks
+    if n < 2:
+        return 0
+    if op == "all_reduce":
+        return round(2 * (n - 1) * num_bytes / n)
+    if op in ("reduce_scatter", "all_to_all"):
+        return round((n - 1) * num_bytes / n)
+    if op == "all_gather" or (op == "scatter" and is_root):
+        return (n - 1) * num_bytes
+    if op == "broadcast":
+        return 0 if before_root else num_bytes
+    return num_bytes if op in ("reduce", "gather") and not is_root else 0
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a tensor, or of lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif value is not None:
+        for item in value:
+            yield from tensors_in(item)
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """Return the payload of a tensor; of a sparse one, its indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return num_bytes_of(tensor._indices()) + num_bytes_of(tensor._values())
+    return tensor.numel() * tensor.element_size()
+
+
+def describe_shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the dtype and shape of the first tensor, and how many more there are."""
+    if not tensors:
+        return ""
+    first = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)}"
+    return first if len(tensors) == 1 else f"{first} and {len(tensors) - 1} more"
+
+
+def is_dense_block(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is one block in the order of its elements."""
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def refuse_layouts(op: str, tensors: Any, frame: FrameType | None, finder: SiteFinder) -> None:
+    """Refuse tensors whose memory is not one dense block in order: gloo would read the wrong numbers without a word.
+
+    What torch itself hands over (sparse gradients in DDP) is torch's business and passes.
+
+    Raises:
+        ValueError: naming rank, op, shape, stride and what to do.
+    """
+    for tensor in tensors_in(tensors):
+        if is_dense_block(tensor):
+            continue
+        if is_internal(frame):
+            return
+        site = finder.find(frame)
+        where = f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} was given"
+        shape = f"shape {list(tensor.shape)}"
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{where} a sparse tensor of {shape} (layout {str(tensor.layout).removeprefix('torch.')}, no stride); "
+                "expected a dense one: call .to_dense(), or send its indices and values"
+            )
+        raise ValueError(
+            f"{where} a non-contiguous tensor of {shape}, stride {list(tensor.stride())}; expected stride "
+            f"{list(torch.empty(tensor.shape, device='meta').stride())}: call .contiguous() first, "
+            "and copy the result back where the call writes to it"
+        )

@@ -1,0 +1,245 @@
+"""Read what ranks recorded: in any process, at any time, also while the ranks hang.
+
+Records holds numpy rows a rank; `Call` is a view of one row in words. Counts of calls and bytes come from totals that
+the rank keeps, so they are right even when more calls were made than the ring of rows holds (`dropped` says how many
+rows were overwritten).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.comm.record.file import (
+    ASIDE,
+    DONE,
+    FAILED,
+    ISSUED,
+    OPS,
+    RECV,
+    SEND,
+    WAITING,
+    Header,
+    RecordReader,
+    add_to_totals,
+)
+from distlab.trace import Span, Trace
+
+_STATES = {ISSUED: "issued", WAITING: "waiting", ASIDE: "waiting", DONE: "done", FAILED: "failed"}
+
+
+class Call(NamedTuple):
+    """One call in words.
+
+    Attributes:
+        rank: who made it.
+        op: "all_reduce", "send", ...
+        number: its number on the group (for send and recv: on the pair and tag), from 1.
+        what: dtype and shape, such as "float32[256]".
+        group: global ranks of the group.
+        peer: global rank of the root or the other end, or -1.
+        num_bytes: payload.
+        site: the learner's file:line.
+        via: the line of distlab that made the call for it, or "".
+        label: the watched parameter that it moves, or "".
+        start_ns: when it was made (time.monotonic_ns).
+        wait_ns: when somebody began to wait for it, or 0.
+        end_ns: when it was first known to be over, or 0.
+        state: "issued", "waiting", "done" or "failed".
+        channel: a number that calls share which can meet: those of one group, or of one pair of ranks and tag.
+    """
+
+    rank: int
+    op: str
+    number: int
+    what: str
+    group: tuple[int, ...]
+    peer: int
+    num_bytes: int
+    site: str
+    via: str
+    label: str
+    start_ns: int
+    wait_ns: int
+    end_ns: int
+    state: str
+    channel: int = 0
+
+    def __str__(self) -> str:
+        to = "" if self.peer < 0 or self.op not in ("send", "recv") else f" {'to' if self.op == 'send' else 'from'} "
+        to += str(self.peer) if to else ""
+        to = " from anyone" if self.op == "recv" and self.peer < 0 else to
+        root = f", root {self.peer}" if self.peer >= 0 and self.op not in ("send", "recv") else ""
+        label = f" of {self.label}" if self.label else ""
+        what = f"{self.what}, " if self.what else ""
+        return f"{self.op}{to} #{self.number}{label} ({what}group {list(self.group)}{root}) at {short(self.site)}"
+
+
+def short(site: str) -> str:
+    """Return a call site, relative to the working directory where the file lies below it."""
+    here = os.getcwd() + os.sep
+    return site.removeprefix(here) if here != os.sep * 2 else site
+
+
+def group_ranks(text: str) -> tuple[int, ...]:
+    """Return the global ranks in a group's text, "name [0, 1]"."""
+    inside = text.rpartition("[")[2].rstrip("]")
+    return tuple(int(rank) for rank in inside.split(",") if rank.strip())
+
+
+def call_of(rank: int, row: Any, names: list[str]) -> Call:
+    """Put one row in words."""
+    at = {field: names[row[field]] if row[field] < len(names) else "?" for field in ("site", "via", "label", "what")}
+    return Call(
+        rank,
+        OPS[row["op"]],
+        int(row["seq"]),
+        at["what"],
+        group_ranks(names[row["group"]]),
+        int(row["peer"]),
+        int(row["bytes"]),
+        at["site"],
+        at["via"],
+        at["label"],
+        int(row["start"]),
+        int(row["wait"]),
+        int(row["end"]),
+        _STATES.get(int(row["state"]), "issued"),
+        int(row["channel"]),
+    )
+
+
+class RankRecord(NamedTuple):
+    """What one rank recorded: header, rows (oldest first), totals an operation, and the texts that rows name.
+
+    The totals count every call of the job, those whose rows were overwritten too.
+    """
+
+    header: Header
+    rows: NDArray[Any]
+    totals: NDArray[Any]
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Calls of some ranks, in columns a rank."""
+
+    by_rank: Mapping[int, RankRecord]
+
+    def __len__(self) -> int:
+        return sum(len(record.rows) for record in self.by_rank.values())
+
+    def __iter__(self) -> Iterator[Call]:
+        for rank, record in self.by_rank.items():
+            for row in record.rows:
+                yield call_of(rank, row, record.names)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that recorded, ascending."""
+        return tuple(self.by_rank)
+
+    def rank(self, rank: int) -> Records:
+        """Keep one rank."""
+        return Records({rank: self._of(rank)})
+
+    def calls(self, rank: int) -> list[Call]:
+        """Return a rank's calls in order."""
+        return list(self.rank(rank))
+
+    def dropped(self, rank: int) -> int:
+        """Return how many of the rank's first rows were overwritten; counts of calls and bytes still hold them."""
+        record = self._of(rank)
+        return record.header.newest - record.header.first + 1 - len(record.rows)
+
+    def ops(self, rank: int) -> tuple[str, ...]:
+        """Return the names of the rank's calls in order."""
+        return tuple(OPS[op] for op in self._of(rank).rows["op"].tolist())
+
+    def num_calls(self, op: str | None = None) -> int:
+        """Return the number of calls of all ranks, of one operation or of all."""
+        return sum(self._total(rank, "calls", op) for rank in self.by_rank)
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes that the rank's own send and isend calls carried."""
+        return self._total(rank, "bytes", "send")
+
+    def payload_bytes(self, rank: int, op: str | None = None) -> int:
+        """Return the bytes that the rank gave to native collectives (or to one operation).
+
+        For all_gather its own part, for scatter the part that it got, for all others the whole tensor.
+        """
+        if op is not None:
+            return self._total(rank, "bytes", op)
+        return self._total(rank, "bytes") - self._total(rank, "bytes", "send") - self._total(rank, "bytes", "recv")
+
+    def ring_equivalent_bytes(self, rank: int) -> int:
+        """Return the bytes that the rank would have sent if its native collectives ran as rings.
+
+        The formulas are those of distlab.comm.record.operations.ring_bytes: 2(n-1)/n S for an all_reduce of S over n
+        ranks.
+        """
+        return self._total(rank, "ring")
+
+    def to_trace(self) -> Trace:
+        """Return the calls as spans on the lane "communication", and the time blocked in wait() on the lane "wait".
+
+        A call whose end nobody saw (never waited for) ends at the last look that found it unfinished.
+        """
+        spans = []
+        for call, row in zip(self, self._all_rows(), strict=True):
+            name = f"{call.op} #{call.number}" + (f" {call.label}" if call.label else "")
+            end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
+            spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
+            if call.wait_ns and call.end_ns:
+                spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
+        return Trace.from_spans(spans)
+
+    def _all_rows(self) -> Iterator[Any]:
+        for record in self.by_rank.values():
+            yield from record.rows
+
+    def _of(self, rank: int) -> RankRecord:
+        if rank not in self.by_rank:
+            raise ValueError(f"no record of rank {rank}; there are records of ranks {list(self.by_rank)}")
+        return self.by_rank[rank]
+
+    def _total(self, rank: int, field: str, op: str | None = None) -> int:
+        if op is not None and op not in OPS[1:]:
+            raise ValueError(f"no operation is called {op!r}; choose one of {', '.join(OPS[1:])}")
+        totals = self._of(rank).totals[field]
+        return int(totals.sum() if op is None else totals[OPS.index(op)])
+
+
+def read_record(reader: RecordReader) -> RankRecord:
+    """Read a rank's file once, again if the rank began a new job or made room meanwhile."""
+    while True:
+        header = reader.header()
+        rows, totals = reader.rows(header), reader.totals()
+        add_to_totals(totals, rows[rows["n"] >= header.counted])
+        now = reader.header()
+        if (now.job, now.counted) == (header.job, header.counted):
+            return RankRecord(header, rows, totals, list(reader.read_names()))
+
+
+def read_records(folder: str | Path) -> Records:
+    """Read the records of all ranks in a folder."""
+    records = {}
+    for path in Path(folder).glob("rank*.rec"):
+        if RecordReader.is_ready(path):
+            reader = RecordReader(path)
+            records[reader.rank] = read_record(reader)
+            reader.close()
+    return Records({rank: records[rank] for rank in sorted(records)})
+
+
+def is_pair(rows: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which rows are sends or receives."""
+    return np.asarray((rows["op"] == SEND) | (rows["op"] == RECV), dtype=bool)

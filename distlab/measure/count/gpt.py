@@ -1,0 +1,249 @@
+"""Count a whole GPT for every layout at once: what its layers ask of a device, and which parts ranks may share.
+
+`workload_from_module` counts work by layers. This adds where tensor-parallel regions begin and end, what attention and
+experts exchange, and which ranks divide which parameter, so that the simulator can time any plan from one count of the
+model in one process. The work of a region is counted by a second run, with the region's modules in the place of layers.
+
+Symbols: B samples of a micro-batch, S positions, H features, A heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from distlab.expert_parallel import mix_experts
+from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
+from distlab.models import GPT, GPTConfig
+from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
+
+SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
+NUMBER_BYTES = 4  # of a float32
+
+
+def make_gpt(config: GPTConfig, seed: int, *, num_experts: int = 0, top_k: int = 2) -> GPT:
+    """Build the GPT of a layout, with experts in each block where there are any."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(config, generator)
+    return mix_experts(model, num_experts, generator, top_k=top_k) if num_experts else model
+
+
+def count_gpt(
+    config: GPTConfig,
+    samples: int,
+    *,
+    num_experts: int = 0,
+    top_k: int = 2,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    device: torch.device | None = None,
+) -> Workload:
+    """Count a micro-batch of whole sequences in one process.
+
+    Args:
+        config: sizes; sequences are as long as its context.
+        samples: samples of a micro-batch of one replica.
+        num_experts: experts of each block; 0 for ordinary feed-forward layers.
+        top_k: experts of each token.
+        optimizer: whose update is counted; SGD with momentum where it is None.
+        device: where to count.
+    """
+    model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k).to(device or torch.device("cpu"))
+    tokens = torch.randint(config.vocab_size, (samples, config.context), device=device)
+    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9))
+
+    def loss() -> Tensor:
+        return model.loss(model(tokens), tokens)
+
+    whole = workload_from_module(
+        model, loss, optimizer=make(list(model.parameters())), samples=samples, name="small GPT"
+    )
+    parts = _count_parts(model, loss)
+    sizes = _Sizes(samples, config)
+    axes = dict(_parameter_axes(model))
+    layers = [_declared(layer, sizes, parts, axes.get(layer.name, ())) for layer in whole.layers]
+    if num_experts:
+        layers = [_with_experts(layer, sizes, parts, num_experts, top_k) for layer in layers]
+    return replace(whole, layers=tuple(layers))
+
+
+def merge_stages(workload: Workload, num_stages: int) -> Workload:
+    """Make one layer of each stage's layers, so that the simulator cuts where `split_gpt` did: blocks evenly.
+
+    Raises:
+        ValueError: there are experts, of which a layer has one set.
+    """
+    if num_stages == 1:
+        return workload
+    if any(layer.experts for layer in workload.layers):
+        raise ValueError("stages with experts are not counted here; use pipeline=1 with experts, or no experts")
+    blocks = [index for index, layer in enumerate(workload.layers) if layer.name.startswith("blocks.")]
+    starts = [blocks[start] for start, _ in split_evenly(len(blocks), num_stages)]
+    starts[0] = 0  # the embeddings go with the first blocks, and the rest with the last
+    merged = [
+        replace(reduce(_joined, workload.layers[start:stop]), name=f"stage {stage}")
+        for stage, (start, stop) in enumerate(pairwise([*starts, len(workload.layers)]))
+    ]
+    return replace(workload, layers=tuple(merged))
+
+
+class _Sizes:
+    """Bytes of what a micro-batch has at each position."""
+
+    def __init__(self, samples: int, config: GPTConfig) -> None:
+        self.config, self.num_positions = config, samples * config.context
+        self.row_bytes = self.num_positions * config.hidden_size * NUMBER_BYTES  # [B, S, H]
+
+    def attention(self) -> Attention:
+        """Describe the inner attention of a block, in the work that `workload_from_module` counts for it."""
+        config = self.config
+        product = 2.0 * self.num_positions * config.context * config.hidden_size  # [S, d] x [d, S] for all heads
+        return Attention(
+            num_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
+            num_positions=config.context,
+            query_bytes=self.row_bytes,
+            key_value_bytes=2 * self.row_bytes,
+            key_value_gradient_bytes=2 * self.row_bytes,
+            forward=Work(2 * product, 0.0, FORWARD_KERNELS),
+            backward=Work(5 * product, 0.0, BACKWARD_KERNELS),
+        )
+
+
+def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
+    """Count modules inside of blocks: regions in one run, the layers and experts inside of them in another.
+
+    A run has a model's modules in it without a gap, for an operator in backward counts for the module whose output's
+    gradient came last.
+    """
+    coarse = list(_named_leaves(model, ("attention", "feed_forward")))
+    fine = list(_named_leaves(model, ("experts.",)))
+    found = {}
+    for run in (coarse, fine):
+        parts = nn.Module()
+        for index, name in enumerate(run):
+            parts.add_module(str(index), model.get_submodule(name))
+        counted = workload_from_module(parts, loss)
+        found |= {name: counted.layers[index] for index, name in enumerate(run)}
+    return found
+
+
+def _named_leaves(model: GPT, leaves: Sequence[str]) -> Iterator[str]:
+    """Name a model's modules, going down until one has no children, or until its name ends like one of `leaves`.
+
+    A leaf "experts." is any item of `experts`. Dropout is left out: at probability 0 it returns its input itself.
+    """
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{each}.") for each in taken) or isinstance(module, nn.Dropout):
+            continue
+        parent, _, own = name.rpartition(".")
+        is_leaf = own in leaves or f"{parent.rpartition('.')[2]}." in leaves
+        if is_leaf or (name and not list(module.children())):
+            taken.append(name)
+            yield name
+
+
+def _parameter_axes(model: GPT) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Say of each layer which ranks divide which of its parameters; a tied parameter belongs to the first layer."""
+    seen: set[int] = set()
+    for layer, child in model.named_children():
+        items = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+        for number, item in items:
+            axes = []
+            for name, parameter in item.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    axes.append(_axis_of(f"{layer}.{name}"))
+            yield f"{layer}.{number}".rstrip("."), tuple(axes)
+
+
+def _axis_of(name: str) -> str:
+    if ".experts." in name:
+        return "expert"
+    return "tensor" if name == "token_embedding.weight" or name.endswith(SPLIT_BY_FEATURES) else ""
+
+
+def _declared(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], axes: tuple[str, ...]) -> Layer:
+    """Add to a counted layer what ranks divide of it and what they send for that."""
+    divided = sum(size for size, axis in zip(layer.parameter_sizes, axes, strict=True) if axis == "tensor")
+    layer = replace(layer, splits_positions=True, parameter_axes=axes, tensor_parameters=divided)
+    features = sizes.config.hidden_size
+    if layer.name.startswith("blocks."):
+        regions = [_region(layer.name, "attention", sizes, parts)]
+        if f"{layer.name}.feed_forward.widen" in parts:
+            regions.append(_region(layer.name, "feed_forward", sizes, parts))
+        norms = (("all_reduce", 2 * features),) * 2
+        return replace(layer, regions=tuple(regions), sequence_calls=norms)
+    if layer.name == "token_embedding":  # every rank looks all tokens up, and has zeros for those of others
+        return replace(layer, regions=(Region("embedding", output_bytes=sizes.row_bytes),))
+    if layer.name == "position_embedding":
+        return replace(layer, sequence_calls=(("all_gather", sizes.config.context * features),))
+    if layer.name == "norm":
+        return replace(layer, sequence_calls=(("all_reduce", 2 * features),))
+    if layer.name == "output":
+        whole = Region("scores", layer.forward, layer.input_gradient, layer.weight_gradient, sizes.row_bytes)
+        return replace(layer, regions=(replace(whole, beside=layer.weight_gradient),))
+    if layer.name == HEAD:
+        one = sizes.num_positions * NUMBER_BYTES
+        loss = Region("loss", layer.forward, layer.input_gradient, layer.weight_gradient, sums_bytes=(one, 2 * one))
+        return replace(layer, regions=(loss,))
+    return layer
+
+
+def _region(block: str, name: str, sizes: _Sizes, parts: dict[str, Layer]) -> Region:
+    inner = parts[f"{block}.{name}"]
+    first = "query_key_value" if name == "attention" else "widen"
+    return Region(
+        name,
+        forward=inner.forward,
+        input_gradient=inner.input_gradient,
+        weight_gradient=inner.weight_gradient,
+        input_bytes=sizes.row_bytes,
+        output_bytes=sizes.row_bytes,
+        beside=parts[f"{block}.{name}.{first}"].weight_gradient,
+        attention=sizes.attention() if name == "attention" else None,
+    )
+
+
+def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_experts: int, top_k: int) -> Layer:
+    """Add a block's experts, where it has any."""
+    own = [part for name, part in parts.items() if name.startswith(f"{layer.name}.feed_forward.experts.")]
+    if not own:
+        return layer
+    works = [
+        sum((getattr(part, name) for part in own), Work()) for name in ("forward", "input_gradient", "weight_gradient")
+    ]
+    kernels = min(work.num_kernels for work in works) // num_experts
+    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, *works, kernels_each=kernels)
+    return replace(layer, experts=experts)
+
+
+def _joined(layer: Layer, behind: Layer) -> Layer:
+    """Return two layers that follow one another as one."""
+    added = {
+        name: getattr(layer, name) + getattr(behind, name)
+        for name in (
+            "parameter_sizes",
+            "parameter_shapes",
+            "parameter_axes",
+            "tensor_parameters",
+            "forward",
+            "input_gradient",
+            "weight_gradient",
+            "activation_bytes",
+            "regions",
+            "sequence_calls",
+        )
+    }
+    return replace(
+        layer,
+        **added,
+        output_bytes=behind.output_bytes or layer.output_bytes,
+        logits_bytes=layer.logits_bytes + behind.logits_bytes,
+        widest_bytes=max(layer.widest_bytes, behind.widest_bytes),
+    )

@@ -1,0 +1,120 @@
+"""Calibrate this machine and keep the result: a Cluster that the simulator takes like any preset."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm import run
+from distlab.measure.machine.facts import memory_bytes, this_machine
+from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
+from distlab.measure.runs.programs import device_of
+from distlab.plan import Cluster, Contention, Device, Link, Protocol
+from simulator import compute_s
+
+MIN_ROUNDS = 3
+DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cluster, and how well the fit describes what it was fitted to.
+
+    Attributes:
+        cluster: what the simulator takes.
+        errors: signed relative error of the fit at each observation, by name.
+        seconds: how long calibrating took.
+        machine: where and when.
+    """
+
+    cluster: Cluster
+    errors: dict[str, float]
+    seconds: float
+    machine: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the calibration as JSON-ready values."""
+        return asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the calibration to a file, making its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def calibrate(
+    num_ranks: int, *, device: str = "cpu", seconds: float = 12.0, progress: Callable[[int], None] | None = None
+) -> Calibration:
+    """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
+
+    Args:
+        num_ranks: ranks that compute and communicate at once.
+        device: "cpu" or "cuda".
+        seconds: after this no further round starts; three rounds are always taken.
+        progress: called on rank 0 with the whole seconds that have passed.
+    """
+    start = time.monotonic()
+    rounds = run(_Rounds(device, seconds, progress), num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
+    middle = median_round(rounds)
+    memory = memory_bytes() / num_ranks if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
+    errors = {row.what: _error(row, cluster) for row in middle.observations}
+    return Calibration(cluster, errors, time.monotonic() - start, str(this_machine()))
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration that `save` wrote.
+
+    Raises:
+        ValueError: the file is missing or is no calibration.
+    """
+    try:
+        facts = json.loads(path.read_text())
+        return Calibration(_cluster(facts["cluster"]), facts["errors"], facts["seconds"], facts["machine"])
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; run distlab calibrate first, or name a preset") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no calibration ({type(error).__name__}: {error}); run distlab calibrate") from None
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """What each rank runs."""
+
+    device: str
+    seconds: float
+    progress: Callable[[int], None] | None
+
+    def __call__(self) -> list[Round]:
+        device = device_of(self.device, dist.get_rank())
+        start, rounds, works = time.monotonic(), [], {}
+        more = torch.tensor(1, device=device)
+        while more:
+            rounds.append(measure_round(device, works=works))
+            passed = time.monotonic() - start
+            if self.progress is not None and dist.get_rank() == 0:
+                self.progress(min(int(passed), int(self.seconds)))
+            more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < self.seconds)
+            dist.broadcast(more, 0)  # clocks differ; one rank decides
+        return rounds
+
+
+def _error(row: Observation, cluster: Cluster) -> float:
+    return compute_s(row.work, cluster.device) / row.seconds - 1
+
+
+def _cluster(facts: dict[str, Any]) -> Cluster:
+    links = {name: _link(facts[name]) for name in ("intra_node", "inter_node")}
+    records = {"device": Device(**facts["device"]), "contention": Contention(**facts["contention"])}
+    return Cluster(**(facts | links | records))
+
+
+def _link(facts: dict[str, Any]) -> Link:
+    return Link(**(facts | {"protocols": tuple(Protocol(**protocol) for protocol in facts["protocols"])}))

@@ -1,0 +1,269 @@
+"""Fit this machine: how fast its ranks compute and communicate when all of them do so at once.
+
+A round takes about a second. Every rank runs the same small transformers forward, backward and through an optimizer,
+then all-reduces of growing size, then both together. A round is fitted to a Cluster of few numbers, each with a
+physical meaning: seconds a kernel, floating-point operations a second, bytes a second in memory, latency and bandwidth
+of an all-reduce, and how much computing and communicating slow each other down. The transformers are not the model to
+be predicted: other sizes, other batches.
+
+A rank's speed is measured with all ranks at work, since four ranks on two cores each get half a core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.once import on_first_rank
+from distlab.models import GPT, GPTConfig
+from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
+from simulator import fit_link
+
+MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
+OVERLAP_MESSAGE_BYTES = 1_048_576
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A small model to be timed: its sizes, and how many samples a step takes."""
+
+    hidden_size: int
+    num_layers: int
+    context: int
+    samples: int
+
+    @property
+    def phases(self) -> tuple[str, str, str]:
+        """Names of what is timed: forward, backward, update."""
+        name = f"hidden {self.hidden_size} x {self.num_layers}"
+        return f"{name} F", f"{name} B", f"{name} optimizer"
+
+    def build(self, device: torch.device) -> tuple[GPT, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+        """Return a model, its optimizer, and a function that runs it forward on fixed tokens to a loss."""
+        config = GPTConfig(num_layers=self.num_layers, hidden_size=self.hidden_size, context=self.context)
+        generator = torch.Generator().manual_seed(0)
+        model = GPT(config, generator).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        tokens = torch.randint(config.vocab_size, (self.samples, self.context), generator=generator).to(device)
+        return model, optimizer, lambda: model.loss(model(tokens), tokens)
+
+
+REFERENCES = (Reference(32, 2, 32, 2), Reference(64, 3, 96, 2), Reference(96, 2, 64, 8), Reference(256, 2, 64, 3))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Some work and the seconds that it took on one rank while all ranks did the same."""
+
+    what: str
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the ranks observed in a round, as a mean over ranks: the same values on every rank.
+
+    Attributes:
+        observations: compute, by reference model and phase.
+        all_reduce_s: seconds of one all-reduce, for each of MESSAGE_BYTES.
+        contention: slow-downs of computing and communicating at the same time.
+    """
+
+    observations: tuple[Observation, ...]
+    all_reduce_s: tuple[float, ...]
+    contention: Contention
+
+
+def measure_round(
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    repeats: int = 3,
+    works: dict[str, Work] | None = None,
+) -> Round:
+    """Take one round of measurements. Every rank of the group calls it at the same time.
+
+    Args:
+        device: where the rank computes.
+        group: the ranks that measure together; all by default.
+        repeats: how often each reference model's step is timed.
+        works: counts of an earlier round, to save counting again; filled in by the first.
+    """
+    works = {} if works is None else works
+    if not works:
+        works |= on_first_rank(lambda: _count_references(device), group)
+    observations = [
+        row for reference in REFERENCES for row in _time_reference(reference, device, group, repeats, works)
+    ]
+    times = [_time_all_reduce(size, device, group) for size in MESSAGE_BYTES]
+    speeds = _time_contention(device, group)
+    means = _mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device, group)
+    observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
+    contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
+    return Round(tuple(observations), tuple(means[len(observations) : -2]), contention)
+
+
+def median_round(rounds: Sequence[Round]) -> Round:
+    """Combine rounds taken one after the other into one."""
+    observations = [
+        Observation(rows[0].what, rows[0].work, float(np.median([row.seconds for row in rows])))
+        for rows in zip(*(r.observations for r in rounds), strict=True)
+    ]
+    times = tuple(float(t) for t in np.median([r.all_reduce_s for r in rounds], axis=0))
+    contention = Contention(
+        float(np.median([r.contention.compute_slowdown for r in rounds])),
+        float(np.median([r.contention.communication_slowdown for r in rounds])),
+    )
+    return Round(tuple(observations), times, contention)
+
+
+def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", memory_bytes: float = 1e9) -> Cluster:
+    """Fit a round to a cluster of num_ranks equal devices on one link."""
+    kernel_s, flops_per_s, bytes_per_s = fit_device(measured.observations)
+    source = "fitted by distlab calibrate"
+    device = Device(f"a rank of {name}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, source)
+    if num_ranks == 1:  # nothing travels
+        link = Link("none", (Protocol(0.0, 1e18),))
+    else:
+        link = fit_link(MESSAGE_BYTES, measured.all_reduce_s, num_ranks, "ring", name="between ranks", source=source)
+    return Cluster(name, device, num_ranks, num_ranks, link, link, measured.contention)
+
+
+def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:
+    """Fit seconds = kernels x kernel_s + flops / flops_per_s + bytes / bytes_per_s, none negative.
+
+    Minimises the relative error, over every choice of terms that are left out, so that no term goes negative.
+
+    Returns:
+        kernel_s, flops_per_s, bytes_per_s.
+    """
+    works = [(o.work.num_kernels, o.work.matmul_flops, o.work.memory_bytes) for o in observations]
+    seconds = np.array([o.seconds for o in observations])
+    relative = np.array(works, dtype=float) / seconds[:, None]
+    scale = relative.max(axis=0)
+    best, best_error = None, np.inf
+    for terms in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
+        solved, *_ = np.linalg.lstsq(relative[:, terms] / scale[list(terms)], np.ones(len(seconds)), rcond=None)
+        if (solved <= 0).any():
+            continue
+        full = np.zeros(3)
+        full[list(terms)] = solved / scale[list(terms)]
+        error = float(((relative @ full - 1) ** 2).sum())
+        if error < best_error:
+            best, best_error = full, error
+    if best is None:
+        raise RuntimeError(
+            "calibration: the measured times fit no positive speed; run it again with nothing else running"
+        )
+    limit = 1e18  # a term that fits as zero costs nothing
+    return float(best[0]), float(min(1 / best[1], limit) if best[1] else limit), 1 / best[2] if best[2] else limit
+
+
+def _count_references(device: torch.device) -> dict[str, Work]:
+    """Count each phase of each reference, by its name."""
+    works = {}
+    for reference in REFERENCES:
+        model, optimizer, loss = reference.build(device)
+        counted = workload_from_module(model, loss, optimizer=optimizer)
+        forward = sum((layer.forward for layer in counted.layers), Work())
+        backward = sum((layer.input_gradient + layer.weight_gradient for layer in counted.layers), Work())
+        works |= dict(zip(reference.phases, (forward, backward, counted.optimizer), strict=True))
+    return works
+
+
+def _time_reference(
+    reference: Reference, device: torch.device, group: dist.ProcessGroup | None, repeats: int, works: dict[str, Work]
+) -> list[Observation]:
+    """Time forward, backward and update of one reference; each repeat starts together on all ranks."""
+    _, optimizer, loss = reference.build(device)
+    samples: list[tuple[float, float, float]] = []
+    for repeat in range(repeats + 1):
+        optimizer.zero_grad(set_to_none=False)
+        dist.barrier(group)
+        start = now(device)
+        value = loss()
+        forward = now(device)
+        value.backward()
+        backward_end = now(device)
+        optimizer.step()
+        if repeat > 0:  # the first run warms up
+            samples.append((forward - start, backward_end - forward, now(device) - backward_end))
+    totals = torch.tensor(samples, dtype=torch.float64, device=device)
+    slowest = totals.sum(dim=1, keepdim=True).clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    seconds = (totals * slowest / totals.sum(dim=1, keepdim=True)).median(dim=0).values.tolist()
+    return [Observation(key, works[key], value) for key, value in zip(reference.phases, seconds, strict=True)]
+
+
+def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Time one all-reduce, from a run of several that follow one another."""
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    repeats = max(3, min(8, 8_000_000 // num_bytes))
+    dist.all_reduce(tensor, group=group)
+    dist.barrier(group)
+    start = now(device)
+    for _ in range(repeats):
+        dist.all_reduce(tensor, group=group)
+    return (now(device) - start) / repeats
+
+
+def _time_contention(device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """Compute and all-reduce at the same time; return the speed of each, relative to its speed alone."""
+    _, _, loss = REFERENCES[2].build(device)
+    tensor = torch.zeros(OVERLAP_MESSAGE_BYTES // 4, device=device)
+
+    def compute() -> None:
+        for _ in range(3):
+            loss().backward()
+
+    def communicate(count: int) -> list[dist.Work]:
+        return [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(count)]
+
+    compute()
+    dist.barrier(group)
+    start = now(device)
+    compute()
+    compute_s = now(device) - start
+    dist.barrier(group)
+    start = now(device)
+    for work in communicate(4):
+        work.wait()
+    one_s = (now(device) - start) / 4
+    count = _agreed(max(4, min(200, round(1.5 * compute_s / one_s))), device, group)
+    dist.barrier(group)
+    start = now(device)
+    works = communicate(count)
+    compute()
+    computed_s = now(device) - start
+    for work in works:
+        work.wait()
+    both_s = now(device) - start
+    left_s = both_s - computed_s  # communication that went on after computing had ended
+    done_s = count * one_s - left_s  # what it had done by then, in seconds of its speed alone
+    return compute_s / computed_s, min(1.0, max(done_s / computed_s, 0.05))
+
+
+def _mean_over_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    mean = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(mean, group=group)
+    return (mean / dist.get_world_size(group)).tolist()
+
+
+def _agreed(count: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    value = torch.tensor(count, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group)
+    return int(value)
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds once the device has done all that it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

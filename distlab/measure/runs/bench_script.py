@@ -1,0 +1,41 @@
+"""What every benchmark shares: its command line when it is started as a script, and its choice of device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from distlab.measure.machine.ratio import Row, format_rows
+
+
+def run_script(doc: str | None, rows: Callable[..., Iterator[Row]], *, devices: bool = False) -> None:
+    """Print a benchmark's rows as they come: `--quick` for a few blocks, and `--device` where it runs on GPUs too.
+
+    Args:
+        doc: the text of --help, the benchmark's own.
+        rows: called with `quick=`, and with `device=` where `devices`.
+        devices: whether it takes a device.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few blocks: shows that it runs, proves nothing")
+    if devices:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    try:
+        for row in rows(**vars(parser.parse_args())):
+            print(format_rows([row]), flush=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def backend_of(device: str, num_ranks: int) -> str:
+    """Return the backend of ranks on a device: nccl where each has a GPU of its own, else gloo.
+
+    Raises:
+        ValueError: cuda was asked for and this machine has none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
+    return "nccl" if device == "cuda" and torch.cuda.device_count() >= num_ranks else "gloo"

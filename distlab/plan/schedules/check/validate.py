@@ -1,0 +1,188 @@
+"""Is a pipeline schedule right? Order, every micro-batch once, no deadlock, and how much a rank holds at its peak.
+
+Plans assume that sends are buffered (a send never waits), that messages between two ranks arrive first in, first out,
+and that a receive blocks until its message is there. In a schedule of computations alone, an action waits for the
+action of the neighbouring stage that it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan.schedules.check.fault import ScheduleError, text_grid
+from distlab.plan.schedules.check.messages import Messages, find_messages
+from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
+from distlab.plan.schedules.check.structure import (
+    Rows,
+    check_backward_once,
+    check_forward_once,
+    check_messages_once,
+    check_order,
+)
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
+
+__all__ = ["Report", "ScheduleError", "text_grid", "validate"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `validate` found out about a schedule that is right.
+
+    Attributes:
+        peak_in_flight: for each rank, the most micro-batches (counted once a stage) whose activations it holds at once:
+            forward passes run, less those that a B has freed, or a W where the backward pass is split. An I frees none.
+        peak_waiting: for each rank, the most W (counted once a stage) whose I has run: inputs and output gradients of
+            layers that are kept for the weight gradients alone.
+        longest_chain: actions on the longest chain of dependencies: slots of the step if every action took one.
+    """
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_actions: int
+    peak_in_flight: tuple[int, ...]
+    peak_waiting: tuple[int, ...]
+    longest_chain: int
+
+    def __str__(self) -> str:
+        waiting = f"; W waiting {', '.join(map(str, self.peak_waiting))}" if any(self.peak_waiting) else ""
+        return (
+            f"valid: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
+            f"{self.num_actions} actions; longest chain {self.longest_chain} actions; "
+            f"peak in flight {', '.join(map(str, self.peak_in_flight))} (freed by B or W){waiting}"
+        )
+
+
+def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1) -> Report:
+    """Check that a schedule runs and computes the right thing; sends and receives are checked where it has them.
+
+    Args:
+        schedule: what each rank runs.
+        forward_only: the schedule must have no backward pass (inference); without, it must have all of them, each as
+            one B or as an I and a W.
+        copies: of the model: a stage may be on so many ranks, and a micro-batch stays in one copy. DualPipe has 2.
+
+    Raises:
+        ScheduleError: the first fault found: a stage on two ranks, something missing or run twice, an order that breaks
+            a dependency, messages that overtake each other, a deadlock.
+    """
+    if not len(schedule):
+        raise ValueError("the schedule has no action; give every stage its forward and backward passes")
+    check_ranks_of_stages(schedule, copies)
+    check_forward_once(schedule)
+    check_backward_once(schedule, forward_only)
+    if copies > 1:
+        check_copies(schedule, copies)
+    messages = find_messages(schedule)
+    if schedule.has_communication:
+        check_messages_once(schedule, messages)
+    check_order(schedule, messages)
+    need = _needs(schedule, messages)
+    return Report(
+        schedule.num_ranks,
+        schedule.num_stages,
+        schedule.num_microbatches,
+        len(schedule),
+        _peaks(schedule, (F,), (B, W)),
+        _peaks(schedule, (I,), (W,)),
+        _longest_chain(schedule, need),
+    )
+
+
+def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -> tuple[int, ...]:
+    """Return, for each rank, the most that it holds at once if some kinds of action take one and others free one."""
+    change = np.zeros(len(KINDS), np.int64)
+    change[list(takes)], change[list(frees)] = 1, -1
+    held = np.cumsum(change[schedule.kind])
+    bounds = zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True)
+    before = np.concatenate([[0], held])  # what all ranks above hold is taken off again
+    return tuple(int(held[start:stop].max(initial=before[start]) - before[start]) for start, stop in bounds)
+
+
+def _needs(schedule: Schedule, messages: Messages) -> Rows:
+    """Find, for each row, the row on another rank that it waits for, or -1."""
+    need = np.full(len(schedule), -1, np.int64)
+    if not schedule.has_communication:
+        need[messages.consumer[messages.crosses]] = messages.producer[messages.crosses]
+        return need
+    sends, receives = _in_order_of_pairs(schedule, sending=True), _in_order_of_pairs(schedule, sending=False)
+    kind, stage = schedule.kind, schedule.stage
+    receives_stage = stage[receives] + np.where(kind[receives] == RECV_F, -1, 1)  # the sender's stage
+    matches = (stage[sends] == receives_stage) & (schedule.microbatch[sends] == schedule.microbatch[receives])
+    wrong = np.flatnonzero(~matches | ((kind[sends] == SEND_F) != (kind[receives] == RECV_F)))
+    if wrong.size:
+        row, sent = int(receives[wrong[0]]), int(sends[wrong[0]])
+        raise ScheduleError(
+            schedule,
+            row,
+            expected=f"to receive {schedule.action(sent)}, the next message that rank {schedule.rank[sent]} sends",
+            got=str(schedule.action(row)),
+            advice="messages between two ranks arrive in the order of their sends: receive in that order",
+        )
+    need[receives] = sends
+    return need
+
+
+def _in_order_of_pairs(schedule: Schedule, *, sending: bool) -> Rows:
+    """List the sends, or the receives, pair of ranks by pair of ranks, each pair's in the order of its rank."""
+    forward, backward = (SEND_F, SEND_B) if sending else (RECV_F, RECV_B)
+    rows = np.flatnonzero(np.isin(schedule.kind, (forward, backward)))
+    width = schedule.num_microbatches
+    key = schedule.stage.astype(np.int64) * width + schedule.microbatch
+    home = np.zeros(schedule.num_stages * width, np.int64)
+    home[key] = schedule.rank
+    up = (schedule.kind[rows] == forward) == sending  # the other end is the next stage, else the previous one
+    other = home[key[rows] + np.where(up, width, -width)]
+    mine = schedule.rank[rows]
+    sender, receiver = (mine, other) if sending else (other, mine)
+    return rows[np.lexsort((rows, receiver, sender))]
+
+
+def _longest_chain(schedule: Schedule, need: Rows) -> int:
+    """Let every rank whose next action has what it needs run it, slot by slot; count the slots.
+
+    Raises:
+        ScheduleError: deadlock, with who waits for whom.
+    """
+    done = np.zeros(len(schedule) + 1, np.bool_)
+    done[-1] = True  # what an action without a need reads: row -1
+    need = np.append(need, -1)
+    place, stop, slots = schedule.offsets[:-1].copy(), schedule.offsets[1:], 0
+    while (left := place < stop).any():
+        ready = done[need[place]] & left
+        if not ready.any():
+            raise _deadlock(schedule, need, place, left)
+        done[place[ready]] = True
+        place += ready
+        slots += 1
+    return slots
+
+
+def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool_]) -> ScheduleError:
+    """Follow who waits for whom until a rank comes up again: that circle is the deadlock."""
+    rank, path = int(np.flatnonzero(left)[0]), []
+    while rank not in path:
+        path.append(rank)
+        rank = int(schedule.rank[need[place[rank]]])
+    circle = path[path.index(rank) :]
+    waits = []
+    for rank in circle[:6]:
+        stuck, wanted = int(place[rank]), int(need[place[rank]])
+        waits.append(
+            f"rank {rank} waits at step {schedule.step[stuck]} ({schedule.action(stuck)}) "
+            f"for {schedule.action(wanted)}, which is step {schedule.step[wanted]} of rank {schedule.rank[wanted]}"
+        )
+    more = f"; and {len(circle) - 6} more ranks in the circle" if len(circle) > 6 else ""
+    stuck, wanted = int(place[circle[0]]), int(need[place[circle[0]]])
+    blocker = int(place[schedule.rank[wanted]])
+    return ScheduleError(
+        schedule,
+        stuck,
+        expected=f"{schedule.action(wanted)} to happen",
+        got="a deadlock: " + "; ".join(waits) + more,
+        advice=f"break the circle, for instance let rank {schedule.rank[wanted]} run {schedule.action(wanted)} "
+        f"before {schedule.action(blocker)}",
+    )

@@ -1,0 +1,201 @@
+"""Build a model that no rank could hold: shapes first, then a layer's weights at a time; each rank keeps its part.
+
+`FullyShard(GPT(config))` needs the whole model in every rank's memory for a moment: exactly what sharding is to avoid.
+Here the module is made on the "meta" device, where tensors have shapes and no memory, and its shards are laid out. Then
+every rank draws every weight, one layer after the other, copies its own part and lets the rest go. All ranks draw the
+same numbers, so nothing is sent.
+
+Which numbers? Where one generator serves all weights, the order of drawing is part of what a seed means. Two ways:
+
+- `seed=7`: each parameter (each layer, where layers draw their own) has a generator of its own, seeded by 7 and its
+  name. Its values then do not depend on what else the model has. `draw_weights` draws the same for an unsharded module.
+- `seed=generator`: all from this one, in the order of `named_parameters()`: the numbers of a module that draws in that
+  order when it is made, as `GPT(config, generator)` and plain stacks of torch's layers do.
+
+Who draws? `draw`, or the module's own `draw_weight(name, parameter, generator)` (GPT has one), or else each layer's
+`reset_parameters()`, as when torch makes it. A weight that is tied is drawn where it comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.agree import group_device
+from distlab.rng import generator
+from distlab.sharding.fsdp.fully_shard import FullyShard
+
+Draw = Callable[[str, Tensor, torch.Generator], None]
+Seed = int | torch.Generator
+
+
+def build_sharded(
+    make_module: Callable[[], nn.Module],
+    group: ProcessGroup | None = None,
+    *,
+    seed: Seed,
+    draw: Draw | None = None,
+    **options: Any,
+) -> FullyShard:
+    """Build a sharded model without ever holding the whole of it.
+
+    Args:
+        make_module: makes the module; called on the meta device, so values that it computes are lost.
+        group: as `FullyShard`.
+        seed: where the numbers come from, the same on every rank: see above.
+        draw: fills one parameter: `draw(name, parameter, generator)`.
+        options: of `FullyShard`.
+
+    Cost: nothing of the model is sent. Memory: the shards, and one layer's own parameters (one parameter with `draw`).
+        Every rank draws all weights, in the host's memory.
+    Error: the same bits as `draw_weights` of an unsharded module.
+
+    Raises:
+        ValueError: a layer cannot draw its weights, or a buffer has no value; the text names it. Also what FullyShard
+            refuses.
+    """
+    with torch.device("meta"):
+        module = make_module()
+        template = make_module()
+    check_drawable(template, draw)
+    _give_buffers(module, template)
+    device = group_device(group)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+    model = FullyShard(module, group, **options)
+    places = {name: (unit, index) for unit in model.units for index, name in enumerate(unit.layout.names)}
+    for name, values in _drawn(template, seed, draw):
+        unit, tensor = places[name]
+        with torch.no_grad():
+            for piece in unit.layout.pieces(dist.get_rank(group)):
+                if piece.tensor == tensor:
+                    part = values.flatten()[piece.start : piece.stop]
+                    unit.shard[piece.offset : piece.offset + part.numel()] = part.to(unit.shard)
+                    del part
+        del values  # before the next is drawn
+    return model
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, *, seed: Seed, draw: Draw | None = None) -> None:
+    """Draw a module's weights in place: the numbers that `build_sharded` gives to shards.
+
+    Raises:
+        ValueError: as `build_sharded`.
+    """
+    check_drawable(module, draw)
+    named = dict(module.named_parameters())
+    for name, values in _drawn(module, seed, draw):
+        named[name].copy_(values)
+
+
+def check_drawable(module: nn.Module, draw: Draw | None) -> None:
+    """Refuse a module with layers that do not know how to draw their weights.
+
+    Raises:
+        ValueError: the text names the first such layer.
+    """
+    if draw is not None or hasattr(module, "draw_weight"):
+        return
+    for path, layer, _ in _layers(module):
+        if not hasattr(layer, "reset_parameters"):
+            raise ValueError(
+                f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters(), so nobody "
+                "knows how to draw them; pass draw=, or give the module a draw_weight(name, parameter, generator)"
+            )
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
+    """Yield each layer with parameters of its own, and their names by attribute; a tied one counts once."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for path, layer in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {key: names[p] for key, p in layer._parameters.items() if p is not None and names[p] == f"{prefix}{key}"}
+        if own:
+            yield path, layer, own
+
+
+def _drawn(module: nn.Module, seed: Seed, draw: Draw | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter's name and its values, in host memory, in the order of `named_parameters()`."""
+    draw = draw or getattr(module, "draw_weight", None)
+    for path, layer, own in _layers(module):
+        if draw is None:
+            source = generator(seed, 0, f"weights of {path}") if isinstance(seed, int) else seed
+            yield from _reset(layer, own, source)
+            continue
+        for key, name in own.items():
+            source = generator(seed, 0, f"weights of {name}") if isinstance(seed, int) else seed
+            yield name, _filled(draw, name, layer._parameters[key], source)
+
+
+def _filled(draw: Draw, name: str, like: Tensor | None, source: torch.Generator) -> Tensor:
+    assert like is not None, "it has a name"
+    values = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    draw(name, values, source)
+    return values
+
+
+def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """Let a layer draw its parameters itself, from `source`."""
+    with _in_memory(layer), torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(source.get_state())
+        layer.reset_parameters()  # type: ignore[operator]
+        source.set_state(torch.get_rng_state())
+        drawn = [(name, layer._parameters[key].detach()) for key, name in own.items()]  # type: ignore[union-attr]
+    while drawn:
+        yield drawn.pop(0)  # and hold on to none: the next layer needs the memory
+
+
+@contextmanager
+def _in_memory(layer: nn.Module) -> Iterator[None]:
+    """Give a layer parameters and buffers of its own in host memory, in this block only."""
+    parameters, buffers = {**layer._parameters}, {**layer._buffers}
+    try:
+        for key, parameter in parameters.items():
+            layer._parameters[key] = None if parameter is None else nn.Parameter(_unset(parameter))
+        for key, buffer in buffers.items():
+            layer._buffers[key] = None if buffer is None else _unset(buffer)
+        yield
+    finally:
+        layer._parameters.update(parameters)
+        layer._buffers.update(buffers)
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Return memory that shows whether anybody has written to it."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    memory.view(-1).view(torch.uint8).fill_(0xA5)
+    return memory
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    return bool((tensor.contiguous().view(-1).view(torch.uint8) == 0xA5).all()) and tensor.numel() > 0
+
+
+def _give_buffers(module: nn.Module, template: nn.Module) -> None:
+    """Give the module's buffers memory, and the values that their layers reset them to.
+
+    Raises:
+        ValueError: a layer does not set one of its buffers, whose value was lost on the meta device.
+    """
+    for path, layer in module.named_modules():
+        twin = template.get_submodule(path)
+        with _in_memory(twin), torch.random.fork_rng(devices=[]):
+            reset = getattr(twin, "reset_parameters", None)
+            if twin._buffers and reset is not None:
+                reset()
+            found = {key: buffer for key, buffer in twin._buffers.items() if buffer is not None}
+        for key, buffer in found.items():
+            if buffer.is_meta or _is_unset(buffer):
+                name = f"{path}.{key}" if path else key
+                raise ValueError(
+                    f"buffer {name} was computed on the meta device, so its value is lost; no reset_parameters() of "
+                    f"{type(layer).__name__} sets it; set it there, or compute it in forward"
+                )
+            layer._buffers[key] = buffer

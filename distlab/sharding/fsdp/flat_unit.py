@@ -1,0 +1,290 @@
+"""Unit: parameters that are whole only while they are used.
+
+Between uses a rank keeps its shard: one part of a flat buffer in which all parameters of the unit lie end to end. To
+use them, the ranks gather their shards into a full buffer, and the module's parameters are views of it. To let them go,
+the *storage* of the full buffer shrinks to nothing. The views stay: what autograd saved for backward are such views,
+and they are right again as soon as the storage has been gathered anew. No tensor is copied, none has to be found.
+
+The autograd part is one function. Its forward hands out the views, so the graph of backward ends there; its backward is
+called when the gradients of all of them exist, which is exactly when the unit is done, and starts their reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.plan import FlatLayout, Precision
+from distlab.sharding.direct import DirectGather, DirectScatter
+from distlab.sharding.fsdp.wrapping import Members, dtype_of
+from distlab.trace import SpanWriter
+
+OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all units of a model have in common.
+
+    Attributes:
+        group: ranks that hold a shard each.
+        replicas: ranks of other groups that hold the same shard, or None.
+        device: where parameters are whole.
+        precision: types to compute and to sum in; None keeps the parameters' own.
+        offload: shards and their gradients live in the host's memory.
+        spans: draws gathers and scatters, or None.
+    """
+
+    group: ProcessGroup | None
+    replicas: ProcessGroup | None
+    device: torch.device
+    precision: Precision | None
+    offload: bool
+    spans: SpanWriter | None
+
+    @property
+    def num_gradients(self) -> int:
+        """Ranks whose gradients a mean is of."""
+        num = dist.get_world_size(self.group)
+        return num if self.replicas is None else num * dist.get_world_size(self.replicas)
+
+
+class Unit:
+    """Parameters that are gathered, and let go, together.
+
+    Attributes:
+        index: its number in the model.
+        name: of its submodule; "" is the root, and frozen parameters have a unit of their own, "... (frozen)".
+        layout: where each parameter lies, and who has which part.
+        shard: this rank's part; what optimizers update. Its padding is zero and stays zero.
+        members: names, and the modules that use the parameters.
+        reshard_after_forward: let go after forward and gather again for backward; may be changed between steps.
+        sends: whether gradients are reduced as backward brings them (no_sync keeps them whole).
+    """
+
+    def __init__(self, index: int, name: str, members: Members, options: Options) -> None:
+        self.index, self.name, self.members, self.options = index, name, members, options
+        own = dtype_of(name, members)
+        precision = options.precision
+        self.compute_dtype = own if precision is None else _dtype(precision.compute)
+        self.reduce_dtype = own if precision is None else _dtype(precision.reduce)
+        kept = own if precision is None else torch.float32 if precision.master else self.compute_dtype
+        shapes = tuple(tuple(parameter.shape) for parameter in members.parameters)
+        self.layout = FlatLayout(tuple(members.names), shapes, dist.get_world_size(options.group))
+        host = torch.device("cpu") if options.offload else options.device
+        memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
+        if options.offload and options.device.type == "cuda":
+            memory = memory.pin_memory()
+        self.shard = nn.Parameter(memory, requires_grad=members.parameters[0].requires_grad)
+        self.shard.is_shard = True  # type: ignore[attr-defined]  # checkpoints refuse to take rank 0's for all
+        self.reshard_after_forward = True
+        self.sends = True
+        self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
+        self._full_bytes = self._full.untyped_storage().nbytes()
+        self._full.untyped_storage().resize_(0)
+        self._parts = [*self.layout.sizes, self.layout.padded_size - self.layout.num_elements]
+        self._version = -1  # of the shard that the full buffer was gathered from; -1: it is not there
+        self._gathering: DirectGather | None = None
+        self._start_ns = 0
+        self._whole_gradient: Tensor | None = None
+        self._scatter: DirectScatter | None = None
+        self._crossing: tuple[Tensor, dist.Work] | None = None
+
+    # Parameters
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the full buffer is there, or on its way."""
+        return self._version >= 0
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Take this rank's part of whole parameters, given in the order of the layout; sends nothing."""
+        for piece in self.layout.pieces(dist.get_rank(self.options.group)):
+            values = tensors[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
+            self.shard[piece.offset : piece.offset + len(values)].copy_(values)
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Begin to make the parameters whole, unless they are; do not wait.
+
+        Cost: one all-gather of a shard, in the type of compute: (n-1)/n of the unit's padded bytes sent a rank.
+        """
+        if self._version == self.shard._version:
+            return
+        self.finish_gather()
+        self._full.untyped_storage().resize_(self._full_bytes)
+        shard = self.shard.detach()
+        source = shard.to(self._full.device, self.compute_dtype, non_blocking=True)
+        self._version = self.shard._version
+        self._start_ns = time.monotonic_ns() if self.options.spans is not None else 0
+        self._gathering = DirectGather(self._full.detach(), source, self.options.group)
+
+    def finish_gather(self) -> None:
+        """Wait for a gather that was started."""
+        if self._gathering is None:
+            return
+        self._gathering.finish()
+        self._gathering = None
+        self._draw("all_gather", "gather", self._start_ns)
+
+    def views(self, on_gradients: OnGradients | None = None) -> tuple[Tensor, ...]:
+        """Return the whole parameters.
+
+        Args:
+            on_gradients: is called once backward has computed the gradients of all that are used (None for others).
+        """
+        if on_gradients is not None and self.shard.requires_grad and torch.is_grad_enabled():
+            views: tuple[Tensor, ...] = _Whole.apply(self.shard, self, on_gradients)  # type: ignore[no-untyped-call]
+            return views
+        return self._make_views()
+
+    def _make_views(self) -> tuple[Tensor, ...]:
+        # Of an alias with a version of its own: a gather is no change that autograd should complain of.
+        parts = self._full.detach().data.split(self._parts)[:-1]
+        return tuple([part.view(shape) for part, shape in zip(parts, self.layout.shapes, strict=True)])
+
+    @property
+    def buffer(self) -> Tensor:
+        """Where the whole parameters lie end to end; without memory while the unit is let go."""
+        return self._full
+
+    @property
+    def gradient_tensors(self) -> list[Tensor]:
+        """Whole gradients that are kept or travel, and what arrives of other ranks'."""
+        kept = [] if self._whole_gradient is None else [self._whole_gradient]
+        return [*kept, *([] if self._scatter is None else [self._scatter._full, *self._scatter.arriving])]
+
+    @property
+    def parameters_full(self) -> dict[str, Tensor]:
+        """The whole parameters by name.
+
+        Raises:
+            RuntimeError: the unit is let go, so they are not there.
+        """
+        if not self.is_whole:
+            raise RuntimeError(
+                f"unit {self.name or 'root'!r} is let go, so its whole parameters are not here; read them inside "
+                "`with model.summon():`"
+            )
+        return dict(zip(self.layout.names, self._make_views(), strict=True))
+
+    def free(self) -> None:
+        """Let the whole parameters go; the shard stays."""
+        self.finish_gather()
+        self._full.untyped_storage().resize_(0)
+        self._version = -1
+
+    # Gradients
+
+    @torch.no_grad()
+    def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
+        rows = [
+            torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
+            for one, size in zip(gradients, self.layout.sizes, strict=True)
+        ]
+        flat = torch.empty(self.layout.padded_size, dtype=self.reduce_dtype, device=self._full.device)
+        torch.cat(rows, out=flat[: self.layout.num_elements])
+        flat[self.layout.num_elements :].zero_()
+        if self._whole_gradient is not None:
+            flat.add_(self._whole_gradient)
+            self._whole_gradient = None
+        if self.sends:
+            self.start_scatter(flat)
+        else:
+            self._whole_gradient = flat
+
+    def start_scatter(self, flat: Tensor) -> None:
+        """Begin to sum a flat gradient over the group.
+
+        Cost: (n-1)/n of the unit's padded bytes, in the type of the sum, sent a rank.
+        """
+        self.finish_scatter()
+        self.finish_crossing()
+        if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
+            flat.div_(self.options.num_gradients)
+        self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
+        self._scatter = DirectScatter(flat, self.options.group)
+
+    @torch.no_grad()
+    def finish_scatter(self) -> None:
+        """Wait for the sum; with replicas, send it across to them."""
+        if self._scatter is None:
+            return
+        total = self._scatter.finish()
+        self._scatter = None
+        self._draw("reduce_scatter", "scatter", self._scatter_ns)
+        if self.options.replicas is None:
+            self._keep(total)
+            return
+        total = total.contiguous()
+        self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
+        self._crossing = total, dist.all_reduce(total, group=self.options.replicas, async_op=True)
+
+    @torch.no_grad()
+    def finish_crossing(self) -> None:
+        """Wait for the replicas."""
+        if self._crossing is None:
+            return
+        total, work = self._crossing
+        work.wait()
+        self._crossing = None
+        self._draw("all_reduce", "scatter", self._scatter_ns)
+        self._keep(total)
+
+    def _keep(self, total: Tensor) -> None:
+        """Divide, once, and add to the shard's gradient."""
+        if self.reduce_dtype is not torch.float16:
+            total.div_(self.options.num_gradients)
+        total = total.to(self.shard.device, self.shard.dtype)
+        if self.shard.grad is None:
+            self.shard.grad = total
+        else:
+            self.shard.grad.add_(total)
+
+    def forget_gradients(self) -> None:
+        """Drop what was accumulated, also what is on its way."""
+        self.finish_scatter()
+        self.finish_crossing()
+        self.shard.grad = self._whole_gradient = None
+
+    def _draw(self, kind: str, lane: str, start_ns: int) -> None:
+        if self.options.spans is not None:
+            dtype = self.compute_dtype if kind == "all_gather" else self.reduce_dtype
+            size = self.layout.shard_size if kind == "all_reduce" else self.layout.padded_size
+            self.options.spans.add(
+                f"{kind} unit {self.index}",
+                kind,
+                start_ns,
+                time.monotonic_ns(),
+                lane=lane,
+                num_bytes=size * dtype.itemsize,
+            )
+
+
+class _Whole(torch.autograd.Function):
+    """Forward: the whole parameters. Backward: their gradients, all there, to the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.on_gradients = unit, on_gradients
+        ctx.set_materialize_grads(False)
+        return unit._make_views()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.on_gradients(ctx.unit, gradients)
+        return None, None, None
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,296 @@
+"""ZeRO-1 and ZeRO-2: each rank updates a part of the model, and holds optimizer state and gradients of that part alone.
+
+With Adam a model's states take 16 bytes a parameter, 8 of them optimizer state, and data parallelism keeps a copy on
+every rank. But an update needs no copy: whoever has a parameter's mean gradient and its state can update it and tell
+the others. Read from top to bottom:
+
+1. `PlainSharded` (ZeRO-1): each rank owns some parameters, updates them, and broadcasts them. Gradients are averaged
+   before as always, whole on every rank: an all-reduce (2 Psi) and broadcasts (Psi).
+2. `ShardedOptimizer` with stage=1: a rank needs the mean gradient of its own part only. That is a reduce-scatter, half
+   of an all-reduce, and the all-gather of new parameters is the other half: 2 Psi, as without sharding. Parts are cut
+   through tensors, so they are equal, and gradients travel in buckets while backward still computes.
+3. The same with stage=2: once a bucket's sum has arrived, nobody needs its gradients any more. They are let go during
+   backward, so whole gradients never lie in memory at once.
+
+Then `scattered` (when buckets are sent), `shard_bucket` (one bucket's way), `consolidate` (one state of all parts).
+
+Symbols: n ranks, Psi bytes of parameters (and of gradients).
+Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.clip import clip_gradients_
+from distlab.comm import agree
+from distlab.sharding.direct import DirectGather
+from distlab.sharding.zero import consolidate
+from distlab.sharding.zero.faults import find_faults
+from distlab.sharding.zero.own_state import SavesOwnState
+from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets
+from distlab.trace import SpanWriter
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# These look at a tensor as a whole (a norm, rows and columns), so half a tensor would give them another answer.
+NOT_BY_ELEMENT = ("LAMB", "LARS", "Adafactor", "Muon", "Shampoo", "SOAP")
+
+
+class PlainSharded:
+    """ZeRO-1 on one screen: parameter i belongs to rank i mod n, which updates it and broadcasts it.
+
+    Gradients must be whole and equal on all ranks when `step` is called (`DataParallel.synchronize`).
+
+    Cost: P broadcasts of Psi bytes in all; with the all-reduce before, 3 Psi a step. Optimizer state: of 1/n of the
+        tensors, as even as their sizes are.
+    Error: none: each parameter sees the same update as without sharding.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make_optimizer: MakeOptimizer, group: ProcessGroup | None = None
+    ) -> None:
+        self.group = group
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        own = self.parameters[rank::num_ranks]
+        self.optimizer = make_optimizer(own) if own else None
+
+    def step(self) -> None:
+        """Update the own parameters and exchange them."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        num_ranks = dist.get_world_size(self.group)
+        for index, parameter in enumerate(self.parameters):
+            dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
+
+
+class ShardedOptimizer(SavesOwnState):
+    """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
+
+        optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
+        loss_fn(module(inputs), targets).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    The group's first rank gives its parameters and buffers to all at construction. From then on parameters are views
+    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`);
+    the module's parameters have none.
+
+    Gradients add up until `zero_grad()`. To accumulate micro-batches either call `synchronize()` after each backward,
+    or run all but the last under `no_sync()`.
+
+    Args:
+        module: the model; frozen parameters are left alone, a tied parameter counts once.
+        make_optimizer: builds the optimizer of the pieces that it is given; each tells what it was cut from by
+            `piece.origin.name` and `.shape`, for groups such as "no weight decay on biases".
+        group: ranks that own a part each; None is all ranks.
+        stage: 1 keeps whole gradients until the update, 2 lets them go as soon as they are summed.
+        bucket_bytes: capacity of a bucket.
+        split: "elements" cuts equal shards, wherever the cut falls, for optimizers that update element by element
+            (SGD, Adam); "tensors" gives whole parameters to ranks, for any other (LAMB, LARS).
+        unused: what to do when a parameter got no gradient on some rank: "error" names it on every rank; "zeros"
+            counts it as zeros, and leaves a parameter that no rank used without a gradient.
+        check_finite: refuse NaN and infinite gradients, by name; a loss scaler wants to see them.
+        spans: draws each bucket's way, on the lanes "scatter" and "gather".
+
+    Attributes:
+        optimizer: of this rank's pieces; learning-rate schedules take it.
+        step_number: of the next `step()`, from 0, for the text of errors.
+
+    Cost: a reduce-scatter and an all-gather a bucket: each (n-1)/n Psi sent a rank, 2 Psi (n-1)/n together, padding
+        apart; and an all-reduce of 6 bytes a parameter that says what became of gradients. With split="tensors" a
+        reduce and a broadcast for each owner in a bucket, of the same bytes in the mean over ranks. Memory:
+        parameters Psi, gradients Psi (stage 2: Psi/n and three buckets), what arrives in a
+        bucket's sum (n-1)/n of it, optimizer state 1/n.
+    Error: as one process up to the order of additions; repeats bit for bit.
+
+    Raises:
+        ValueError: on every rank: ranks hold different models or options, an option is unknown, nothing wants a
+            gradient, or the optimizer cannot work on pieces.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        group: ProcessGroup | None = None,
+        *,
+        stage: int = 1,
+        bucket_bytes: int = 25_000_000,
+        split: str = "elements",
+        unused: str = "error",
+        check_finite: bool = True,
+        spans: SpanWriter | None = None,
+    ) -> None:
+        self.module, self.group, self.stage, self.split = module, group, stage, split
+        self.unused, self.check_finite, self.spans = unused, check_finite, spans
+        self.step_number = 0
+        named = list(module.named_parameters())
+        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
+        agree(facts, group, what="parameters (name, shape, dtype, wants a gradient)")
+        agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
+        _check_options(stage, split, unused)
+        wanting = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not wanting:
+            raise ValueError("no parameter of the module wants a gradient; there is nothing to update")
+        self.buckets = make_buckets(wanting, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        broadcast_start(module, self.buckets, group)
+        self.optimizer = self._make(make_optimizer)
+        self._scattered = ScatteredGradients(self.buckets, group, stage=stage, spans=spans, on_fault=self.synchronize)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of this rank's pieces, with their learning rates."""
+        return self.optimizer.param_groups
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets: what is scattered, and then gathered, in a step."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def gradient_tensors(self) -> list[Tensor]:
+        """All buffers for gradients: those of buckets, those lent while they travel, and those where others' arrive."""
+        lent = [*self._scattered.buffers.made, *self._scattered.landings.made]
+        return [*(bucket.shard for bucket in self.buckets), *lent]
+
+    def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank owns: a parameter's name, and a piece of it whose gradient is the mean."""
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                yield piece.name, piece.parameter
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for bucket in self.buckets:
+            bucket.forget()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backward passes in this block belong to the step of the next one outside.
+
+        With stage 1 their gradients stay whole on the rank, and nothing is sent. With stage 2 there is no place for
+        whole gradients: each pass is summed over the ranks at its end and added to the shards, as DeepSpeed does, so
+        M micro-batches cost M reduce-scatters. All ranks must then run the same number of passes.
+        """
+        with self._scattered.accumulating():
+            yield
+
+    def synchronize(self) -> None:
+        """Finish the sums: afterwards each piece has its mean gradient.
+
+        Raises:
+            NotFiniteError: a mean gradient is NaN or infinite (a RuntimeError; check_finite=True).
+            RuntimeError: a parameter got no gradient on some rank (unused="error"), a sparse one, or a second one
+                before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
+                nothing of use: `zero_grad()` to go on.
+        """
+        self._scattered.finish_pass()
+        try:
+            if self.check_finite:
+                for bucket in self.buckets:
+                    bucket.note_not_finite()
+            found = find_faults(self.buckets, self.group, unused=self.unused, step=self.step_number)
+        finally:
+            for bucket in self.buckets:
+                bucket.reset()
+        if isinstance(found, RuntimeError):
+            raise found
+        for bucket, used in zip(self.buckets, found, strict=True):
+            bucket.hand_out(used)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update the own pieces, and bring every rank's new values to all.
+
+        Raises:
+            ValueError: a closure was given.
+        """
+        if closure is not None:
+            raise ValueError("ShardedOptimizer.step takes no closure: call backward and synchronize() before it")
+        self.optimizer.step()
+        started = [(bucket, time.monotonic_ns(), bucket.gather()) for bucket in self.buckets]
+        for bucket, start_ns, works in started:
+            for work in works:
+                work.finish() if isinstance(work, DirectGather) else work.wait()
+            if self.spans is not None:
+                name, end_ns = f"all_gather bucket {bucket.index}", time.monotonic_ns()
+                self.spans.add(name, "all_gather", start_ns, end_ns, lane="gather", num_bytes=bucket.num_bytes)
+        self.step_number += 1
+
+    def clip_gradients_(self, max_norm: float) -> Tensor:
+        """Scale mean gradients so that their norm over all ranks' pieces is at most `max_norm`; return the norm.
+
+        Cost, Raises: as `distlab.clip.clip_gradients_`.
+        """
+        group = dist.group.WORLD if self.group is None else self.group
+        return clip_gradients_(self.named_pieces(), max_norm, group=group, check_finite=self.check_finite)
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
+        """Refuse: buckets are fixed.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "ShardedOptimizer cuts its buckets at construction and takes no further parameters; build it again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to resume at the same number of ranks; every rank saves its own."""
+        return consolidate.own_state(self.optimizer, self.buckets)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is of another model, another rank or another number of ranks.
+        """
+        consolidate.load_own_state(self.optimizer, self.buckets, state_dict)
+
+    def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
+        """Return the whole state by parameter names; every rank calls this. See `consolidate`."""
+        return consolidate.full_state(self.optimizer, self.buckets, self.group, to_rank=to_rank)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks."""
+        consolidate.load_full_state(self.optimizer, self.buckets, state_dict)
+
+    def close(self) -> None:
+        """Let go of the module: its backward passes are nobody's business any more."""
+        self._scattered.close()
+
+    def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """Build the optimizer of the own pieces, and make sure that all ranks built the same."""
+        pieces = [parameter for _, parameter in self.named_pieces()]
+        # A model of few elements may leave a rank with none, and torch's optimizers refuse to have nothing to do.
+        optimizer = make_optimizer(pieces or [nn.Parameter(self.buckets[0].whole[:0])])
+        name = type(optimizer).__name__
+        agree(
+            [name, sorted(f"{key}={value}" for key, value in optimizer.defaults.items())], self.group, what="optimizer"
+        )
+        if self.split == "elements" and name in NOT_BY_ELEMENT:
+            raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+        return optimizer
+
+
+def _check_options(stage: int, split: str, unused: str) -> None:
+    for name, value, allowed in (
+        ("stage", stage, (1, 2)),
+        ("split", split, ("elements", "tensors")),
+        ("unused", unused, ("error", "zeros")),
+    ):
+        if value not in allowed:
+            more = "; for stage 3 use FullyShard" if name == "stage" else ""
+            raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}{more}")

@@ -1,0 +1,172 @@
+"""ScatteredGradients: buckets are summed during backward, in one order on all ranks, and few at once.
+
+A hook on each parameter puts its gradient into its bucket; a full bucket starts. Buckets start in order even when a
+later one is full first, since ranks may run their hooks in different orders and must make the same calls. At most
+`MAX_UNDER_WAY` sums are under way: backward waits for an earlier one before it fills another bucket, or a slow link
+would let buffers pile up until, with ZeRO-2 too, gradients lay whole in memory after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.plan import assign_buckets
+from distlab.sharding.zero.buffers import Buffers, Kind
+from distlab.sharding.zero.shard_bucket import TWICE, USED, ShardBucket
+from distlab.trace import SpanWriter
+
+MAX_UNDER_WAY = 2
+
+Named = tuple[str, nn.Parameter]
+
+
+class ScatteredGradients:
+    """Sums the buckets' gradients over a group while backward computes them.
+
+    Args:
+        buckets: in the order in which they are sent.
+        group: the ranks.
+        stage: of ZeRO, 1 or 2.
+        spans: draws each sum on the lane "scatter".
+        on_fault: called in backward when a gradient came twice; must raise, on all ranks.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardBucket],
+        group: ProcessGroup | None,
+        *,
+        stage: int,
+        spans: SpanWriter | None,
+        on_fault: Callable[[], None],
+    ) -> None:
+        self.buckets, self.stage, self._on_fault = buckets, stage, on_fault
+        sizes: dict[Kind, int] = {}
+        arriving: dict[Kind, int] = {}
+        for bucket in buckets:
+            sizes[bucket.kind] = max(sizes.get(bucket.kind, 0), bucket.whole.numel())
+            arriving[bucket.kind] = max(arriving.get(bucket.kind, 0), bucket.num_arriving)
+        self.buffers, self.landings = Buffers(sizes), Buffers(arriving)
+        self.spans = spans
+        self._accumulating = self._ends_with_backward = False
+        self._num_started = self._num_finished = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._when_ready(bucket, slot))
+            for bucket in buckets
+            for slot, parameter in enumerate(bucket.parameters)
+        ]
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let backward passes in this block keep their gradients (stage 1), or end with a sum each (stage 2)."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def finish_pass(self) -> None:
+        """Take what backward did not bring, and wait for all sums; every rank gets here once a pass."""
+        self._ends_with_backward = False
+        for bucket in self.buckets[self._num_started :]:
+            if bucket.num_packed == 0:
+                self._make_room()
+            bucket.take_rest(self.buffers)
+            self._start_full()
+        self._finish(len(self.buckets))
+        self.landings.let_go()  # the update wants the memory
+        self._num_started = self._num_finished = 0
+
+    def close(self) -> None:
+        """Let go of the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _when_ready(self, bucket: ShardBucket, slot: int) -> Callable[[nn.Parameter], None]:
+        def gradient_ready(parameter: nn.Parameter) -> None:
+            if bucket.packed[slot]:  # its bucket may be under way: this one can go nowhere
+                bucket.codes[slot] = TWICE
+                self._on_fault()
+            bucket.codes[slot] = USED
+            if self._accumulating and self.stage == 1:
+                return
+            if bucket.num_packed == 0:
+                self._make_room()
+            bucket.take(slot, self.buffers)
+            self._start_full()
+            if self._accumulating and not self._ends_with_backward:
+                self._ends_with_backward = True
+                # A pass must make the same calls on every rank, used parameters or not, so its end is the place.
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish_pass)
+
+        return gradient_ready
+
+    def _start_full(self) -> None:
+        while self._num_started < len(self.buckets) and self.buckets[self._num_started].full:
+            self.buckets[self._num_started].start(self.landings)
+            self._num_started += 1
+
+    def _make_room(self) -> None:
+        self._finish(self._num_started - MAX_UNDER_WAY + 1)
+
+    def _finish(self, end: int) -> None:
+        while self._num_finished < end:
+            self.buckets[self._num_finished].finish(self.buffers, self.landings, self.spans)
+            self._num_finished += 1
+
+
+def make_buckets(
+    named: Sequence[Named], bucket_bytes: int, group: ProcessGroup | None, *, whole_tensors: bool, keep: bool
+) -> list[ShardBucket]:
+    """Put parameters into buckets of one dtype and device, last first, since backward ends with the first.
+
+    Raises:
+        ValueError: bucket_bytes is less than one.
+    """
+    buckets: list[ShardBucket] = []
+    kinds: dict[Kind, list[Named]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    load = [0] * dist.get_world_size(group)
+    for same in kinds.values():
+        sizes = [parameter.numel() * parameter.element_size() for _, parameter in same]
+        owners = owners_of(sizes, load) if whole_tensors else None
+        for planned in assign_buckets(sizes, bucket_bytes):
+            members = [same[index] for index in planned.parameters]
+            own = None if owners is None else [owners[index] for index in planned.parameters]
+            buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep))
+    return buckets
+
+
+def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
+    """Give each tensor to the rank that has least, the largest first; `load` is what ranks have, and grows.
+
+    Error: the fullest rank has at most 4/3 of what the best assignment would give it.
+    Source: Graham 1969, Bounds on multiprocessing timing anomalies: longest processing time first.
+    """
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = min(range(len(load)), key=lambda rank: load[rank])
+        load[owners[index]] += sizes[index]
+    return owners
+
+
+def broadcast_start(module: nn.Module, buckets: Sequence[ShardBucket], group: ProcessGroup | None) -> None:
+    """Give every rank the parameters and buffers of the group's first rank.
+
+    Cost: a broadcast a bucket, and one for each frozen parameter and buffer.
+    """
+    in_buckets = {parameter for bucket in buckets for parameter in bucket.parameters}
+    others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in in_buckets]
+    for tensor in [*(bucket.whole for bucket in buckets), *others]:
+        flat = tensor.detach().contiguous()
+        if flat.numel():
+            dist.broadcast(flat.view(-1).view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of bool
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat)

@@ -1,0 +1,288 @@
+"""ShardBucket: parameters that lie in one buffer, of which each rank owns a part, and the way of their gradients.
+
+A backward pass hands over one gradient after the other (`take`). When all are there the bucket goes on its way
+(`start`): every rank gets the mean of its own part. `finish` keeps that part and lets the rest go. After the update
+each rank has new values of its own part, and `gather` brings the others'.
+
+Parts are cut in one of two ways. "elements": equal shards, wherever the cut falls, so reduce-scatter and all-gather
+are one call each. "tensors": whole parameters, so parts differ in size, and each owner gets its part by a reduce of
+its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.plan import FlatLayout
+from distlab.sharding.direct import DirectGather, DirectScatter
+from distlab.sharding.zero.buffers import Buffers, Kind
+from distlab.trace import SpanWriter
+
+# What may become of a parameter's gradient in a step.
+USED, UNUSED, SPARSE, TWICE, MOVED, NOT_FINITE = range(6)
+
+
+class Origin(NamedTuple):
+    """Name and shape of the parameter that a piece was cut from: `piece.origin`, for `make_optimizer` to tell apart."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class OwnPiece(NamedTuple):
+    """What this rank owns of one parameter.
+
+    Attributes:
+        name: of the whole parameter.
+        slot: place of the parameter in its bucket.
+        start: first element of the parameter, seen as a row.
+        stop: one past its last element.
+        parameter: shares the memory of those elements; what the optimizer updates.
+    """
+
+    name: str
+    slot: int
+    start: int
+    stop: int
+    parameter: nn.Parameter
+
+
+class ShardBucket:
+    """Parameters in one buffer of which this rank owns the part `bounds`.
+
+    Attributes:
+        parameters: the module's own, which are views of `whole` from now on.
+        whole: all their values, padding included.
+        edges: where each rank's part begins, and the end.
+        pieces: what this rank owns.
+        shard: mean gradient of the own part, where `held`.
+        held: a sum has arrived since gradients were last forgotten.
+        codes: what became of each parameter's gradient in this step.
+        packed: its gradient lies in the buffer that is about to travel.
+
+    Args:
+        index: place in the order in which buckets are sent.
+        named: names and parameters, of one dtype on one device.
+        owners: the rank that owns each parameter; None cuts equal shards.
+        group: ranks that own a part each.
+        keep: keep a buffer for all gradients between steps (stage 1), or only one for the own part (stage 2).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        owners: Sequence[int] | None,
+        group: ProcessGroup | None,
+        *,
+        keep: bool,
+    ) -> None:
+        self.index, self.group, self.keep = index, group, keep
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.equal = owners is None
+        if owners is not None:  # what one rank owns lies side by side
+            order = sorted(range(len(named)), key=lambda place: owners[place])
+            named, owners = [named[place] for place in order], [owners[place] for place in order]
+        self.names = tuple(name for name, _ in named)
+        self.parameters = [parameter for _, parameter in named]
+        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
+        self.layout = FlatLayout(self.names, shapes, self.num_ranks if self.equal else 1)
+        self.edges = self._edges(owners)
+        self.bounds = self.edges[self.rank], self.edges[self.rank + 1]
+        first = self.parameters[0]
+        self.kind: Kind = (first.dtype, first.device)
+        self._places = list(zip(self.layout.offsets, self.layout.sizes, shapes, strict=True))
+        self.whole = torch.zeros(self.layout.padded_size, dtype=first.dtype, device=first.device)
+        self._move_in()
+        self.pieces = self._own_pieces()
+        self._buffer = torch.zeros_like(self.whole) if keep else None
+        own = slice(*self.bounds)
+        self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
+        self.held = False
+        self.has_gradient = [False] * len(named)
+        self._carried: Tensor | None = None
+        self.reset()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer, padding included."""
+        return self.whole.numel() * self.whole.element_size()
+
+    @property
+    def full(self) -> bool:
+        """Whether every gradient lies in the buffer."""
+        return self.num_packed == len(self.parameters)
+
+    @property
+    def num_arriving(self) -> int:
+        """Elements of other ranks' gradients that arrive in a sum (whole tensors are summed on their way)."""
+        return self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0
+
+    def reset(self) -> None:
+        """Be ready for the next step."""
+        self.codes = [UNUSED] * len(self.parameters)
+        self._reset_pass()
+
+    def forget(self) -> None:
+        """Forget gradients that were summed."""
+        self.held = False
+        self.has_gradient = [False] * len(self.parameters)
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    def take(self, slot: int, buffers: Buffers) -> None:
+        """Copy a parameter's gradient to its place, divided by the ranks, and let the parameter forget it."""
+        if self.num_packed == 0:
+            self._open(buffers)
+        view, parameter = self._place(self._buffer, slot), self.parameters[slot]
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            self.codes[slot], gradient = SPARSE, None
+        elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
+            self.codes[slot] = MOVED
+        if gradient is None:
+            view.zero_()
+        else:  # divided before it is summed, so that half precision cannot overflow
+            torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
+        parameter.grad = None
+        self.packed[slot] = True
+        self.num_packed += 1
+
+    def take_rest(self, buffers: Buffers) -> None:
+        """Take what backward did not bring: gradients accumulated earlier, or none."""
+        for slot, packed in enumerate(self.packed):
+            if not packed:
+                self.take(slot, buffers)
+
+    def start(self, landings: Buffers) -> None:
+        """Begin to sum the bucket over the ranks; do not wait. What arrives lands in a buffer of `landings`."""
+        buffer = self._buffer
+        assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
+        self.start_ns = time.monotonic_ns()
+        if self.equal:
+            self._landing = landings.lend(self.kind)
+            whole = buffer[: self.whole.numel()]
+            self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
+            return
+        for owner, part in self._parts(buffer):
+            self._reduces.append(_started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
+
+    def finish(self, buffers: Buffers, landings: Buffers, spans: SpanWriter | None) -> None:
+        """Wait for the sum, add it to what `shard` holds, and let the rest go."""
+        buffer = self._buffer
+        assert buffer is not None, "a bucket finishes once after each start"
+        own = buffer[slice(*self.bounds)]
+        total = own if self._scatter is None else self._scatter.finish()
+        for work in self._reduces:
+            work.wait()
+        if spans is not None:
+            name, end_ns = f"reduce_scatter bucket {self.index}", time.monotonic_ns()
+            spans.add(name, "reduce_scatter", self.start_ns, end_ns, lane="scatter", num_bytes=self.num_bytes)
+        if self._carried is not None:
+            torch.add(total, self._carried, out=self.shard)
+            self._carried = None
+        elif self.held and not self.keep:
+            self.shard.add_(total)
+        elif self.shard.data_ptr() != total.data_ptr():
+            self.shard.copy_(total)
+        if self._landing is not None:
+            landings.take_back(self._landing)
+        if not self.keep:
+            self._buffer = None
+            buffers.take_back(buffer)
+        self.held = True
+        self._reset_pass()
+
+    def gather(self) -> list[DirectGather | dist.Work]:
+        """Begin to bring every rank's part of the parameters to all, in place; return what to wait for."""
+        if self.equal:
+            return [DirectGather(self.whole, self.whole[slice(*self.bounds)], self.group)]
+        return [
+            _started(dist.broadcast(part, group_src=owner, group=self.group, async_op=True))
+            for owner, part in self._parts(self.whole)
+        ]
+
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """Give the own pieces their gradients; a parameter that no rank has used has none."""
+        self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
+        for piece in self.pieces:
+            piece.parameter.grad = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+
+    def note_not_finite(self) -> None:
+        """Enter which of this rank's mean gradients are NaN or infinite."""
+        if self.shard.sum().isfinite():  # almost always; a sum that is too large for its type is looked into, below
+            return
+        for piece in self.pieces:
+            if not self.gradient_of(piece).isfinite().all():
+                self.codes[piece.slot] = NOT_FINITE
+
+    def gradient_of(self, piece: OwnPiece) -> Tensor:
+        """Return the mean gradient of a piece, as a view of the shard."""
+        offset = self._places[piece.slot][0] + piece.start - self.bounds[0]
+        return self.shard[offset : offset + piece.stop - piece.start].view(piece.parameter.shape)
+
+    def _open(self, buffers: Buffers) -> None:
+        """Have a buffer for the gradients that are about to come."""
+        if self._buffer is None:
+            self._buffer = buffers.lend(self.kind)
+            self._buffer[self.layout.num_elements : self.whole.numel()].zero_()  # padding travels too
+        elif self.held:  # the own part of the buffer is about to be written, and holds what was summed before
+            self._carried = self.shard.clone()
+
+    def _reset_pass(self) -> None:
+        self.packed = [False] * len(self.parameters)
+        self.num_packed = 0
+        self._scatter: DirectScatter | None = None
+        self._landing: Tensor | None = None
+        self._reduces: list[dist.Work] = []
+
+    def _place(self, flat: Tensor | None, slot: int) -> Tensor:
+        assert flat is not None, "there is a buffer while gradients are taken"
+        offset, size, shape = self._places[slot]
+        return flat[offset : offset + size].view(shape)
+
+    def _parts(self, flat: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the owners that own something here, each with its part."""
+        parts = [(owner, flat[self.edges[owner] : self.edges[owner + 1]]) for owner in range(self.num_ranks)]
+        return [(owner, part) for owner, part in parts if part.numel()]
+
+    def _edges(self, owners: Sequence[int] | None) -> list[int]:
+        if owners is None:
+            return [shard * self.layout.shard_size for shard in range(self.num_ranks + 1)]
+        owned = [0] * self.num_ranks
+        for owner, size in zip(owners, self.layout.sizes, strict=True):
+            owned[owner] += size
+        return list(accumulate(owned, initial=0))
+
+    @torch.no_grad()
+    def _move_in(self) -> None:
+        for slot, parameter in enumerate(self.parameters):
+            view = self._place(self.whole, slot)
+            view.copy_(parameter)
+            parameter.data = view
+
+    def _own_pieces(self) -> list[OwnPiece]:
+        """Return the part of each parameter that lies in the own bounds: rows, or whole tensors in their shape."""
+        low, high = self.bounds
+        found = []
+        for slot, (offset, size, shape) in enumerate(self._places):
+            start, stop = max(offset, low), min(offset + size, high)
+            if start < stop:
+                values = self.whole[start:stop] if self.equal else self.whole[start:stop].view(shape)
+                piece = nn.Parameter(values)
+                piece.origin = Origin(self.names[slot], shape)  # type: ignore[attr-defined]
+                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, piece))
+        return found
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only ranks outside the group get no work"
+    return work

@@ -1,0 +1,224 @@
+"""Engine: when every operation of a graph starts and ends, exactly, in whole nanoseconds.
+
+An operation starts when its lane is free and everything that it needs has ended. With contention a rank computes more
+slowly while it communicates, and communicates more slowly while it computes. Rates then change only when some operation
+starts or ends, so the engine goes from one such moment to the next and is exact between them.
+
+Ranks that outnumber the cores of their machine take turns on them: the fewer of them compute, the faster these do.
+
+How whole numbers stay exact: a slowdown of 1.25 is kept as 1250/1000. Work is counted in thousandths: alone, an
+operation does 1250 units a nanosecond; in contention it does 1000. An end that falls inside a nanosecond is
+rounded up to the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan import Contention
+from simulator.engine.task_graph import COMPUTE, Graph
+
+Ints = NDArray[np.int64]
+
+UNITS = 1000
+SHOWN = 8
+
+
+class Times(NamedTuple):
+    """Start and end of each operation, in nanoseconds."""
+
+    start_ns: Ints
+    end_ns: Ints
+
+
+class SharedCores(NamedTuple):
+    """Cores that all ranks share evenly, fewer than there are ranks. Waiting ranks leave them to the others.
+
+    Attributes:
+        num_cores: of all ranks together.
+        ranks_each: ranks that one of the graph stands for: they compute when it does.
+    """
+
+    num_cores: int
+    ranks_each: int = 1
+
+    def speeds(self, num_ranks: int) -> tuple[int, list[int]]:
+        """Return how fast ranks of a graph compute when so many of them do (0, 1, ...): multiples of the first number.
+
+        That number is their speed when all of them do, which durations are for. A rank has one core at most.
+        """
+        everyone = num_ranks * self.ranks_each
+        whole = math.lcm(*range(1, num_ranks + 1)) * self.num_cores
+        alone = max(whole, everyone * whole // self.num_cores)
+        return whole, [min(alone, num_ranks * whole // max(busy, 1)) for busy in range(num_ranks + 1)]
+
+
+def run(graph: Graph, contention: Contention | None = None, cores: SharedCores | None = None) -> Times:
+    """Return when each operation of the graph starts and ends.
+
+    Error: exact; with contention or shared cores an end inside a nanosecond is rounded up.
+
+    Raises:
+        ValueError: operations wait for one another in a circle; the text names them (a deadlock).
+    """
+    slow = contention or Contention()
+    if slow.compute_slowdown == 1.0 and slow.communication_slowdown == 1.0 and cores is None:
+        return _run_alone(graph)
+    return _Contended(graph, slow, cores).run()
+
+
+def lower_bound_ns(graph: Graph) -> int:
+    """Return a time that no schedule beats: the busiest lane's work."""
+    if not len(graph):
+        return 0
+    lanes = graph.rank * (int(graph.lane.max()) + 1) + graph.lane
+    return int(np.bincount(lanes, weights=graph.duration_ns).max())
+
+
+def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """Return how many operations each one waits for, and who waits for it with what latency (lane order included)."""
+    waiting = np.diff(graph.need_offsets).tolist()
+    followers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph))]
+    owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets)).tolist()
+    for owner, need, latency in zip(owners, graph.needs.tolist(), graph.latency_ns.tolist(), strict=True):
+        followers[need].append((owner, latency))
+    last: dict[tuple[int, int], int] = {}
+    for operation, lane in enumerate(zip(graph.rank.tolist(), graph.lane.tolist(), strict=True)):
+        previous = last.get(lane)
+        if previous is not None:
+            followers[previous].append((operation, 0))
+            waiting[operation] += 1
+        last[lane] = operation
+    return waiting, followers
+
+
+def _run_alone(graph: Graph) -> Times:
+    """Without contention an end does not depend on the order of events: the longest path to each operation."""
+    waiting, followers = _followers(graph)
+    start = [0] * len(graph)
+    end = [0] * len(graph)
+    duration = graph.duration_ns.tolist()
+    ready = [operation for operation, count in enumerate(waiting) if count == 0]
+    done = 0
+    while ready:
+        operation = ready.pop()
+        done += 1
+        end[operation] = now = start[operation] + duration[operation]
+        for follower, latency in followers[operation]:
+            if now + latency > start[follower]:
+                start[follower] = now + latency
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    if done < len(graph):
+        raise ValueError(_deadlock(graph, waiting))
+    return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
+
+
+class _Contended:
+    """A run in which operations slow one another down: what is active, what each has left, when it was last counted."""
+
+    def __init__(self, graph: Graph, contention: Contention, cores: SharedCores | None = None) -> None:
+        self.graph = graph
+        self.alone_units = [_units(contention.compute_slowdown), _units(contention.communication_slowdown)]
+        self.is_communication = (graph.lane != COMPUTE).astype(np.int64).tolist()
+        self.members = [
+            (rank,) if peer < 0 or peer == rank else (rank, peer)
+            for rank, peer in zip(graph.rank.tolist(), graph.peer.tolist(), strict=True)
+        ]
+        num_ranks = 1 + max((max(ranks) for ranks in self.members), default=-1)
+        self.active: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_ranks)]
+        self.shares = cores is not None
+        self.whole, self.speeds = cores.speeds(num_ranks) if cores else (1, [1] * (num_ranks + 1))
+        self.computing: set[int] = set()  # operations, where ranks share cores
+        self.left = [
+            duration * self.alone_units[kind] * self.whole
+            for duration, kind in zip(graph.duration_ns.tolist(), self.is_communication, strict=True)
+        ]
+        self.rate = [0] * len(graph)
+        self.counted_ns = [0] * len(graph)
+        self.version = [0] * len(graph)
+        self.events: list[tuple[int, int, int, int]] = []  # time, 0 end or 1 start, operation, version
+
+    def run(self) -> Times:
+        waiting, followers = _followers(self.graph)
+        start = [0] * len(self.graph)
+        end = [0] * len(self.graph)
+        for operation, count in enumerate(waiting):
+            if count == 0:
+                heapq.heappush(self.events, (0, 1, operation, 0))
+        done = 0
+        while self.events:
+            now, is_start, operation, version = heapq.heappop(self.events)
+            if is_start:
+                self._change(operation, now, starts=True)
+                continue
+            if version != self.version[operation]:
+                continue  # its rate has changed since this end was foreseen
+            end[operation] = now
+            done += 1
+            self._change(operation, now, starts=False)
+            for follower, latency in followers[operation]:
+                start[follower] = max(start[follower], now + latency)
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    heapq.heappush(self.events, (start[follower], 1, follower, 0))
+        if done < len(self.graph):
+            raise ValueError(_deadlock(self.graph, waiting))
+        return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
+
+    def _change(self, operation: int, now: int, *, starts: bool) -> None:
+        """Let an operation begin or finish, and foresee anew the ends of those whose rate that changes."""
+        kind = self.is_communication[operation]
+        touched = {operation} if starts else set()
+        for rank in self.members[operation]:
+            mine, others = self.active[rank][kind], self.active[rank][1 - kind]
+            if starts:
+                mine.add(operation)
+                self.counted_ns[operation] = now
+            else:
+                mine.discard(operation)
+            touched |= others
+        if self.shares and kind == COMPUTE:
+            (self.computing.add if starts else self.computing.discard)(operation)
+            touched |= self.computing
+        for other in touched:
+            self._foresee(other, now)
+
+    def _foresee(self, operation: int, now: int) -> None:
+        kind = self.is_communication[operation]
+        disturbed = any(self.active[rank][1 - kind] for rank in self.members[operation])
+        rate = UNITS if disturbed else self.alone_units[kind]
+        rate *= self.speeds[len(self.computing)] if kind == COMPUTE else self.whole
+        if rate == self.rate[operation] and self.version[operation]:
+            return
+        self.left[operation] = max(0, self.left[operation] - self.rate[operation] * (now - self.counted_ns[operation]))
+        self.counted_ns[operation] = now
+        self.rate[operation] = rate
+        self.version[operation] += 1
+        end = now - (-self.left[operation] // rate)  # rounded up
+        heapq.heappush(self.events, (end, 0, operation, self.version[operation]))
+
+
+def _units(slowdown: float) -> int:
+    return max(UNITS, round(slowdown * UNITS))
+
+
+def _deadlock(graph: Graph, waiting: list[int]) -> str:
+    stuck = [operation for operation, count in enumerate(waiting) if count > 0]
+    lanes: dict[tuple[int, int], int] = {}
+    for operation in stuck:  # the first of each lane is what the lane hangs in
+        lanes.setdefault((int(graph.rank[operation]), int(graph.lane[operation])), operation)
+    blocked = set(stuck)
+    texts = []
+    for (rank, lane), operation in sorted(lanes.items())[:SHOWN]:
+        needs = [need for need in graph.needs_of(operation) if need in blocked]
+        what = ", ".join(f"{need} of rank {graph.rank[need]}" for need in needs)
+        texts.append(f"rank {rank} lane {lane}: operation {operation} waits for {what or 'the one before it'}")
+    more = f"; and {len(lanes) - SHOWN} lanes more" if len(lanes) > SHOWN else ""
+    return f"deadlock: {len(stuck)} operations can never start: {'; '.join(texts)}{more}"

@@ -1,0 +1,195 @@
+"""Syncs: each exchange of gradients among the replicas of a stage, with its copies and its compression, in nanoseconds.
+
+A sync is the way of one bucket: pack it (and encode it), send it, unpack it (and decode it). Without compression one
+all-reduce carries the gradients. With it, `exchanges` says what travels instead; PowerSGD alone sends a second time,
+after it has worked on what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from distlab.plan import Bucket, Layer, Plan, Work, assign_buckets
+from distlab.plan.compression import Exchange, exchanges
+from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
+from simulator.hardware.cost import compute_s
+from simulator.hardware.process_groups import Group
+from simulator.units import to_ns
+
+
+class Tensors(NamedTuple):
+    """Some of a layer's parameter tensors: elements of each, and shapes."""
+
+    parameter_sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Transfer(NamedTuple):
+    """One call, costed.
+
+    Attributes:
+        kind: all_reduce, reduce_scatter, all_gather, or copy between a device and its host.
+        num_bytes: of the whole that is summed, scattered or gathered.
+        duration_ns: how long it takes alone.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+    """
+
+    kind: str
+    num_bytes: int
+    duration_ns: int
+    sent_bytes: float
+
+
+class Later(NamedTuple):
+    """The second time that a bucket sends: what is computed before it, what it carries, what is computed meanwhile."""
+
+    between_ns: int
+    kind: str
+    num_bytes: int
+    duration_ns: int
+    after_ns: int
+
+
+class Sync(NamedTuple):
+    """One bucket of gradients on its way to the mean.
+
+    Attributes:
+        name: what a reader sees.
+        num_bytes: payload of this rank's calls, the second time apart.
+        layer: layer of the stage (0 first) whose backward makes the last of its gradients.
+        pack_ns: copying the gradients into a buffer and dividing or encoding them, before.
+        duration_ns: the all-reduce, or what compression sends instead.
+        unpack_ns: copying the mean back, or decoding it, after.
+        kind: the call that travels: all_reduce or all_gather.
+        gradient_bytes: bytes of its gradients.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+        compressed: whether it is encoded.
+        later: the second time, where there is one.
+        num_tensors: parameters in it.
+        parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
+        gather: the all-gather of the parameters after the update, where each rank updates only its own.
+        start_ns: starting it, where that keeps the computing rank busy.
+        save: the copy of the gradients' shard to the host, where the host updates.
+        load: the copy of the updated shard back to the device.
+    """
+
+    name: str
+    num_bytes: int
+    layer: int
+    pack_ns: int
+    duration_ns: int
+    unpack_ns: int
+    kind: str = "all_reduce"
+    gradient_bytes: int = 0
+    sent_bytes: float = 0.0
+    compressed: bool = False
+    later: Later | None = None
+    num_tensors: int = 0
+    parts: tuple[Transfer, ...] = ()
+    gather: Transfer | None = None
+    start_ns: int = 0
+    save: Transfer | None = None
+    load: Transfer | None = None
+
+
+def make_syncs(
+    layers: Sequence[Layer | Tensors],
+    bytes_per_parameter: int,
+    *,
+    group: Group,
+    plan: Plan,
+    codec: MeasuredCodec | None = None,
+    whose: str = "",
+) -> tuple[Sync, ...]:
+    """Return what a stage exchanges, in the order in which it starts; `whose` gradients they are ends each name."""
+    sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
+    if group.num_ranks == 1 or not sizes:
+        return ()
+    owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
+    shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
+
+    @cache  # blocks are alike, and so are most buckets
+    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+        copies = _copies(num_bytes, num_tensors, plan.gradient_sync)
+        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
+        travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+        return pack, unpack, *travel
+
+    def sync(what: str, parameters: tuple[int, ...], num_bytes: int) -> Sync:
+        pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
+        plain = Sync(
+            name=f"all_reduce {what}{whose}",
+            num_bytes=num_bytes,
+            layer=min(owner[parameters[0]], owner[parameters[-1]]),  # parameters rise or fall, and owners with them
+            pack_ns=pack_ns,
+            duration_ns=duration_ns,
+            unpack_ns=unpack_ns,
+            gradient_bytes=num_bytes,
+            sent_bytes=sent_bytes,
+            num_tensors=len(parameters),
+        )
+        if plan.compression is None:
+            return plain
+        bucket = [shapes[index] for index in parameters]
+        if codec is not None:
+            times = codec.times(num_bytes)
+        else:
+            extra = {"num_ranks": group.num_ranks, "bytes_per_element": bytes_per_parameter}
+            times = codec_times(plan.compression, bucket, device=group.cluster.device, **extra)
+        return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
+
+    if plan.gradient_sync == "per_parameter":
+        return tuple(sync(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
+    if plan.gradient_sync == "flat":
+        return (sync("all gradients", tuple(range(len(sizes))), sum(sizes)),)
+    small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
+    first_bucket_bytes = plan.first_bucket_bytes if small_first else None
+    buckets = _buckets(tuple(sizes), plan.bucket_bytes, first_bucket_bytes)
+    return tuple(sync(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
+
+
+@lru_cache(maxsize=64)
+def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int | None) -> tuple[Bucket, ...]:
+    """Return the buckets of a stage: stages in the middle of a model are alike, and so are those of the next plan."""
+    return assign_buckets(sizes, bucket_bytes, first_bucket_bytes)
+
+
+def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> Sync:
+    """Return the sync that sends those calls in place of its gradients.
+
+    PowerSGD's last call carries the second factor, which is made from the first: it waits for the others.
+    """
+    *first, last = calls
+    later = Later(times.between_ns, *last, group.exchange_ns(*last), times.after_ns) if first else None
+    first = first or [last]
+    kind = first[0].kind
+    return plain._replace(
+        name=plain.name.replace("all_reduce", kind, 1),
+        num_bytes=sum(call.num_bytes for call in first),
+        pack_ns=plain.pack_ns + times.encode_ns,
+        duration_ns=sum(group.exchange_ns(*call) for call in first),
+        unpack_ns=plain.unpack_ns + times.decode_ns,
+        kind=kind,
+        sent_bytes=sum(group.sent_bytes(*call) for call in calls),
+        compressed=True,
+        later=later,
+    )
+
+
+def _copies(num_bytes: int, num_tensors: int, gradient_sync: str) -> tuple[Work, Work]:
+    """Return the work before and after one all-reduce.
+
+    Dividing reads and writes every gradient, and so does a copy. A parameter alone is divided in place. Flat and
+    bucketed gradients are copied into a buffer, divided there, and copied back. Overlapped gradients live in the
+    buffer. Each is divided there from a hook, which costs about what a kernel does, and added up while it is in the
+    cache, which tells whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
+    """
+    one_pass = 2 * num_bytes
+    if gradient_sync == "per_parameter":
+        return Work(memory_bytes=one_pass, num_kernels=num_tensors), Work()
+    if gradient_sync == "overlapped":
+        return Work(memory_bytes=one_pass, num_kernels=3 * num_tensors), Work()
+    copy = Work(memory_bytes=one_pass, num_kernels=num_tensors)
+    return copy + Work(memory_bytes=one_pass, num_kernels=1), copy

@@ -1,0 +1,184 @@
+"""Cost: how long work takes on a device, and a message or a collective on a link.
+
+The alpha-beta model: one message of S bytes takes `latency + S / bandwidth`. A collective is a number of steps, each
+with its latency, and a number of bytes that every rank must push through its link:
+
+    ring all-reduce          2(n-1) alpha + 2(n-1)/n S/beta     least bytes; steps grow with n
+    halving-doubling         2 log2(n) alpha + 2(n-1)/n S/beta  least bytes and few steps; wants a power of two
+    double binary tree       2 log2(n) alpha + 2 S/beta         few steps; pipelined, both trees busy
+    in network               2 alpha + (n+1)/n S/beta           the switch adds up
+
+Links may have two protocols, one with a low latency and one with a high bandwidth. A library picks one for the whole
+collective, by its size: the time is the smaller of the two lines.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from distlab.plan import Device, Link, Work
+
+ALL_REDUCE_ALGORITHMS = ("ring", "halving_doubling", "tree", "in_network")
+
+
+class Steps(NamedTuple):
+    """A collective in the alpha-beta model.
+
+    Attributes:
+        num_latencies: messages that follow one another.
+        bytes_factor: bytes that a rank's link carries one way, as a multiple of the message's size.
+    """
+
+    num_latencies: float
+    bytes_factor: float
+
+
+def compute_s(work: Work, device: Device) -> float:
+    """Return the time of work on a device: matrix products, then all other kernels, and a fixed time a kernel.
+
+    The parts are added, not the longest taken: `Work` already puts each kernel on the side of the roofline that bounds
+    it, and the kernels of one stream follow one another.
+    """
+    return (
+        work.matmul_flops / device.matmul_flops_per_s
+        + work.memory_bytes / device.memory_bytes_per_s
+        + work.num_kernels * device.kernel_s
+    )
+
+
+def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
+    """Return the time of so many latencies and bytes on a link, by the faster of its protocols."""
+    return min(
+        steps.num_latencies * protocol.latency_s + steps.bytes_factor * num_bytes / protocol.bytes_per_s
+        for protocol in link.protocols
+    )
+
+
+def message_s(num_bytes: float, link: Link) -> float:
+    """Return the time of one message from one rank to another."""
+    _check_bytes(num_bytes)
+    return steps_s(num_bytes, Steps(1, 1.0), link)
+
+
+def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
+    """Return the steps of an all-reduce among n ranks.
+
+    Cost: see the table of this file. A number of ranks that is no power of two costs halving-doubling one exchange of
+    the whole message more before and after, and the tree a level that is not full.
+    Source: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (ring, halving-doubling); Sanders, Speck, Traeff 2009 (double
+        binary tree); NVIDIA, Hot Chips 34, 2022 (in the switch: n + 1 parts of S/n each way instead of 2(n-1)).
+
+    Raises:
+        ValueError: the algorithm is unknown, or n is less than 1.
+    """
+    n = _check_ranks(num_ranks)
+    if algorithm not in ALL_REDUCE_ALGORITHMS:
+        raise ValueError(f"all-reduce algorithm is {algorithm!r}; choose one of {', '.join(ALL_REDUCE_ALGORITHMS)}")
+    if n == 1:
+        return Steps(0, 0.0)
+    if algorithm == "ring":
+        return Steps(2 * (n - 1), 2 * (n - 1) / n)
+    if algorithm == "tree":
+        return Steps(2 * math.ceil(math.log2(n)), 2.0)
+    if algorithm == "in_network":
+        return Steps(2, (n + 1) / n)
+    core = 2 ** int(math.log2(n))
+    extra = 0 if core == n else 1
+    return Steps(2 * math.log2(core) + 2 * extra, 2 * (core - 1) / core + 2 * extra)
+
+
+def reduce_scatter_steps(num_ranks: int) -> Steps:
+    """Return the steps of a ring reduce-scatter, and of a ring all-gather: half of a ring all-reduce."""
+    n = _check_ranks(num_ranks)
+    return Steps(n - 1, (n - 1) / n)
+
+
+def broadcast_steps(num_ranks: int) -> Steps:
+    """Return the steps of a binary-tree broadcast, pipelined: log2(n) latencies, the message once over each link."""
+    n = _check_ranks(num_ranks)
+    return Steps(math.ceil(math.log2(n)), 1.0) if n > 1 else Steps(0, 0.0)
+
+
+def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
+    """Return the time of an all-reduce of num_bytes on each of num_ranks ranks.
+
+    Raises:
+        ValueError: the size is negative, the number of ranks less than 1, or the algorithm unknown.
+    """
+    _check_bytes(num_bytes)
+    return steps_s(num_bytes, all_reduce_steps(num_ranks, algorithm), link)
+
+
+def reduce_scatter_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of a ring reduce-scatter of num_bytes on each rank (a rank keeps 1/n of the sum)."""
+    _check_bytes(num_bytes)
+    return steps_s(num_bytes, reduce_scatter_steps(num_ranks), link)
+
+
+def all_gather_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of a ring all-gather that leaves num_bytes, the whole, on each rank."""
+    return reduce_scatter_s(num_bytes, num_ranks, link)
+
+
+def broadcast_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of a broadcast of num_bytes from one rank to all."""
+    _check_bytes(num_bytes)
+    return steps_s(num_bytes, broadcast_steps(num_ranks), link)
+
+
+def hierarchical_all_reduce_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of reduce-scatter inside nodes, all-reduce across them on S/g, all-gather inside.
+
+    The three stages follow one another; each rank of a node has its own wire (`inter_node`) to other nodes.
+    """
+    inside = reduce_scatter_s(num_bytes, ranks_per_node, intra_node)
+    across = all_reduce_s(num_bytes / ranks_per_node, num_nodes, inter_node)
+    return inside + across + all_gather_s(num_bytes, ranks_per_node, intra_node)
+
+
+def hierarchical_all_gather_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of an all-gather across nodes, each rank its own 1/g of them, and then inside nodes."""
+    across = all_gather_s(num_bytes / ranks_per_node, num_nodes, inter_node)
+    return across + all_gather_s(num_bytes, ranks_per_node, intra_node)
+
+
+def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of an all-to-all of num_bytes on each rank, of which 1/n goes to each: (n-1)/n S leave it.
+
+    Cost: n - 1 messages of S/n, one after the other.
+    """
+    return reduce_scatter_s(num_bytes, num_ranks, link)
+
+
+def hierarchical_all_to_all_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
+    _check_bytes(num_bytes)
+    n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
+    inside, across = ranks_per_node - 1, n - ranks_per_node
+    return max(
+        steps_s(num_bytes, Steps(inside, inside / n), intra_node),
+        steps_s(num_bytes, Steps(across, across / n), inter_node),
+    )
+
+
+def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:
+    """Return the bus bandwidth of an all-reduce as nccl-tests prints it: 2(n-1)/n S / time."""
+    return all_reduce_steps(num_ranks).bytes_factor * num_bytes / seconds
+
+
+def _check_bytes(num_bytes: float) -> None:
+    if not (num_bytes >= 0 and math.isfinite(num_bytes)):
+        raise ValueError(f"a message has {num_bytes!r} bytes; pass a finite number >= 0")
+
+
+def _check_ranks(num_ranks: int) -> int:
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f"a collective runs among {num_ranks!r} ranks; pass a whole number of at least 1")
+    return num_ranks

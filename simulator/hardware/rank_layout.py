@@ -1,0 +1,125 @@
+"""Layout: where the ranks of a plan sit in a cluster, and who exchanges with whom along each axis.
+
+Ranks are numbered by the mesh of `distlab.plan.axes`: the last axis of its order varies fastest. A node holds
+neighbouring numbers, so the order decides which exchanges stay inside nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan import AXES, Cluster, Plan
+from distlab.plan.axes import check_order
+from simulator.hardware.process_groups import Group, Links, Seat, seat_of
+
+Ints = NDArray[np.int64]
+LARGE_BYTES = 1e9
+COPIES = ("data", "expert", "context")  # ranks with equal parameters; an expert's are on fewer
+EXPERT_COPIES = ("data", "context")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A plan on a cluster.
+
+    Attributes:
+        cluster: the devices.
+        plan: the degrees.
+        order: axes from the slowest to the fastest.
+        links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
+    """
+
+    cluster: Cluster
+    plan: Plan
+    order: tuple[str, ...] = AXES
+    links: Links = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_order(self.order)
+        plan, cluster = self.plan, self.cluster
+        if plan.world_size > cluster.num_devices:
+            degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", *AXES)}
+            shown = [f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline")]
+            raise ValueError(
+                f"the plan needs {' x '.join(shown)} = {plan.world_size} ranks; cluster "
+                f"{cluster.name!r} has {cluster.num_devices} devices; lower a degree or use a larger cluster"
+            )
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """Numbers of the ranks, one row a rank of the pipeline: all that run its stages [P, R]."""
+        return _grid(self._sizes, self.order, ("pipeline",)).T
+
+    def groups(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Group, ...]:
+        """Return the groups along some axes at a place in the pipeline, one of all those that cost alike."""
+        return tuple(Group(self.cluster, *seat, self.links) for seat in self.seats(axes, pipeline))
+
+    def seats(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Seat, ...]:
+        """Return how the groups along some axes at a place in the pipeline sit in their nodes, each way once."""
+        return _seats(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
+
+    def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
+        """Return the group along some axes that a large all-reduce takes longest in: all wait for it."""
+        groups = self.groups(axes, pipeline)
+        if len(groups) == 1:
+            return groups[0]
+        return max(groups, key=lambda group: group.exchange_ns("all_reduce", LARGE_BYTES))
+
+    def rows(self, axes: Sequence[str], pipeline: int = 0) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of these groups, counted from the first rank of the first's node."""
+        return _rows(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
+
+    def crosses_nodes(self, here: int, there: int) -> bool:
+        """Return whether any message between two ranks of the pipeline leaves a node."""
+        nodes = self._nodes
+        return bool((nodes[here] != nodes[there]).any())
+
+    @cached_property
+    def _nodes(self) -> Ints:
+        return self.ranks // self.cluster.devices_per_node
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self.plan, axis) for axis in self.order)
+
+
+@lru_cache(maxsize=128)
+def _grid(sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...]) -> Ints:
+    """Return the ranks, those along `axes` in a row each [groups, ranks], rising."""
+    grid = np.arange(int(np.prod(sizes))).reshape(sizes)
+    inside = [place for place, axis in enumerate(order) if axis in axes]
+    outside = [place for place, axis in enumerate(order) if axis not in axes]
+    length = int(np.prod([sizes[place] for place in inside]))
+    return grid.transpose([*outside, *inside]).reshape(-1, length)
+
+
+@lru_cache(maxsize=256)
+def _rows(
+    sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return for each place in the pipeline the groups along `axes`, moved to the first node, each once."""
+    stage_of = np.empty(int(np.prod(sizes)), np.int64)
+    for place, ranks in enumerate(_grid(sizes, order, ("pipeline",)).T):
+        stage_of[ranks] = place
+    groups = _grid(sizes, order, axes)
+    at = stage_of[groups[:, 0]]
+    moved = groups - groups[:, :1] // per_node * per_node
+    places = []
+    for place in range(sizes[order.index("pipeline")]):
+        found = dict.fromkeys(map(tuple, moved[at == place].tolist()))
+        places.append(tuple(found))
+    return tuple(places)
+
+
+@lru_cache(maxsize=256)
+def _seats(
+    sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
+) -> tuple[tuple[Seat, ...], ...]:
+    """Return for each place in the pipeline how the groups along `axes` sit in their nodes, each way once."""
+    places = _rows(sizes, order, axes, per_node)
+    return tuple(tuple(dict.fromkeys(seat_of(row, per_node) for row in rows)) for rows in places)

@@ -1,0 +1,261 @@
+"""Does a plan fit on a device? By how much it does not, on which rank, and the smallest change that makes it fit.
+
+    check_fit(workload, plan, device)            # raises DoesNotFitError, whose text says all of that
+    smallest_change(workload, plan, device)      # the changed plan, or None
+
+The smallest change is the one that costs the least time. It is found by trying: every combination of what may change is
+counted, in the order of a rough price, until one fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from distlab.plan import Device, Layer, Plan, Work, Workload
+from distlab.plan.records import RECOMPUTES
+from distlab.plan.sharding import OFFLOADS
+from simulator.memory.memory import KINDS, Memory, memory_of
+from simulator.units import format_bytes
+
+# What a change costs, in per cent of a step, roughly: only the order matters. Recompute: a forward is a third of the
+# work (2205.05198 section 5: selective adds 4 %, full 30 to 40 %). Sharding: stages 1 and 2 send what plain data
+# parallelism sends, stage 3 half as much again (1910.02054 section 7). Offload: over the host's bus (2101.06840).
+RECOMPUTE_PRICE = {"none": 0.0, "selective": 4.0, "full": 33.0}
+STAGE_PRICE = (0.0, 0.5, 1.0, 10.0)
+OFFLOAD_PRICE = {"none": 0.0, "optimizer": 40.0, "all": 80.0}
+HALVING_PRICE = 5.0
+SCHEDULE_PRICE = 0.1
+WIDER_PRICE = 3.0  # sharding over all ranks in place of one group of replicas
+
+
+class DoesNotFitError(ValueError):
+    """A plan that needs more memory than a device has.
+
+    Attributes:
+        memory: what the plan holds.
+        stage: the stage that holds too much.
+        missing_bytes: how much too much, of the device's memory or of the host's.
+        change: the smallest change that fits, or None.
+        advice: the same in words, or what else to do.
+    """
+
+    def __init__(self, fault: str, memory: Memory, *, stage: int, missing_bytes: int, found: Found) -> None:
+        super().__init__(fault, found.advice)
+        self.memory, self.stage, self.missing_bytes = memory, stage, missing_bytes
+        self.change, self.advice = found
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the parts, so that the error travels from a rank to its launcher."""
+        found = Found(self.change, self.advice)
+        make = partial(DoesNotFitError, stage=self.stage, missing_bytes=self.missing_bytes, found=found)
+        return make, (self.args[0], self.memory)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to change so that a plan fits.
+
+    Attributes:
+        plan: the changed plan.
+        split: parts into which each micro-batch is cut; 1 leaves it whole.
+        price: rough extra time, in per cent of a step.
+        max_bytes: what the fullest rank then holds.
+    """
+
+    plan: Plan
+    split: int
+    price: float
+    max_bytes: int
+
+    def words(self, before: Plan) -> str:
+        """Say what differs from the plan before."""
+        now, was = self.plan.sharding, before.sharding
+        parts = []
+        if self.plan.schedule != before.schedule:
+            parts.append(f"schedule={self.plan.schedule!r}")
+        if self.plan.recompute != before.recompute:
+            parts.append(f"recompute={self.plan.recompute!r}")
+        names = ("stage", "replicas", "reshard_after_forward", "offload")
+        changed = [f"{name}={getattr(now, name)!r}" for name in names if getattr(now, name) != getattr(was, name)]
+        if changed:
+            parts.append(f"Sharding({', '.join(changed)})")
+        if self.split > 1:
+            parts.append(
+                f"micro-batches {_part(self.split)} as large and num_microbatches={self.plan.num_microbatches}"
+            )
+        return " with ".join(parts)
+
+
+class Found(NamedTuple):
+    """The smallest change that fits, or None, and the advice in words."""
+
+    change: Change | None
+    advice: str
+
+
+def check_fit(workload: Workload, plan: Plan, device: Device) -> None:
+    """Check that every rank's peak fits in the device's memory, and what is offloaded in the host's.
+
+    Raises:
+        DoesNotFitError: it does not: by how much, on which ranks, what fills it, and the smallest change that fits.
+    """
+    memory = memory_of(workload, plan)
+    if memory.fits(device):
+        return
+    stage = memory.fullest_stage
+    missing, host = memory.max_bytes - device.memory_bytes, device.host_memory_bytes
+    if missing > 0:
+        parts = memory.at_peak_bytes[stage]
+        kinds = ", ".join(f"{KINDS[k]} {format_bytes(parts[k])}" for k in (-parts).argsort(kind="stable") if parts[k])
+        fault = (
+            f"{_ranks(plan, stage)}: the plan needs {format_bytes(memory.max_bytes)} and {device.name} has "
+            f"{format_bytes(device.memory_bytes)}: {format_bytes(missing)} too much ({kinds})"
+        )
+    else:
+        stage = memory.host_bytes_of_ranks.index(memory.host_bytes)
+        missing = memory.host_bytes - (host or 0.0)
+        fault = (
+            f"{_ranks(plan, stage)}: offload {plan.sharding.offload!r} needs {format_bytes(memory.host_bytes)} of the "
+            f"host's memory and {device.name} may use {format_bytes(host or 0.0)} of it: {format_bytes(missing)} too "
+            "much"
+        )
+    found = _advise(workload, plan, device)
+    raise DoesNotFitError(fault, memory, stage=stage, missing_bytes=int(missing), found=found)
+
+
+def _advise(workload: Workload, plan: Plan, device: Device) -> Found:
+    change = find_change(workload, plan, device)
+    if change is None:
+        advice = f"no change of recompute, sharding, offload or micro-batch fits; {_more_ranks(workload, plan, device)}"
+    else:
+        advice = f"smallest change that fits: {change.words(plan)}, which holds {format_bytes(change.max_bytes)}"
+    return Found(change, advice)
+
+
+def smallest_change(workload: Workload, plan: Plan, device: Device) -> Plan | None:
+    """Return the plan with the smallest change that fits with these micro-batches: itself where it fits already.
+
+    None: no change of schedule, recompute, sharding or offload fits.
+    """
+    if memory_of(workload, plan).fits(device):
+        return plan
+    change = find_change(workload, plan, device, most_split=1)
+    return change.plan if change else None
+
+
+def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: int | None = None) -> Change | None:
+    """Return the cheapest change that fits, or None. Micro-batches may be cut, at most into their samples.
+
+    What the plan has already is never taken back. Offload is tried only where the host's memory is known.
+    """
+    most = workload.samples if most_split is None else min(most_split, workload.samples)
+    candidates = sorted(_candidates(plan, device, most), key=lambda candidate: candidate[0])
+    parts: dict[int, Workload] = {}
+    for price, changed, split in candidates:
+        if split not in parts:
+            parts[split] = split_samples(workload, split)
+        memory = memory_of(parts[split], changed)
+        if memory.fits(device):
+            return Change(changed, split, price, memory.max_bytes)
+    return None
+
+
+def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, Plan, int]]:
+    sharding = plan.sharding
+    recomputes = RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
+    stages = (
+        range(sharding.stage, 4 if plan.expert == 1 else 3)
+        if plan.copies > 1 and plan.compression is None
+        else (sharding.stage,)
+    )
+    has_host = device.host_memory_bytes is not None
+    offloads = OFFLOADS[OFFLOADS.index(sharding.offload) :] if has_host else (sharding.offload,)
+    replicas = sorted({sharding.replicas, 1})
+    reshards = sorted({sharding.reshard_after_forward, True})
+    schedules = sorted({plan.schedule, "one_f_one_b"})
+    splits = [2**power for power in range(most.bit_length()) if most % 2**power == 0]
+    for schedule, recompute, stage, offload, copies, reshard, split in product(
+        schedules, recomputes, stages, offloads, replicas, reshards, splits
+    ):
+        if (offload != "none" and stage == 0) or (offload == "all" and stage != 3):
+            continue
+        if stage == 3 and plan.pipeline > 1 and sharding.stage != 3:
+            continue  # every micro-batch would gather every unit again
+        changed = replace(sharding, stage=stage, offload=offload, replicas=copies, reshard_after_forward=reshard)
+        price = RECOMPUTE_PRICE[recompute] + STAGE_PRICE[stage] + OFFLOAD_PRICE[offload]
+        price += HALVING_PRICE * (split.bit_length() - 1) + SCHEDULE_PRICE * (schedule != plan.schedule)
+        price += WIDER_PRICE * ((copies != sharding.replicas) + (reshard != sharding.reshard_after_forward))
+        microbatches = plan.num_microbatches * split
+        yield (
+            price,
+            replace(plan, schedule=schedule, recompute=recompute, sharding=changed, num_microbatches=microbatches),
+            split,
+        )
+
+
+def split_samples(workload: Workload, split: int) -> Workload:
+    """Return the workload of micro-batches cut into `split` equal parts: work and activations shrink, parameters stay.
+
+    Raises:
+        ValueError: the parts do not divide the samples.
+    """
+    if split < 1 or workload.samples % split:
+        raise ValueError(f"{split} parts do not divide {workload.samples} samples; use a divisor")
+    if split == 1:
+        return workload
+
+    def part(work: Work) -> Work:
+        return work.times(1 / split)
+
+    def smaller(layer: Layer) -> Layer:
+        return replace(
+            layer,
+            forward=part(layer.forward),
+            input_gradient=part(layer.input_gradient),
+            weight_gradient=part(layer.weight_gradient),
+            activation_bytes=layer.activation_bytes // split,
+            output_bytes=layer.output_bytes // split,
+            tensor_activation_bytes=layer.tensor_activation_bytes // split,
+            score_bytes=layer.score_bytes // split,
+            input_bytes=layer.input_bytes // split,
+            logits_bytes=layer.logits_bytes // split,
+            widest_bytes=layer.widest_bytes // split,
+            score_forward=part(layer.score_forward),
+            regions=tuple(region.part(split) for region in layer.regions),
+            experts=layer.experts and layer.experts.part(split),
+        )
+
+    layers = tuple(smaller(layer) for layer in workload.layers)
+    return replace(workload, layers=layers, samples=workload.samples // split)
+
+
+def _ranks(plan: Plan, stage: int) -> str:
+    each = plan.world_size // plan.pipeline
+    first = stage * each
+    ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+    return ranks if plan.pipeline == 1 else f"{ranks} (stage {stage})"
+
+
+def _more_ranks(workload: Workload, plan: Plan, device: Device) -> str:
+    """Say from how many data-parallel ranks on the plan fits with all that saves memory, or why none helps."""
+    spare = replace(plan, compression=None, recompute="full", schedule="one_f_one_b")
+    split = workload.samples if workload.samples & (workload.samples - 1) == 0 else 1
+    smallest = split_samples(workload, split)
+    num_ranks = plan.data
+    while num_ranks < 2**16:
+        num_ranks *= 2
+        sharding = replace(plan.sharding, stage=3, replicas=1, reshard_after_forward=True, offload="none")
+        if memory_of(smallest, replace(spare, data=num_ranks, sharding=sharding)).max_bytes <= device.memory_bytes:
+            return f"use data={num_ranks} with stage 3 and full recompute, or split layers with tensor"
+    return "one layer alone is too large: split it with tensor, use shorter sequences or a larger device"
+
+
+def _part(split: int) -> str:
+    return "half" if split == 2 else f"1/{split}"

@@ -1,0 +1,168 @@
+"""Memory passes: what a rank holds while it runs its passes, whatever their order and whichever of its stages.
+
+While one stage works, the rank's others rest: they hold the activations of the micro-batches that they have in flight,
+and the gradients that they have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.memory.kinds import GRADIENTS, KINDS
+from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes
+from simulator.pipeline.schedule_arrays import B, F, I, Order, W
+
+CHANGE = np.array([1, -1, 0, -1])  # of what is in flight: F, B, I, W
+
+
+class Turns(NamedTuple):
+    """What a rank runs, in order.
+
+    Attributes:
+        stage: of each pass [A].
+        kind: F, B, I or W [A].
+    """
+
+    stage: Ints
+    kind: Ints
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The rank's stages."""
+        return tuple(np.unique(self.stage).tolist())
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The most micro-batches (a stage each) in flight: forward has run, and B or W has not."""
+        return int(np.cumsum(CHANGE[self.kind]).max(initial=0))
+
+
+def turns_of(order: Order) -> tuple[Turns, ...]:
+    """Return what each rank runs."""
+    bounds = zip(order.offsets[:-1].tolist(), order.offsets[1:].tolist(), strict=True)
+    stage, kind = order.stage.astype(np.int64), order.kind.astype(np.int64)
+    return tuple(Turns(stage[first:stop], kind[first:stop]) for first, stop in bounds)
+
+
+def one_by_one(stage: int, in_flight: int, total: int) -> Turns:
+    """Return the turns of one stage: forwards until `in_flight` are held, then one backward for one forward."""
+    steady = np.tile([B, F], total - in_flight)
+    kind = np.concatenate([np.full(in_flight, F), steady, np.full(in_flight, B)])
+    return Turns(np.full(len(kind), stage), kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """When a rank's passes run, in its order.
+
+    Attributes:
+        turns: what each pass is.
+        start_ns: [A].
+        end_ns: [A].
+        layers_ns: of each stage, times of each layer in an F, B, I and W; a pass that takes longer is stretched.
+        update_ns: start and end of the optimizer's update.
+    """
+
+    turns: Turns
+    start_ns: Ints
+    end_ns: Ints
+    layers_ns: Mapping[int, Sequence[Sequence[int]]]
+    update_ns: tuple[int, int]
+
+    def moments(self) -> Ints:
+        """Return when each layer of each pass begins, and the pass ends, and the update's two; as `rows_of`."""
+        stage, kind = self.turns
+        places, size = _places(stage, {number: len(layers[F]) for number, layers in self.layers_ns.items()})
+        moments = np.empty(size, np.int64)
+        for number, layers_ns in self.layers_ns.items():
+            mine = np.flatnonzero(stage == number)
+            passes = [np.array(layers, np.int64)[:: 1 if code == F else -1] for code, layers in enumerate(layers_ns)]
+            shares = np.stack([_shares(layers) for layers in passes])[kind[mine]]
+            inside = np.rint(shares * (self.end_ns - self.start_ns)[mine, None]).astype(np.int64)
+            moments[places[number]] = self.start_ns[mine, None] + inside
+        return np.append(moments, self.update_ns)
+
+
+def untimed(turns: Turns, num_layers: Mapping[int, int]) -> Passes:
+    """Return passes one after the other, where a layer's forward takes 1, and its backward 2 (I and W 1 each)."""
+    layers = np.array([num_layers.get(stage, 0) for stage in range(int(turns.stage.max(initial=0)) + 1)])
+    length = np.array([1, 2, 1, 1])[turns.kind] * layers[turns.stage]
+    end = np.cumsum(length)
+    each = {stage: [[unit] * count for unit in (1, 2, 1, 1)] for stage, count in num_layers.items()}
+    last = int(end[-1])
+    return Passes(turns, end - length, end, each, (last, last + sum(num_layers.values())))
+
+
+def rows_of(own: Mapping[int, StageBytes], turns: Turns) -> Ints:
+    """Return what a rank holds all through a step: as each layer of each pass begins, after the pass, at the update.
+
+    Shapes: A passes of L layers -> [A (L + 1) + 2, K], where L may differ between stages
+    """
+    return _evaluate(own, turns, *_states(own, turns))
+
+
+def peaks_of(own: Mapping[int, StageBytes], turns: Turns) -> tuple[Ints, Ints]:
+    """Return the most of each kind, and the kinds at the fullest moment; each state of the rank is looked at once."""
+    others, phase = _states(own, turns)
+    table = np.unique(np.column_stack([*turns, others, phase]), axis=0)
+    count = len(own)
+    turns = Turns(table[:, 0], table[:, 1])
+    rows = _evaluate(own, turns, table[:, 2 : 2 + count], table[:, 2 + count :])
+    return rows.max(axis=0), rows[rows.sum(axis=1).argmax()]
+
+
+def _states(own: Mapping[int, StageBytes], turns: Turns) -> tuple[Ints, Ints]:
+    """Return, for each pass, what every stage of the rank has in flight beside the one at work, and its phase."""
+    stage, kind = turns
+    others, phases = [], []
+    for number in own:
+        mine = stage == number
+        in_flight = np.cumsum(np.where(mine, CHANGE[kind], 0))
+        others.append(in_flight - (mine & ((kind == F) | (kind == I))))
+        weighs = mine & ((kind == B) | (kind == W))
+        made = np.cumsum(weighs)
+        total = int(made[-1])
+        rest = np.where(made == 0, NONE, np.where(made == total, AFTER, MIDDLE))
+        at_work = np.where(made == 1, FIRST if total > 1 else ONLY, np.where(made == total, LAST, MIDDLE))
+        phases.append(np.where(weighs, at_work, rest))
+    return np.stack(others, axis=1), np.stack(phases, axis=1)
+
+
+def _evaluate(own: Mapping[int, StageBytes], turns: Turns, others: Ints, phase: Ints) -> Ints:
+    always = np.sum([each.always for each in own.values()], axis=0)
+    places, size = _places(turns.stage, {number: len(each.kept) for number, each in own.items()})
+    out = np.empty((size + 2, len(KINDS)), np.int64)
+    for at, (number, each) in enumerate(own.items()):
+        mine = turns.stage == number
+        rows = each.working(turns.kind[mine], others[mine, at], phase[mine, at])
+        for beside, other in enumerate(own.values()):
+            if beside != at:
+                rows += other.resting(others[mine, beside], phase[mine, beside])[:, None]
+        out[places[number]] = rows + always
+    out[-1] = always
+    out[-1, GRADIENTS] += sum(int(each.gradients[-1]) for each in own.values())
+    out[-2] = out[-1] + np.max([each.update for each in own.values()], axis=0)
+    return out
+
+
+def _places(stage: Ints, num_layers: Mapping[int, int]) -> tuple[dict[int, Ints], int]:
+    """Return where each stage's passes stand among all rows [A of the stage, L + 1], and how many rows there are."""
+    lengths = np.zeros(int(stage.max(initial=0)) + 1, np.int64)
+    for number, count in num_layers.items():
+        lengths[number] = count + 1
+    ends = np.cumsum(lengths[stage])
+    begins = ends - lengths[stage]
+    places = {number: begins[stage == number, None] + np.arange(count + 1) for number, count in num_layers.items()}
+    return places, int(ends[-1])
+
+
+def _shares(layers_ns: Ints) -> NDArray[np.float64]:
+    """Return where in a pass each layer begins, and the end, from 0 to 1; equal parts where nothing takes time."""
+    if not layers_ns.any():
+        layers_ns = np.ones_like(layers_ns)
+    return np.concatenate([[0.0], np.cumsum(layers_ns) / layers_ns.sum()])

@@ -1,0 +1,232 @@
+"""What a rank holds of one pipeline stage: bytes by kind, all the time and while each layer passes forward or backward.
+
+A micro-batch's activations are held layer by layer: from the start of a layer's forward to the end of its backward. So
+what is held over a step has the shape of a saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan import Layer, Plan, Workload
+from distlab.plan.work import COLUMNS, kinds_of
+from simulator.memory.fsdp_units import unit_bytes
+from simulator.memory.kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
+from simulator.memory.model_states import count_states
+from simulator.precision import Widths, widths_of
+from simulator.stage.local_layer import local_layers
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+F = 0  # a forward pass, as in the kinds F, B, I, W
+# Where a stage is with its gradients: it has none, makes the first, is between, makes the last or the only one; ONLY
+# stands for FIRST and LAST in one.
+NONE, FIRST, MIDDLE, LAST, AFTER, ONLY = range(6)
+
+
+@dataclass(frozen=True, eq=False)
+class StageBytes:
+    """What a rank of one stage holds, one column a kind of KINDS.
+
+    Attributes:
+        always: all the step long [K].
+        kept: of one micro-batch by each layer, from its forward to its backward [L, K].
+        forward: beside that, while each layer's forward runs [L, K].
+        backward: while each layer's backward runs [L, K].
+        between: from the end of a micro-batch's forward to the start of its backward [K].
+        update: while the optimizer works, beside what is held then [K].
+        gradients: bytes that the first backward has added when each layer's backward begins, and after it [L + 1].
+        beside: the same of gradients that are kept beside the buckets until the last micro-batch takes them in [L + 1].
+        tail: of buffers, from the end of a backward until the next one has passed a unit [L].
+        ends: of buffers, at the end of a backward.
+        host: in the host's memory.
+    """
+
+    always: Ints
+    kept: Ints
+    forward: Ints
+    backward: Ints
+    between: Ints
+    update: Ints
+    gradients: Ints
+    beside: Ints
+    tail: Ints
+    ends: int
+    host: int
+
+    def working(self, kind: Ints, others: Ints, phase: Ints) -> Ints:
+        """Return what is held as each layer of each pass begins, and in the last column after the pass.
+
+        Beside `always`, and from this stage alone. An I lets go of nothing: its W needs what it needs.
+
+        Shapes: kind [A], others [A] (micro-batches held beside the one at work), phase [A] -> [A, L + 1, K]
+        """
+        held = self.kept.cumsum(axis=0)
+        whole = held[-1]
+        forward = np.concatenate([held + self.forward, (whole + self.between)[None]])
+        backward = np.concatenate([(held + self.backward)[::-1], np.zeros((1, held.shape[1]), np.int64)])
+        backward[-1, BUFFERS] = self.ends
+        inputs = np.concatenate([(whole + self.backward)[::-1], whole[None]])
+        rows = np.stack([forward, backward, inputs, backward])[kind] + others[:, None, None] * whole
+        order = np.append(np.arange(len(held))[::-1], len(held))  # backward begins with the last layer
+        grown, beside = np.zeros((2, 6, len(order)), np.int64)
+        grown[[FIRST, ONLY]] = self.gradients[order]
+        grown[[MIDDLE, LAST, AFTER]] = self.gradients[-1]
+        beside[FIRST], beside[MIDDLE] = self.beside[order], self.beside[-1]
+        beside[LAST], beside[ONLY] = (self.beside[-1] - self.beside)[order], self.beside[-1]
+        rows[:, :, GRADIENTS] += (grown + beside)[phase]
+        travels = np.where((kind == F)[:, None], self.tail.max(), np.append(self.tail[::-1], 0))
+        rows[:, :, BUFFERS] += travels * ((phase == MIDDLE) | (phase == LAST))[:, None]
+        return np.asarray(rows, np.int64)
+
+    def resting(self, held: Ints, phase: Ints) -> Ints:
+        """Return what the stage holds while its rank works on another one: held [A], phase [A] -> [A, K]."""
+        rows = held[:, None] * self.kept.sum(axis=0)
+        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.beside[-1]
+        return np.asarray(rows, np.int64)
+
+
+def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks: int = 1) -> StageBytes:
+    """Count what a rank of the stage with layers cut[0] to cut[1] - 1 holds.
+
+    Args:
+        workload: the model.
+        plan: how it is laid out.
+        cut: first layer of the stage and one past its last.
+        num_chunks: parts of the stage that an interleaved schedule runs one at a time, counted as equal.
+    """
+    table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
+    widths = widths_of(workload, plan)
+    layers = workload.layers[cut[0] : cut[1]]
+    experts = _experts(layers, table, plan)
+    parameters = _divided(table["num_parameters"], table["tensor_parameters"], plan.tensor)
+    parameters = parameters - table["expert_parameters"] + experts
+    largest = np.minimum(table["largest_parameter"], parameters)
+    num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
+    kept, again = _kept(table, plan, widths.activations)
+    forward = np.zeros((num_layers, num_kinds))
+    backward = np.zeros((num_layers, num_kinds))
+    if num_chunks > 1:
+        kept /= num_chunks
+        for passing in (forward, backward):  # the last chunk's backward follows its forward at once
+            passing[:, LOGITS] = kept[:, LOGITS] * num_chunks
+        kept[:, LOGITS] = 0.0
+    _add_temporary(table, plan, widths, again, forward, backward)
+    between = np.zeros(num_kinds)
+    if plan.sharding.stage == 3:
+        units = unit_bytes(layers, parameters, largest, plan, widths)
+        forward[:, BUFFERS] += units.forward
+        backward[:, BUFFERS] += units.backward
+        backward[:, TEMPORARY] += units.raw
+        if not plan.sharding.reshard_after_forward:
+            between[BUFFERS] = forward[-1, BUFFERS]
+    else:
+        units = None
+        # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
+        backward[:, TEMPORARY] += largest * widths.parameter
+    _add_context(table, plan, widths, forward, backward)
+    own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
+    states = count_states(own, (parameters, experts), plan, widths, units)
+    tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
+    backward[:, BUFFERS] += states.arriving[:-1]
+    return StageBytes(
+        always=_whole(states.always),
+        kept=_whole(kept),
+        forward=_whole(forward),
+        backward=_whole(backward),
+        between=_whole(between),
+        update=_whole(_update(table, plan, widths, states.always)),
+        gradients=_whole(states.grown),
+        beside=_whole(states.beside),
+        tail=_whole(tail),
+        ends=int(np.ceil(ends)),
+        host=states.host,
+    )
+
+
+def _whole(values: Floats) -> Ints:
+    return np.ceil(values).astype(np.int64)
+
+
+def _divided(whole: Floats, part: Floats, ranks: int) -> Floats:
+    """Return what a rank holds of `whole` where `part` of it is cut over the ranks."""
+    return whole - part + np.ceil(part / ranks)
+
+
+def _experts(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan) -> Floats:
+    """Return the elements of experts on the ranks that have most of them [L]."""
+    shares = [
+        layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 1.0
+        for layer in layers
+    ]
+    return np.asarray(table["expert_parameters"] * np.array(shares), np.float64)
+
+
+def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, Floats]:
+    """Return what each layer keeps for backward by kind [L, K], and what backward computes again [L]."""
+    logits, divided = table["logits_bytes"], table["tensor_activation_bytes"]
+    outside = table["activation_bytes"] - logits - divided  # what tensor parallelism alone leaves whole
+    along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    inside = plan.context * plan.tensor
+    everything = width * (outside / along + divided / inside)
+    kept = np.zeros((len(logits), len(KINDS)))
+    if plan.recompute == "full":
+        inputs = width * table["input_bytes"] / along
+        kept[:, ACTIVATIONS] = np.where(inputs > 0, np.minimum(inputs, everything), everything)
+    else:
+        scores = table["score_bytes"]
+        dropped = width * np.where(divided >= scores, scores / inside, scores / plan.context)
+        kept[:, ACTIVATIONS] = everything - (dropped if plan.recompute == "selective" else 0.0)
+    kept[:, LOGITS] = logits / inside  # the loss is computed in its own type, whatever the layers' is
+    return kept, everything - kept[:, ACTIVATIONS]
+
+
+def _add_temporary(
+    table: dict[str, Floats], plan: Plan, widths: Widths, again: Floats, forward: Floats, backward: Floats
+) -> None:
+    """Add what lives shorter than a pass: outputs and gradients; beside logits what the loss makes of them.
+
+    A backward begins with the gradient of the layer's output, all that forward kept (or makes again), and soon the
+    widest gradient inside the layer; that of its input comes when the rest is gone. A loss holds the logits and their
+    log-softmax at the end of forward; in backward the latter, its gradient, and that of the logits, as torch's
+    cross-entropy does. A fused loss holds less. A forward that keeps nothing holds what goes into its widest operator,
+    and what comes out.
+    """
+    along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    outputs = widths.activations * table["output_bytes"] / along
+    widest = widths.activations * table["widest_bytes"] / (plan.context * plan.tensor)
+    inputs = np.append(0.0, outputs[:-1])
+    logits = table["logits_bytes"] / (plan.context * plan.tensor)
+    forward[:, TEMPORARY] += outputs + (np.minimum(again, 2 * widest) if plan.recompute == "full" else again)
+    forward[:, LOGITS] += logits
+    backward[:, TEMPORARY] += again + outputs + np.maximum(np.maximum(inputs, widest), 2 * logits)
+
+
+def _update(table: dict[str, Floats], plan: Plan, widths: Widths, always: Floats) -> Floats:
+    """Return what an update takes beside the states: Adam's denominator of the largest tensor, before and after.
+
+    That is an update tensor by tensor; one of all tensors at once takes as much as all of them.
+    """
+    update = np.zeros(len(KINDS))
+    width = widths.master or widths.parameter
+    if widths.optimizer >= 2 * width and plan.sharding.offload == "none":
+        update[TEMPORARY] = 2 * min(width * float(table["largest_parameter"].max()), always[OPTIMIZER] / 2)
+    return update
+
+
+def _add_context(table: dict[str, Floats], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
+    """Add the keys and values that a rank of context parallelism receives, and in backward their gradients.
+
+    All-to-alls receive queries too, and the same in backward; what was traded goes.
+    """
+    if plan.context > 1:
+        states = widths.activations * table["input_bytes"] * (table["score_bytes"] > 0)
+        each = states / (plan.context * plan.tensor)
+        counts = (2, 4) if plan.context_kind == "ring" else (3, 3)
+        forward[:, BUFFERS] += counts[0] * each
+        backward[:, BUFFERS] += counts[1] * each

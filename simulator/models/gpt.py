@@ -1,0 +1,220 @@
+"""GPT: the work, parameters and activations of a GPT, layer by layer, from its sizes alone.
+
+Symbols: B micro-batch, s sequence, h hidden, l layers, a heads, V vocabulary; the feed-forward part is 4h wide. The
+embedding is tied to the head: its parameters sit in the first layer. The last norm is left out, as in the sources.
+
+Each block says what ranks can share of it (see `distlab.plan.regions`): heads of attention, width of the feed-forward
+part, positions of the rest. `simulator.models.mixture_of_experts` puts mixtures of experts in place of the feed-forward
+parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distlab.plan import Attention, Layer, Region, Work, Workload
+from simulator.memory.published_formulas import activation_bytes_per_layer
+
+PASSES = ("forward", "input_gradient", "weight_gradient")
+LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
+ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
+
+
+def gpt_workload(
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    sequence_length: int,
+    vocab_size: int,
+    microbatch_size: int = 1,
+    bytes_per_parameter: int = 2,
+) -> Workload:
+    """Return the workload of a GPT, forward and backward without recomputing.
+
+    Matrix products and parameters are exact by the sources' formulas. Activations are 16-bit, with dropout's masks of a
+    byte; logits are in float32, once. With 16-bit parameters Adam keeps a master copy of 4 bytes. Bytes of other
+    kernels are an estimate: every activation that is kept was written once and is read once, in forward and again in
+    backward.
+
+    Cost: forward 24 B s h^2 + 4 B s^2 h FLOPs a layer and 2 B s h V for the head; backward twice that.
+    Source: Narayanan et al. 2021 (2104.04473), equations 2 and 3; Korthikanti et al. 2022 (2205.05198), equation 2 and
+        section 4.3.
+
+    Raises:
+        ValueError: a size is less than 1, or the heads do not divide the hidden size.
+    """
+    h, s, batch = hidden_size, sequence_length, microbatch_size
+    sizes = {"hidden_size": h, "num_layers": num_layers, "num_heads": num_heads, "sequence_length": s}
+    for name, value in (sizes | {"vocab_size": vocab_size, "microbatch_size": batch}).items():
+        if value < 1:
+            raise ValueError(f"GPT: {name} is {value!r}; pass a whole number of at least 1")
+    if h % num_heads:
+        raise ValueError(f"GPT: {num_heads} heads do not divide hidden_size {h}; use a divisor of {h}")
+    block = _block(h, s, batch, num_heads)
+    blocks = tuple(replace(block, name=f"block {index}") for index in range(num_layers))
+    layers = (_embedding(h, s, batch, vocab_size), *blocks, _head(h, s, batch, vocab_size))
+    return Workload(
+        name=gpt_name(layers),
+        layers=layers,
+        bytes_per_parameter=bytes_per_parameter,
+        optimizer=adam_work(layers),
+        optimizer_bytes_per_parameter=8,
+        samples=batch,
+        master_bytes_per_parameter=4 if bytes_per_parameter == 2 else 0,
+        activation_element_bytes=2,
+    )
+
+
+def gpt_name(layers: Sequence[Layer]) -> str:
+    """Name a GPT by its size."""
+    num_parameters = sum(layer.num_parameters for layer in layers)
+    return f"GPT {num_parameters / 1e9:.3g}B" if num_parameters >= 1e8 else f"GPT {num_parameters / 1e6:.3g}M"
+
+
+def adam_work(layers: Sequence[Layer]) -> Work:
+    """Return the work of one update of all parameters, a kernel a tensor."""
+    tensors = sum(len(layer.parameter_sizes) for layer in layers)
+    return Work(memory_bytes=ADAM_BYTES * sum(layer.num_parameters for layer in layers), num_kernels=tensors)
+
+
+def gpt_num_parameters(hidden_size: int, num_layers: int, sequence_length: int, vocab_size: int) -> int:
+    """Return 12 l h^2 (1 + 13/12h + (V + s)/12lh), exactly."""
+    h = hidden_size
+    return 12 * num_layers * h * h + 13 * num_layers * h + (vocab_size + sequence_length) * h
+
+
+def gpt_step_flops(
+    hidden_size: int,
+    num_layers: int,
+    sequence_length: int,
+    vocab_size: int,
+    batch_size: int,
+    *,
+    recompute: str = "none",
+) -> float:
+    """Return the FLOPs that a step executes: 72 B s l h^2 (1 + s/6h + V/12lh), or 96 (1 + s/6h + V/16lh) recomputing.
+
+    Source: Narayanan et al. 2021 (2104.04473), equation 3, whose TFLOP/s count what is recomputed (hardware
+        utilisation, HFU); without recomputing it is model utilisation (MFU). Selective recompute adds 4 B s^2 h a layer
+        (2205.05198).
+
+    Raises:
+        ValueError: recompute is not "none", "selective" or "full".
+    """
+    h, s, layers = hidden_size, sequence_length, num_layers
+    base = float(batch_size) * s * layers * h * h
+    if recompute == "full":
+        return 96 * base * (1 + s / (6 * h) + vocab_size / (16 * layers * h))
+    if recompute not in ("none", "selective"):
+        raise ValueError(f"recompute is {recompute!r}; choose none, selective or full")
+    flops = 72 * base * (1 + s / (6 * h) + vocab_size / (12 * layers * h))
+    return flops + (4.0 * batch_size * s * s * h * layers if recompute == "selective" else 0.0)
+
+
+def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
+    output = batch * s * h * 2
+    return Layer(
+        name="embedding",
+        parameter_sizes=(vocab_size * h, s * h),
+        parameter_shapes=((vocab_size, h), (s, h)),
+        forward=Work(memory_bytes=2 * output, num_kernels=3),
+        input_gradient=Work(),
+        weight_gradient=Work(memory_bytes=2 * output, num_kernels=2),
+        activation_bytes=batch * s * 8 + batch * s * h,  # token numbers, and the mask of dropout
+        output_bytes=output,
+        tensor_parameters=vocab_size * h,
+        parameter_axes=("tensor", ""),
+        regions=(Region("embedding", output_bytes=output),),
+        splits_positions=True,
+        sequence_calls=(("all_gather", s * h),),
+    )
+
+
+def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
+    flops = 2.0 * batch * s * h * vocab_size
+    logits = batch * s * vocab_size * 4
+    forward, weights = Work(flops, 2 * logits, 3), Work(flops, 0, 1)
+    tokens = batch * s * LOSS_BYTES
+    return Layer(
+        name="head and loss",
+        parameter_sizes=(),
+        forward=forward,
+        input_gradient=forward,
+        weight_gradient=weights,
+        regions=(Region("head", forward, forward, weights, 2 * batch * s * h, 0, weights, (tokens, 2 * tokens)),),
+        splits_positions=True,
+        activation_bytes=batch * s * h * 4 + logits,  # inputs of the last norm and of the head
+        logits_bytes=logits,
+        output_bytes=0,
+    )
+
+
+def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
+    kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
+    output = 2 * batch * s * h
+    scores, score_bytes = 4.0 * batch * s * s * h, 5 * batch * s * s * num_heads
+    attention: tuple[tuple[int, ...], ...] = ((h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,))
+    feed_forward = ((h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,))
+    axes = ("", "", "tensor", "tensor", "tensor", "")  # by columns with their biases, or by rows
+    sizes = tuple(math.prod(shape) for shape in (*attention, *feed_forward))
+    regions = (_attention(h, s, batch, num_heads), _feed_forward(h, s, batch))
+    whole = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
+    outside = [Work(memory_bytes=20 * batch * s * h, num_kernels=4)] * 2 + [Work()]  # norms and sums, whose inputs stay
+    forward, inputs, weights = (inside + rest for inside, rest in zip(whole, outside, strict=True))
+    return Layer(
+        name="block",
+        parameter_sizes=sizes,
+        parameter_shapes=(*attention, *feed_forward),
+        forward=forward,
+        input_gradient=inputs,
+        weight_gradient=weights,
+        activation_bytes=kept,
+        output_bytes=output,
+        tensor_activation_bytes=kept - 10 * batch * s * h,
+        score_bytes=score_bytes,
+        score_forward=Work(scores, 2 * score_bytes, 5),  # two products, scale, softmax, dropout
+        input_bytes=output,
+        tensor_parameters=sum(size for size, axis in zip(sizes, axes * 2, strict=True) if axis),
+        regions=regions,
+        splits_positions=True,
+        parameter_axes=axes * 2,
+        sequence_calls=(("all_reduce", 2 * h), ("all_reduce", 2 * h)),
+    )
+
+
+def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
+    """Return attention: products of 3h and h, scores between them; 8 s B h bytes kept, and 5 a s^2 B of scores."""
+    weights, scores = 8.0 * batch * s * h * h, 4.0 * batch * s * s * h
+    inner = 2 * 5 * batch * s * s * num_heads
+    stream = 2 * 8 * batch * s * h + inner
+    states = 2 * batch * s * h
+    return Region(
+        "attention",
+        forward=Work(weights + scores, stream, 5),
+        input_gradient=Work(weights + 2 * scores, stream, 7),
+        weight_gradient=Work(weights, 0, 2),
+        input_bytes=states,
+        output_bytes=states,
+        beside=Work(weights * 3 / 4, 0, 1),
+        attention=Attention(
+            num_heads,
+            num_heads,
+            s,
+            query_bytes=states,
+            key_value_bytes=2 * states,
+            key_value_gradient_bytes=4 * states,  # float32
+            forward=Work(scores, inner, 3),
+            backward=Work(2 * scores, inner, 5),
+        ),
+    )
+
+
+def _feed_forward(h: int, s: int, batch: int) -> Region:
+    """Return two products of 4h with a GELU between; 16 s B h bytes kept."""
+    weights, states = 16.0 * batch * s * h * h, 2 * batch * s * h
+    work = Work(weights, 2 * 16 * batch * s * h, 3)
+    half = Work(weights / 2, 0, 1)
+    return Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half)

@@ -1,0 +1,71 @@
+"""Orders: what each rank of a pipeline runs, as columns of numbers.
+
+The letters are the pipeline's: F forward, I input gradient, W weight gradient, B = I + W. The zero-bubble papers call
+our I "B".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan import Schedule
+
+Ints = NDArray[np.int64]
+Rows = NDArray[np.int32]
+
+F, B, I, W = range(4)  # noqa: E741 - the field's letter
+LETTERS = "FBIW"
+
+
+class Order(NamedTuple):
+    """What each rank runs, in columns; rank r owns the actions from offsets[r] to offsets[r + 1].
+
+    Attributes:
+        kind: F, B, I or W.
+        stage: the part of the model, 0 first.
+        microbatch: the micro-batch.
+    """
+
+    kind: NDArray[np.integer]
+    stage: NDArray[np.integer]
+    microbatch: NDArray[np.integer]
+    offsets: Ints
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.offsets) - 1
+
+    @property
+    def rank(self) -> Ints:
+        """Rank of each action."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.offsets))
+
+
+def order_of(schedule: Schedule) -> Order:
+    """Return the computations of any schedule; its sends and receives are left out, since the engine derives them."""
+    if not schedule.has_communication:
+        return Order(schedule.kind, schedule.stage, schedule.microbatch, schedule.offsets)
+    keep = schedule.kind <= W
+    offsets = np.append(0, np.cumsum(keep))[schedule.offsets]
+    return Order(schedule.kind[keep], schedule.stage[keep], schedule.microbatch[keep], offsets)
+
+
+def peak_in_flight(order: Order) -> Ints:
+    """Return, a rank, the most micro-batches (a stage each) that it holds: forward has run, and B or W has not.
+
+    An I frees nothing here: W needs what it needs until it has run.
+    """
+    step = np.array([1, -1, 0, -1])[order.kind]
+    held = np.cumsum(step)
+    held -= np.repeat(np.append(0, held)[order.offsets[:-1]], np.diff(order.offsets))
+    bounds = zip(order.offsets[:-1].tolist(), order.offsets[1:].tolist(), strict=True)
+    return np.array([held[start:stop].max(initial=0) for start, stop in bounds], np.int64)
+
+
+def action_name(order: Order, action: int) -> str:
+    """Return an action as the grammar writes it, such as 2F0."""
+    return f"{order.stage[action]}{LETTERS[order.kind[action]]}{order.microbatch[action]}"

@@ -1,0 +1,216 @@
+"""Local: a model as one rank sees it: the time of each layer's passes, with its calls, and the parameters it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from distlab.plan import Attention, Layer, Plan, Work, Workload
+from simulator.gradients.buckets import Tensors
+from simulator.gradients.shard_costs import number_bytes
+from simulator.hardware.cost import compute_s
+from simulator.hardware.rank_layout import Layout
+from simulator.precision import widths_of
+from simulator.stage.parallel_passes import Shares, backward_of, forward_of
+from simulator.stage.pass_timeline import INSIDE, Line, PassTimes, Piece, Wires
+from simulator.units import to_ns
+
+PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
+
+
+class LayerTimes(NamedTuple):
+    """The passes F, B, I and W of one layer: nanoseconds, and what is sent inside of each."""
+
+    durations_ns: tuple[int, int, int, int]
+    pieces: tuple[tuple[Piece, ...], ...] = ((), (), (), ())
+
+
+def is_shared(plan: Plan) -> bool:
+    """Return whether ranks share layers, so that passes hold calls."""
+    return plan.tensor * plan.context * plan.expert > 1
+
+
+def check_divides(workload: Workload, plan: Plan) -> None:
+    """Refuse what ranks cannot divide: heads, positions, experts of parameters that are gathered.
+
+    Raises:
+        ValueError: tensor ranks do not divide the heads, or context ranks the positions (a zig-zag cuts them in twice
+            as many parts); all-to-alls have fewer heads than ranks; stage 3 of sharding beside expert parallelism.
+    """
+    if not is_shared(plan):
+        return
+    regions = {id(region): region for layer in workload.layers for region in layer.regions}
+    for found in (region.attention for region in regions.values()):
+        if found is not None:
+            _check_attention(found, plan)
+    if plan.expert > 1 and plan.sharding.stage == 3:
+        raise ValueError(
+            f"the plan shards parameters (stage 3) beside expert={plan.expert}: experts and the other parameters of a "
+            "unit have different copies; use stage 1 or 2, or expert=1"
+        )
+
+
+def _check_attention(attention: Attention, plan: Plan) -> None:
+    tensor, context = plan.tensor, plan.context
+    for name, heads in (("heads", attention.num_heads), ("key-value heads", attention.num_key_value_heads)):
+        parts = tensor * (context if plan.context_kind == "all_to_all" else 1)
+        axes = f"{tensor} (tensor)" + (f" x {context} (context, all-to-all)" if parts > tensor else "")
+        if heads % parts:
+            raise ValueError(f"{axes} ranks cannot divide {heads} {name} evenly; use a divisor of {heads}")
+    parts = 2 * context if context > 1 else 1
+    if attention.num_positions % parts:
+        raise ValueError(
+            f"{context} (context) ranks need sequences of a multiple of {parts} positions; got "
+            f"{attention.num_positions}: change the sequence or the degree"
+        )
+    if plan.sequence_parallel and attention.num_positions // context % tensor:
+        raise ValueError(
+            f"{tensor} (tensor) ranks cannot divide {attention.num_positions // context} positions evenly with "
+            "sequence parallelism; use a divisor, or leave sequence_parallel out"
+        )
+
+
+def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[LayerTimes]:
+    """Cost the passes of every layer on the ranks at a place in the pipeline.
+
+    Layers that differ in their name alone are costed once.
+    """
+    plan = layout.plan
+    one: Callable[[Layer], LayerTimes]
+    if is_shared(plan):
+        each = number_bytes(workload, plan).gradient
+        groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
+        cluster, width = layout.cluster, widths_of(workload, plan).activations
+        wires = Wires(cluster.device, cluster.contention, groups, plan, each, width)
+
+        def one(layer: Layer) -> LayerTimes:
+            return _shared(layer, wires)
+    else:
+
+        def one(layer: Layer) -> LayerTimes:
+            return _whole(layer, layout)
+
+    known: dict[int, LayerTimes] = {}
+    for kind, layer in zip(workload.kinds, workload.layers, strict=True):
+        if kind not in known:
+            known[kind] = one(layer)
+    return [known[kind] for kind in workload.kinds]
+
+
+def _whole(layer: Layer, layout: Layout) -> LayerTimes:
+    device = layout.cluster.device
+    forward = to_ns(compute_s(layer.forward, device))
+    backward = to_ns(compute_s(_backward(layer, layout.plan.recompute), device))
+    weights = min(backward, to_ns(compute_s(layer.weight_gradient, device)))
+    return LayerTimes((forward, backward, backward - weights, weights))
+
+
+def _backward(layer: Layer, recompute: str) -> Work:
+    """Return the work of a backward, with the part of forward that runs again before it."""
+    work = layer.input_gradient + layer.weight_gradient
+    if recompute == "full" and layer.input_bytes:
+        return work + layer.forward
+    return work + layer.score_forward if recompute == "selective" else work
+
+
+def _shared(layer: Layer, wires: Wires) -> LayerTimes:
+    passes: list[PassTimes] = []
+    for inputs, weights in ((False, False), (True, True), (True, False), (False, True)):
+        line = Line(wires)
+        if not inputs and not weights:
+            forward_of(layer, line)
+        else:
+            backward_of(layer, line, inputs=inputs, weights=weights)
+        passes.append(line.finish())
+    first, both, mine, weights_only = (each.duration_ns for each in passes)
+    return LayerTimes((first, both, mine, weights_only), tuple(each.pieces for each in passes))
+
+
+def output_bytes(layer: Layer, workload: Workload, plan: Plan) -> int:
+    """Return the bytes of a micro-batch's output on one rank, as it is sent to the next stage."""
+    if plan.precision is None and not is_shared(plan):
+        return layer.output_bytes
+    return round(layer.output_bytes * widths_of(workload, plan).activations / Shares.of(layer, plan).outside)
+
+
+def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> tuple[Layer, ...]:
+    """Return the layers with the parameters of one rank: of the ranks that hold most, where they do not divide.
+
+    Layers of one kind, which differ in their name alone, are divided and checked once.
+    """
+    if plan.tensor * plan.expert == 1:
+        return tuple(layers)
+    known: dict[int, dict[str, object]] = {}
+    made = []
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind not in known:
+            checked = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
+            known[kind] = {name: getattr(checked, name) for name in PARAMETERS}
+        other = object.__new__(Layer)  # a layer is frozen, and `replace` would check each again
+        vars(other).update(vars(layer) | known[kind])
+        made.append(other)
+    return tuple(made)
+
+
+def of_experts(layers: Sequence[Layer], kinds: Sequence[int], *, experts: bool) -> tuple[Tensors, ...]:
+    """Return of each layer its experts' parameters alone, or all others alone."""
+    known: dict[int, Tensors] = {}
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind not in known:
+            kept = [n for n in range(len(layer.parameter_sizes)) if (_axis(layer, n) == "expert") == experts]
+            sizes, shapes = layer.parameter_sizes, layer.shapes
+            known[kind] = Tensors(tuple(sizes[n] for n in kept), tuple(shapes[n] for n in kept))
+    return tuple(known[kind] for kind in kinds)
+
+
+def _axis(layer: Layer, index: int) -> str:
+    if layer.parameter_axes:
+        return layer.parameter_axes[index]
+    return "tensor" if 0 < layer.tensor_parameters == layer.num_parameters else ""
+
+
+def _own(layer: Layer, index: int, plan: Plan) -> int:
+    """Return the elements of a parameter tensor on a rank: an even part, or a whole expert's tensor or nothing of it.
+
+    Experts' tensors are listed expert by expert; the first rank has the first ones.
+    """
+    size, axis = layer.parameter_sizes[index], _axis(layer, index)
+    if axis == "tensor":
+        return -(-size // plan.tensor)
+    if axis != "expert" or layer.experts is None:
+        return size
+    number = layer.parameter_axes[:index].count("expert")
+    tensors_each = layer.parameter_axes.count("expert") // layer.experts.num_experts
+    return size if number < tensors_each * layer.experts.most_on_a_rank(plan.expert) else 0
+
+
+def _with_sizes(layer: Layer, sizes: Sequence[int]) -> Layer:
+    """Return the layer with other parameters; those of size 0 are gone, and divided ones are seen as vectors."""
+    kept = [index for index, size in enumerate(sizes) if size]
+    shapes: list[tuple[int, ...]] = []
+    for index in kept:
+        shape = layer.shapes[index]
+        same = sizes[index] == layer.parameter_sizes[index]
+        shapes.append(shape if same else _cut(shape, sizes[index]))
+    axes = tuple(layer.parameter_axes[index] for index in kept) if layer.parameter_axes else ()
+    own = tuple(sizes[index] for index in kept)
+    pairs = zip(own, axes, strict=True) if axes else ()
+    divided = sum(size for size, axis in pairs if axis == "tensor") if axes else 0
+    return replace(
+        layer,
+        parameter_sizes=own,
+        parameter_shapes=tuple(shapes),
+        parameter_axes=axes,
+        tensor_parameters=divided,
+    )
+
+
+def _cut(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the shape of a part with so many elements: fewer rows, else fewer columns, else a vector."""
+    rest = 1
+    for length in shape[1:]:
+        rest *= length
+    if size % rest == 0:
+        return (size // rest, *shape[1:])
+    return (shape[0], size // shape[0]) if len(shape) == 2 and size % shape[0] == 0 else (size,)

@@ -1,0 +1,155 @@
+"""Pass line: one layer's pass as a line of work and calls, with what of the calls hides behind work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from distlab.plan import Contention, Device, Plan, Work
+from simulator.hardware.cost import compute_s
+from simulator.hardware.process_groups import Group
+from simulator.units import to_ns
+
+INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of passes
+NO_WORK = Work()
+
+
+class Piece(NamedTuple):
+    """One call inside a layer's pass.
+
+    Attributes:
+        axis: whose ranks exchange, and the lane in a trace.
+        name: what a reader sees, the layer's name left out.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all or send.
+        start_ns: counted from the start of the layer's pass.
+        end_ns: likewise.
+        num_bytes: of the whole that is summed, scattered or gathered; given to an all-to-all; or sent.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+        exposed_ns: of its time, that in which the rank computes nothing.
+    """
+
+    axis: str
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    num_bytes: int
+    sent_bytes: float
+    exposed_ns: int
+
+
+class PassTimes(NamedTuple):
+    """How long one pass of one layer takes, and what it sends meanwhile."""
+
+    duration_ns: int
+    pieces: tuple[Piece, ...] = ()
+
+
+class Call(NamedTuple):
+    """A call to be made: the axis, what it is about, its kind, and bytes as `Wires.cost` counts them."""
+
+    axis: str
+    name: str
+    kind: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What calls and work cost the ranks of a stage.
+
+    Attributes:
+        device: what they compute on.
+        contention: how much work and calls slow each other down.
+        groups: of each axis, the groups that sit differently in their nodes: the slowest counts.
+        plan: the degrees.
+        gradient_bytes: of an element of a gradient.
+        width: how much wider than the workload's the activations are.
+    """
+
+    device: Device
+    contention: Contention
+    groups: Mapping[str, tuple[Group, ...]]
+    plan: Plan
+    gradient_bytes: int
+    width: float = 1.0
+
+    def cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
+        """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""
+        key = (axis, kind, num_bytes)
+        if key not in self._costs:  # a layer's passes repeat their calls
+            self._costs[key] = self._cost(*key)
+        return self._costs[key]
+
+    @cached_property
+    def _costs(self) -> dict[tuple[str, str, float], tuple[int, float]]:
+        return {}
+
+    def _cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
+        groups = self.groups[axis]
+        if kind == "send":
+            return max([group.hop_ns(num_bytes) for group in groups]), num_bytes
+        each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
+        return max([group.exchange_ns(kind, each) for group in groups]), groups[0].sent_bytes(kind, each)
+
+    def shared(self, axis: str) -> bool:
+        """Return whether there is another rank along an axis."""
+        return self.groups[axis][0].num_ranks > 1
+
+    def work_ns(self, work: Work) -> int:
+        """Return the nanoseconds of work."""
+        return to_ns(compute_s(work, self.device))
+
+
+class Line:
+    """The parts of a pass, one after the other, as they are added."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.wires = wires
+        self.now = 0
+        self.pieces: list[Piece] = []
+
+    def work(self, work: Work) -> None:
+        """Add work alone."""
+        self.now += self.wires.work_ns(work)
+
+    def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
+        """Add a call that nothing runs beside."""
+        if num_bytes > 0 and self.wires.shared(axis):
+            self.beside(NO_WORK, [Call(axis, name, kind, num_bytes)])
+
+    def beside(self, work: Work, calls: list[Call]) -> None:
+        """Add work and the calls beside it, one after the other on the wire; what follows waits for all."""
+        sent = [call for call in calls if call.num_bytes > 0 and self.wires.shared(call.axis)]
+        if not sent:
+            self.work(work)
+            return
+        costs = [self.wires.cost(call.axis, call.kind, call.num_bytes) for call in sent]
+        wire = sum(time for time, _ in costs)
+        worked, travelled = side_by_side(self.wires.work_ns(work), wire, self.wires.contention)
+        so_far, begin = 0, self.now
+        for call, (time, size) in zip(sent, costs, strict=True):
+            so_far += time
+            end = self.now + travelled * so_far // max(wire, 1)
+            exposed = max(0, end - max(begin, self.now + worked))
+            name = f"{call.kind} {call.name}"
+            self.pieces.append(Piece(call.axis, name, call.kind, begin, end, round(call.num_bytes), size, exposed))
+            begin = end
+        self.now += max(worked, travelled)
+
+    def finish(self) -> PassTimes:
+        """Return the pass."""
+        return PassTimes(self.now, tuple(self.pieces))
+
+
+def side_by_side(work_ns: int, wire_ns: int, contention: Contention) -> tuple[int, int]:
+    """Return when work and a call that start together end, where each slows the other down while both run.
+
+    Error: exact for constant rates, in whole nanoseconds.
+    """
+    worked, travelled = work_ns * contention.compute_slowdown, wire_ns * contention.communication_slowdown
+    if worked <= travelled:  # the rest of the call travels undisturbed
+        return round(worked), round(worked + wire_ns - worked / contention.communication_slowdown)
+    return round(travelled + work_ns - travelled / contention.compute_slowdown), round(travelled)

@@ -1,0 +1,284 @@
+"""Stages: what each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
+
+Ranks are numbered by a mesh (see `simulator.hardware.rank_layout`). Where a rank of the pipeline has several stages,
+two neighbouring stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take
+equal time: one of them stands for all, with the calls that it makes inside of passes (see
+`simulator.stage.parallel_passes`).
+
+With sharding each rank updates its own 1/N of the parameters. Stages 1 and 2 scatter each bucket of gradients and
+gather its parameters after the update; stage 3 has units in place of buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from distlab.plan import Layer, Link, Plan, Work, Workload, balance
+from simulator.gradients.buckets import Sync, Tensors, Transfer, make_syncs
+from simulator.gradients.compression import MeasuredCodec
+from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
+from simulator.gradients.shard_costs import NumberBytes, Shards, number_bytes, shards_of
+from simulator.hardware.cost import compute_s, message_s
+from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
+from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
+from simulator.stage.pass_timeline import INSIDE, Piece
+from simulator.units import to_ns
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its layers, and how long each part of a step takes on one rank.
+
+    Attributes:
+        layers: in forward order, with the parameters that a rank has.
+        forward_ns: of each layer, one micro-batch, calls inside of the pass included.
+        backward_ns: of each layer, one micro-batch (I and W together).
+        input_gradient_ns: of each layer, one micro-batch: I alone, with what is computed again before it.
+        weight_gradient_ns: of each layer, one micro-batch: W alone; what I leaves of B where it is not given.
+        pieces: calls inside of each layer's F, B, I and W, where ranks share layers; else empty.
+        rank: rank of the pipeline that has the stage.
+        syncs: all-reduces of gradients, in the order in which they start.
+        optimizer_ns: updating the stage's parameters.
+        send_forward_ns: sending the output of a micro-batch to the next stage (0 for the last, and on the same rank).
+        send_backward_ns: sending the gradient of a micro-batch's input to the stage before (0 likewise).
+        send_forward_bytes: size of the former.
+        send_backward_bytes: size of the latter.
+        units: what is gathered, computed with and scattered together (sharding's stage 3).
+        faults: the small all-reduce before the update that tells ranks of faulty gradients (sharding's stages 1, 2).
+    """
+
+    layers: tuple[Layer, ...]
+    forward_ns: tuple[int, ...]
+    backward_ns: tuple[int, ...]
+    syncs: tuple[Sync, ...]
+    optimizer_ns: int
+    send_forward_ns: int
+    send_backward_ns: int
+    send_forward_bytes: int
+    send_backward_bytes: int
+    units: tuple[UnitTimes, ...] = ()
+    faults: Transfer | None = None
+    input_gradient_ns: tuple[int, ...] = ()
+    rank: int = 0
+    weight_gradient_ns: tuple[int, ...] = ()
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
+
+    @cached_property
+    def passes_ns(self) -> tuple[tuple[int, ...], ...]:
+        """Time of each layer in an F, B, I and W.
+
+        I and W may take longer than B, where a call of the backward hides behind work that is W's.
+        """
+        left = (back - mine for back, mine in zip(self.backward_ns, self.input_gradient_ns, strict=True))
+        return self.forward_ns, self.backward_ns, self.input_gradient_ns, self.weight_gradient_ns or tuple(left)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements in the stage's parameters."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+
+def make_stages(
+    workload: Workload,
+    layout: Layout,
+    home: Sequence[int],
+    *,
+    codec: MeasuredCodec | None = None,
+) -> tuple[Stage, ...]:
+    """Cut the model into stages of nearly equal time and cost each on the cluster.
+
+    Args:
+        workload: the model.
+        layout: the plan on its cluster.
+        home: rank of the pipeline of each stage.
+        codec: measured times of compression.
+
+    Raises:
+        ValueError: there are more stages than the model has layers.
+    """
+    check_enough_layers(workload, layout.plan, len(home))
+    at = _times_at_places(workload, layout)
+    own = local_layers(workload.layers, workload.kinds, layout.plan)
+    cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(home))
+    known: dict[object, _Upkeep] = {}
+    stages = []
+    for index, (first, stop) in enumerate(cuts):
+        place, here, layers = _Place(index, tuple(home)), home[index], own[first:stop]
+        alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
+        if alike not in known:
+            known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
+        before = workload.layers[first - 1] if first else None
+        times = at[here][first:stop]
+        stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
+    return tuple(stages)
+
+
+def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes]]:
+    """Cost the layers at each rank of the pipeline: once for those whose groups all cost alike."""
+    known: dict[object, list[LayerTimes]] = {}
+    found = []
+    for place in range(layout.plan.pipeline):
+        seats = tuple(layout.seats((axis,), place) for axis in INSIDE)
+        if seats not in known:
+            known[seats] = time_layers(workload, layout, place)
+        found.append(known[seats])
+    return found
+
+
+def _syncs(
+    own: tuple[tuple[Layer, ...], tuple[int, ...]],
+    layout: Layout,
+    shards: Shards,
+    each: NumberBytes,
+    pipeline: int,
+    *,
+    codec: MeasuredCodec | None,
+) -> tuple[Sync, ...]:
+    """Return what ranks with equal copies exchange; experts have fewer copies, and buckets of their own."""
+    (layers, kinds), plan = own, layout.plan
+    found: list[Sync] = []
+    sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
+    if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
+        sharing = [
+            (COPIES, of_experts(layers, kinds, experts=False), shards),
+            (EXPERT_COPIES, of_experts(layers, kinds, experts=True), shards_of(layout, pipeline, axes=EXPERT_COPIES)),
+        ]
+    for axes, parts, sets in sharing:
+        group = layout.slowest(axes, pipeline)
+        whose = " of experts" if axes == EXPERT_COPIES else ""
+        syncs = make_syncs(parts, each.gradient, group=group, plan=plan, codec=codec, whose=whose)
+        if plan.sharding.stage:
+            syncs = scattered(syncs, sets, each, plan.sharding.offload)
+        found += syncs
+    return tuple(sorted(found, key=lambda sync: -sync.layer)) if len(sharing) > 1 else tuple(found)
+
+
+def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None:
+    """Refuse to cut a model into more stages than it has layers.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if num_stages > len(workload.layers):
+        whole = f"{plan.pipeline} (pipeline) x {num_stages // plan.pipeline} (a rank) = {num_stages}"
+        count = f"{num_stages} pipeline" if num_stages == plan.pipeline else whole
+        raise ValueError(
+            f"the plan has {count} stages; workload {workload.name!r} has {len(workload.layers)} "
+            f"layers; use at most {len(workload.layers)} stages"
+        )
+
+
+class _Place(NamedTuple):
+    """Where a stage is: its number, and the rank of the pipeline of every stage."""
+
+    number: int
+    home: tuple[int, ...]
+
+    def link_behind(self, layout: Layout) -> Link | None:
+        """Return the link to the stage behind: None where there is none, or where it is on the same rank.
+
+        Where only some of the ranks cross nodes the step waits for those.
+        """
+        here, there = self.home[self.number], self.home[min(self.number + 1, len(self.home) - 1)]
+        if here == there:
+            return None
+        if (own := layout.links.get("send")) is not None:
+            return own
+        return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
+
+    def link_before(self, layout: Layout) -> Link | None:
+        """Return the link to the stage before, or None likewise."""
+        return None if self.number == 0 else _Place(self.number - 1, self.home).link_behind(layout)
+
+
+def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
+    if num_stages == 1:
+        return ((0, len(costs)),)
+    return balance(costs, num_stages)
+
+
+class _Upkeep(NamedTuple):
+    """What a rank of a stage does beside its passes: how it exchanges gradients and updates its parameters.
+
+    Stages whose layers are of the same kinds, and whose copies sit alike in their nodes, have it in common.
+    """
+
+    syncs: tuple[Sync, ...]
+    units: tuple[UnitTimes, ...]
+    optimizer_ns: int
+    faults: Transfer | None
+
+
+def _upkeep(
+    workload: Workload,
+    layout: Layout,
+    own: tuple[tuple[Layer, ...], tuple[int, ...]],
+    pipeline: int,
+    *,
+    codec: MeasuredCodec | None,
+) -> _Upkeep:
+    (layers, _), plan, each, shards = own, layout.plan, number_bytes(workload, layout.plan), shards_of(layout, pipeline)
+    if plan.sharding.stage == 3:
+        units = time_units(units_of(layers, plan.sharding.unit_layers), shards, each, plan)
+        return _Upkeep((), units, _update_ns(workload, layers, layout, len(units)), None)
+    syncs = _syncs(own, layout, shards, each, pipeline, codec=codec)
+    num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
+    if plan.sharding.stage == 0:
+        return _Upkeep(syncs, (), _update_ns(workload, layers, layout, num_tensors), None)
+    faults = shards.faults(num_tensors) if syncs else None
+    return _Upkeep(syncs, (), _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards)), faults)
+
+
+def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, num_tensors: int) -> int:
+    """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
+    plan, device = layout.plan, layout.cluster.device
+    experts = sum(layer.expert_parameters for layer in layers) if plan.expert > 1 else 0
+    num_parameters = sum(layer.num_parameters for layer in layers) - experts
+    own = float(num_parameters + experts)
+    if plan.sharding.stage:
+        own = num_parameters / plan.sharding.num_shards(plan.copies)
+        own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
+    share = own / workload.num_parameters if workload.num_parameters else 0.0
+    tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
+    kernels = round(workload.optimizer.num_kernels * tensors)
+    work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
+    if plan.sharding.offload != "none":
+        return to_ns(work.memory_bytes / device.host_memory_bytes_per_s)
+    return to_ns(compute_s(work, device))
+
+
+def _stage(
+    workload: Workload,
+    layout: Layout,
+    place: _Place,
+    own: tuple[tuple[Layer, ...], Layer | None],
+    *,
+    times: Sequence[LayerTimes],
+    upkeep: _Upkeep,
+) -> Stage:
+    (layers, last_before), plan = own, layout.plan
+    behind, before = place.link_behind(layout), place.link_before(layout)
+    forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan)
+    backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan)
+    forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
+    pieces = tuple(zip(*(each.pieces for each in times), strict=True)) if is_shared(plan) else ()
+    return Stage(
+        layers=layers,
+        forward_ns=forward,
+        backward_ns=backward,
+        syncs=upkeep.syncs,
+        optimizer_ns=upkeep.optimizer_ns,
+        send_forward_ns=0 if behind is None else to_ns(message_s(forward_bytes, behind)),
+        send_backward_ns=0 if before is None else to_ns(message_s(backward_bytes, before)),
+        send_forward_bytes=forward_bytes,
+        send_backward_bytes=backward_bytes,
+        units=upkeep.units,
+        faults=upkeep.faults,
+        input_gradient_ns=inputs,
+        rank=place.home[place.number],
+        weight_gradient_ns=weights if pieces else (),
+        pieces=pieces,
+    )

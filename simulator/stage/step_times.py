@@ -1,0 +1,138 @@
+"""Times: when each part of a step happens, as the roads to it return it and as traces and memory read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.pipeline.schedule_arrays import B, Order, W
+
+Ints = NDArray[np.int64]
+Pair = tuple[int, int]
+
+
+class Call(NamedTuple):
+    """A call that moves shards, or a copy between a device and its host.
+
+    Attributes:
+        lane: "gather", "scatter" or "host".
+        name: what a reader sees, such as "all_gather unit 3".
+        kind: all_gather, reduce_scatter, all_reduce or copy.
+        start_ns: start.
+        end_ns: end.
+        num_bytes: of the whole that is gathered, scattered or summed, padding included.
+        sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
+        microbatch: micro-batch, or -1.
+    """
+
+    lane: str
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    num_bytes: int
+    sent_bytes: float = 0.0
+    microbatch: int = -1
+
+
+class SyncTimes(NamedTuple):
+    """Start and end, in nanoseconds, of the parts of one bucket's way to the mean.
+
+    Attributes:
+        pack: copying the gradients together, and encoding them.
+        all_reduce: the all-reduce, or what compression sends in its place.
+        unpack: decoding, and copying the mean out.
+        between: work before the bucket sends a second time (PowerSGD); None where it does not.
+        later: the second time.
+        after: work on the rank while that travels.
+    """
+
+    pack: Pair
+    all_reduce: Pair
+    unpack: Pair
+    between: Pair | None = None
+    later: Pair | None = None
+    after: Pair | None = None
+
+    @property
+    def computing(self) -> tuple[Pair, ...]:
+        """The parts that keep the compute lane busy."""
+        if self.between is None or self.after is None:
+            return self.pack, self.unpack
+        return self.pack, self.between, self.after, self.unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """Start and end of everything on one replica's ranks, in nanoseconds.
+
+    Attributes:
+        order: the actions of the pipeline.
+        start_ns: start of each action.
+        end_ns: end of each action.
+        send_end_ns: end of the message that leaves after each action; the action's own end where none does.
+        send_start_ns: its start.
+        syncs: of each stage, in the order of the stage's syncs.
+        optimizer: start and end of the update on each rank.
+        layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
+            they follow from the durations.
+        calls: of each rank, what sharding adds; none of them is one of the syncs.
+        packs: work on the compute lane of each rank that is neither a layer, nor a sync's, nor the update: copies of
+            gradients to where they are scattered from.
+        factors: how much longer than costed each action takes (jitter); None: nothing does.
+    """
+
+    order: Order
+    start_ns: Ints
+    end_ns: Ints
+    send_start_ns: Ints
+    send_end_ns: Ints
+    syncs: tuple[tuple[SyncTimes, ...], ...]
+    optimizer: tuple[Pair, ...]
+    layers: Ints | None = None
+    calls: tuple[tuple[Call, ...], ...] = ()
+    packs: tuple[tuple[Call, ...], ...] = ()
+    factors: NDArray[np.float64] | None = None
+
+    @cached_property
+    def finishing(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank, in the order in which their gradients are complete."""
+        return finishing(self.order)
+
+    @cached_property
+    def last_actions(self) -> Ints:
+        """Action that completes each stage's gradients."""
+        return last_actions(self.order)
+
+    def syncs_of(self, rank: int) -> tuple[SyncTimes, ...]:
+        """Return all that a rank exchanges: its stages' syncs, in the order in which the stages are complete."""
+        return tuple(times for stage in self.finishing[rank] for times in self.syncs[stage])
+
+
+def last_actions(order: Order) -> Ints:
+    """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
+    rows = np.flatnonzero((order.kind == B) | (order.kind == W))
+    last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
+    np.maximum.at(last, order.stage[rows], rows)
+    return last
+
+
+def finishing(order: Order) -> tuple[tuple[int, ...], ...]:
+    """Return each rank's stages, in the order in which their gradients are complete."""
+    last = last_actions(order)
+    places = np.searchsorted(order.offsets, last, side="right") - 1
+    stages = np.argsort(last, kind="stable").tolist()
+    return tuple(tuple(stage for stage in stages if places[stage] == rank) for rank in range(order.num_ranks))
+
+
+def layer_times(layers_ns: Sequence[int], factor: float | None = None) -> tuple[int, ...]:
+    """Return the times of layers, each that many times longer; rounded so that they add up to the whole, rounded."""
+    if factor is None:
+        return tuple(layers_ns)
+    ends = np.rint(np.cumsum(np.append(0, layers_ns)) * factor).astype(np.int64)
+    return tuple(np.diff(ends).tolist())

@@ -1,0 +1,182 @@
+"""Step result: what the simulation of a step returns, and what can be read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from distlab.plan import AXES, Cluster, Plan, Workload
+from distlab.trace import Trace
+from simulator.hardware.rank_layout import Layout
+from simulator.memory.memory import Memory, step_memory
+from simulator.stage.stage import Stage
+from simulator.stage.step_times import Timing
+from simulator.step.exposed import exposed_inside_s, message_wait_s, sent_inside
+from simulator.step.trace import layer_trace, step_trace
+from simulator.units import format_bytes, format_s, to_s
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a simulation returns: when everything happens, what is held, what is sent.
+
+    Attributes:
+        workload: the model.
+        cluster: what it runs on.
+        plan: how.
+        stages: each stage's layers and costs.
+        timing: starts and ends on the ranks of one replica, in nanoseconds.
+        order: axes of the ranks' numbers, from the slowest to the fastest.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    plan: Plan
+    stages: tuple[Stage, ...]
+    timing: Timing
+    order: tuple[str, ...] = AXES
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank is where."""
+        return Layout(self.cluster, self.plan, self.order)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the step's start to the end of the last rank's update, and of gathers after it."""
+        return to_s(max(self._rank_end_ns(rank) for rank in range(self.num_pipeline_ranks)))
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """Ranks of one replica; each has one stage, or several."""
+        return self.timing.order.num_ranks
+
+    @property
+    def pipeline_s(self) -> float:
+        """Seconds from the step's start to the end of the last backward."""
+        return to_s(int(self.timing.end_ns.max()))
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over total time of the compute lanes, from the step's start to the end of the last backward.
+
+        A pass counts as busy with the calls inside of it.
+        """
+        total = int(self.timing.end_ns.max()) * self.num_pipeline_ranks
+        busy = int((self.timing.end_ns - self.timing.start_ns).sum())
+        if self.plan.sharding.stage == 3:  # a pass waits inside
+            busy = self._computing_ns()
+        return (total - busy) / total if total else 0.0
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Seconds in which the rank that ends last waits for communication and computes nothing.
+
+        A copy between a device and its host counts as communication. Waiting for another stage does not: that is the
+        pipeline's bubble.
+        """
+        return sum(seconds for axis, seconds in self.exposed_by_axis.items() if axis != "pipeline")
+
+    @cached_property
+    def exposed_by_axis(self) -> Mapping[str, float]:
+        """Seconds in which the rank that ends last waits for the calls of each axis and computes nothing.
+
+        "data" is the exchange of gradients and shards, whatever ranks hold copies (see `Plan.copies`). "pipeline" is
+        the time in which a message that the rank needs is on its way; the rest of its idle time is its bubble.
+        """
+        rank = max(range(self.num_pipeline_ranks), key=self._rank_end_ns)
+        inside = exposed_inside_s(self.stages, self.timing, rank)
+        found = {**inside, "data": self._exposed_data_s(rank)}
+        found["pipeline"] = message_wait_s(self.timing, rank)
+        return {axis: found[axis] for axis in AXES}
+
+    def _exposed_data_s(self, rank: int) -> float:
+        """Return the waits for gradients and shards: behind all passes, or between those that are spelled out."""
+        begin, finish = self.timing.optimizer[rank]
+        after = self._rank_end_ns(rank) - finish
+        if self.plan.sharding.stage == 3 or sums_each_pass(self.plan):
+            return to_s(begin - self._computing_ns() + after)
+        end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
+        parts = [part for sync in self.timing.syncs_of(rank) for part in sync.computing]
+        return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
+
+    def _rank_end_ns(self, rank: int) -> int:
+        calls = self.timing.calls[rank] if self.timing.calls else ()
+        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in calls)])
+
+    def _computing_ns(self) -> int:
+        """Return the time that layers compute and gradients are copied, the update apart."""
+        assert self.timing.layers is not None, "these steps are timed layer by layer"
+        packs = sum(call.end_ns - call.start_ns for rank in self.timing.packs for call in rank)
+        for times in self.timing.syncs[0]:
+            packs += sum(end - begin for begin, end in times.computing)
+        return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + packs
+
+    @property
+    def sent_bytes_per_rank(self) -> tuple[float, ...]:
+        """Bytes that each rank sends in the step (rings for gradients, messages between stages), rank 0 first."""
+        each = [sum(sent.values()) for sent in self._sent]
+        numbers = self.layout.ranks
+        order = sorted((rank, place) for place, row in enumerate(numbers.tolist()) for rank in row)
+        return tuple(each[place] for _, place in order)
+
+    @property
+    def sent_bytes_by_axis(self) -> Mapping[str, float]:
+        """Bytes that a rank sends for each axis: of the ranks of the pipeline, the one that sends most there."""
+        return {axis: max(sent[axis] for sent in self._sent) for axis in AXES}
+
+    @cached_property
+    def _sent(self) -> list[dict[str, float]]:
+        """Return the bytes of each axis on each rank of the pipeline."""
+        sent = [{"pipeline": 0.0, "data": 0.0, **inside} for inside in sent_inside(self.stages, self.timing.order)]
+        for stage in self.stages:
+            sent[stage.rank]["data"] += sum(sync.sent_bytes for sync in stage.syncs)
+            messages = stage.send_forward_bytes + stage.send_backward_bytes
+            sent[stage.rank]["pipeline"] += self.plan.num_microbatches * messages
+        for rank, calls in enumerate(self.timing.calls):
+            sent[rank]["data"] += sum(call.sent_bytes for call in calls)
+        return sent
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all replicas and micro-batches over the step's duration."""
+        return self.workload.samples * self.plan.num_microbatches * self.plan.num_replicas / self.duration_s
+
+    @property
+    def utilization(self) -> float:
+        """Useful matrix products of the whole job over what all its ranks could do in the step (MFU).
+
+        What is computed again, and what ranks compute twice, is not useful.
+        """
+        useful = sum(self.workload.matmul_flops) * self.plan.num_microbatches * self.plan.num_replicas
+        could = self.cluster.device.matmul_flops_per_s * self.plan.world_size * self.duration_s
+        return useful / could
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes of each kind on each stage's ranks."""
+        return step_memory(self.workload, self.plan, self.stages, self.timing)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The step as a measured one looks: whole passes, the wait for gradients, all-reduces and messages."""
+        return step_trace(self.stages, self.timing, self.layout.ranks)
+
+    @cached_property
+    def layer_trace(self) -> Trace:
+        """The same step in detail: each layer's pass, each bucket's copies."""
+        return layer_trace(self.stages, self.timing, self.layout.ranks)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.workload.name} on {self.plan.world_size} ranks of {self.cluster.name}: {format_s(self.duration_s)} "
+            f"a step, bubble {self.bubble_fraction:.1%}, "
+            f"exposed communication {format_s(self.exposed_communication_s)}, "
+            f"{format_bytes(max(self.sent_bytes_per_rank))} sent a rank, {format_bytes(self.memory.max_bytes)} held"
+        )
+
+
+def sums_each_pass(plan: Plan) -> bool:
+    """Return whether gradients are summed over ranks in every micro-batch: stage 2 has no place for whole ones."""
+    return plan.sharding.stage == 2 and plan.num_microbatches > 1

@@ -1,0 +1,107 @@
+"""Sweep units: how many layers to gather together? Small units hold little, large ones have few and long messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distlab.plan import Cluster, Plan, Workload
+from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
+from simulator.gradients.shard_costs import number_bytes
+from simulator.memory.memory import memory_of
+from simulator.step.simulate import Step, simulate
+
+MAX_SIZES = 24
+
+
+@dataclass(frozen=True)
+class UnitSweep:
+    """The step of stage 3 at several numbers of layers a unit.
+
+    Attributes:
+        unit_layers: layers a unit, rising.
+        num_units: units at each, the root apart.
+        unit_bytes: parameters of the largest unit, the root apart.
+        gathered_bytes: the most that is gathered at once.
+        memory_bytes: everything that a rank holds at its peak.
+        duration_s: of the step.
+        exposed_s: of it, waiting for gathers and scatters.
+    """
+
+    unit_layers: tuple[int, ...]
+    num_units: tuple[int, ...]
+    unit_bytes: tuple[int, ...]
+    gathered_bytes: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    duration_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
+
+    @property
+    def fastest(self) -> int:
+        """Index of the shortest step; of several, the one that holds least."""
+        return min(range(len(self.unit_layers)), key=lambda i: (self.duration_s[i], self.memory_bytes[i], i))
+
+    @property
+    def smallest(self) -> int:
+        """Index of the size that holds least; of several, the fastest."""
+        return min(range(len(self.unit_layers)), key=lambda i: (self.memory_bytes[i], self.duration_s[i], i))
+
+    @property
+    def frontier(self) -> tuple[int, ...]:
+        """Indices of the sizes that no other beats in memory and in time both."""
+        points = list(zip(self.memory_bytes, self.duration_s, strict=True))
+        return tuple(
+            index
+            for index, (memory, time) in enumerate(points)
+            if not any(m <= memory and t <= time and (m, t) != (memory, time) for m, t in points)
+        )
+
+
+def unit_sizes(workload: Workload) -> tuple[int, ...]:
+    """Return numbers of layers a unit that make different numbers of units, from one layer to all blocks in one."""
+    blocks = sum(len(unit.layers) for unit in units_of(workload.layers, 1) if not unit.is_root) or 1
+    sizes = sorted({-(-blocks // units) for units in range(1, blocks + 1)})
+    if len(sizes) <= MAX_SIZES:
+        return tuple(sizes)
+    places = {round(index * (len(sizes) - 1) / (MAX_SIZES - 1)) for index in range(MAX_SIZES)}
+    return tuple(sizes[place] for place in sorted(places))
+
+
+def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequence[int] | None = None) -> UnitSweep:
+    """Simulate the step at each number of layers a unit, and count what it holds.
+
+    Raises:
+        ValueError: there are no sizes, the plan does not shard parameters, or as `simulate`.
+    """
+    chosen = tuple(sorted(set(unit_sizes(workload) if sizes is None else sizes)))
+    if not chosen or plan.sharding.stage != 3:
+        raise ValueError(
+            f"{len(chosen)} sizes and sharding stage {plan.sharding.stage}; pass at least one number of layers, and a "
+            "plan of stage 3, whose parameters are gathered in units"
+        )
+    each = number_bytes(workload, plan).parameter
+    steps = [simulate(workload, cluster, with_unit_layers(plan, size)) for size in chosen]
+    units = [[time.unit for time in step.stages[0].units] for step in steps]
+    own = [[unit for unit in row if not unit.is_root] for row in units]
+    ahead, reshard = plan.sharding.prefetch, plan.sharding.reshard_after_forward
+    return UnitSweep(
+        unit_layers=chosen,
+        num_units=tuple(len(row) for row in own),
+        unit_bytes=tuple(max((unit.num_elements for unit in row), default=0) * each for row in own),
+        gathered_bytes=tuple(peak_gathered_elements(row, ahead, reshard_after_forward=reshard) * each for row in units),
+        memory_bytes=tuple(memory_of(workload, step.plan).max_bytes for step in steps),
+        duration_s=tuple(step.duration_s for step in steps),
+        exposed_s=tuple(step.exposed_communication_s for step in steps),
+    )
+
+
+def with_unit_layers(plan: Plan, unit_layers: int) -> Plan:
+    """Return the plan with units of another number of layers."""
+    return replace(plan, sharding=replace(plan.sharding, unit_layers=unit_layers))
+
+
+def prefetch_gain(step: Step) -> float:
+    """Return the share of a step's time that gathering ahead saves, against gathering each unit when it is needed."""
+    sharding = replace(step.plan.sharding, prefetch=0)
+    without = simulate(step.workload, step.cluster, replace(step.plan, sharding=sharding))
+    return 1.0 - step.duration_s / without.duration_s

@@ -1,0 +1,137 @@
+"""Draw measured times of a message against its size, and the line that one latency and one bandwidth predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from numpy.typing import NDArray
+
+from simulator.units import format_bytes, format_bytes_per_s, format_s
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+
+POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
+Floats = NDArray[np.float64]
+
+
+def draw_fit(
+    sizes_bytes: Sequence[float],
+    times_s: Sequence[float],
+    alpha_s: float,
+    bytes_per_s: float,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """Draw measured messages as points, and over them the line alpha + size / bandwidth, both axes logarithmic.
+
+    The two parts of the sum are drawn dashed. They cross at the size alpha x bandwidth, where half of the time is
+    latency: a message of that size reaches half of the bandwidth.
+
+    Args:
+        sizes_bytes: sizes of the messages.
+        times_s: seconds of each, one way.
+        alpha_s: the latency in seconds that was fitted.
+        bytes_per_s: the bandwidth that was fitted, in bytes per second.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: no points, sizes and times of different number, a number that is not above zero, or alpha below 0.
+    """
+    sizes, times = _checked(sizes_bytes, times_s, alpha_s, bytes_per_s)
+    figure = new_figure(5.6)
+    axes = frame(figure, left=1.15, right=0.45, top=1.0, bottom=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    half = alpha_s * bytes_per_s
+    low, high = min([sizes.min(), *([half] if half else [])]) / 2, max(sizes.max(), half) * 2
+    axes.set_xlim(low, high)
+    grid = np.logspace(math.log10(low), math.log10(high), 200)
+    line = alpha_s + grid / bytes_per_s
+    axes.set_ylim(min(times.min(), line.min()) / 3.5, max(times.max(), line.max()) * 1.6)
+    dashed: dict[str, Any] = {"linestyle": (0, (5, 4)), "linewidth": 1.6, "zorder": 2}
+    if alpha_s:
+        axes.axhline(alpha_s, color=LATENCY, **dashed)
+        axes.plot([half, half], [axes.get_ylim()[0], 2 * alpha_s], color=FAINT, linewidth=1.2, linestyle=":", zorder=2)
+    axes.plot(grid, grid / bytes_per_s, color=BANDWIDTH, **dashed)
+    axes.plot(grid, line, color=LINE, linewidth=2.6, zorder=3, gid="line")
+    axes.scatter(sizes, times, s=60, c=POINT, edgecolors="white", linewidths=0.9, zorder=4, gid="points")
+    _write(figure, alpha_s, bytes_per_s)
+    for axis, (first, last) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if last < 150 * first else (1.0,), numticks=15))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_s(value)))
+    axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
+    axes.set_xlabel("size of the message", fontsize=TEXT_PT, color=INK)
+    axes.set_ylabel("time of one message", fontsize=TEXT_PT, color=INK)
+    put_title(figure, title or _takeaway(alpha_s, bytes_per_s), _note(sizes, times, alpha_s, bytes_per_s))
+    return figure
+
+
+def describe_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> str:
+    """Say in words what `draw_fit` shows; arguments as there.
+
+    Raises:
+        ValueError: as `draw_fit`.
+    """
+    sizes, times = _checked(sizes_bytes, times_s, alpha_s, bytes_per_s)
+    errors = (alpha_s + sizes / bytes_per_s) / times - 1
+    worst = int(np.abs(errors).argmax())
+    text = f"{_takeaway(alpha_s, bytes_per_s)}. {_note(sizes, times, alpha_s, bytes_per_s)}"
+    text += f" Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))},"
+    return f"{text} the line says {percent(float(errors[worst]), 0, '+')}."
+
+
+def _checked(
+    sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float
+) -> tuple[Floats, Floats]:
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
+    if sizes.ndim != 1 or sizes.shape != times.shape or not sizes.size:
+        raise ValueError(f"{sizes.size} sizes and {times.size} times; give one time for each size, at least one")
+    if not ((sizes > 0).all() and (times > 0).all() and np.isfinite(sizes).all() and np.isfinite(times).all()):
+        raise ValueError("a size or a time is not a positive number; leave such a measurement out")
+    if not (alpha_s >= 0 and math.isfinite(alpha_s) and bytes_per_s > 0 and math.isfinite(bytes_per_s)):
+        raise ValueError(
+            f"alpha_s is {alpha_s!r} and bytes_per_s {bytes_per_s!r}; pass a latency in seconds (>= 0) and a "
+            "bandwidth in bytes per second (> 0)"
+        )
+    order = np.argsort(sizes, kind="stable")
+    return sizes[order], times[order]
+
+
+def _takeaway(alpha_s: float, bytes_per_s: float) -> str:
+    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
+    return f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
+
+
+def _note(sizes: Floats, times: Floats, alpha_s: float, bytes_per_s: float) -> str:
+    error = float(np.median(np.abs((alpha_s + sizes / bytes_per_s) / times - 1)))
+    half = f"Half of the time is latency at {format_bytes(alpha_s * bytes_per_s)}; the" if alpha_s else "The"
+    return f"{half} line is {percent(error)} off the points (median of {len(sizes)})."
+
+
+def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
+    """Name the line, its two parts and the size where they are equal, each beside what it names."""
+    axes = figure.axes[0]
+    (left, right), low = axes.get_xlim(), axes.get_ylim()[0]
+    wide = math.log(right / left)
+    half = alpha_s * bytes_per_s
+    bold: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "va": "top"}
+    if alpha_s:
+        words = f"latency alone: {format_s(alpha_s)}"
+        axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=LATENCY, **bold)
+        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
+        axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
+        axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
+        at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
+        words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
+        side = "right" if at > left * math.exp(0.25 * wide) else "left"
+        axes.text(at / 1.2 if side == "right" else at * 1.15, at / bytes_per_s, words, ha=side, color=BANDWIDTH, **bold)
+    latency = f"{format_s(alpha_s)} + " if alpha_s else ""
+    words = f"{latency}size / ({format_bytes_per_s(bytes_per_s)})"
+    axes.text(0.02, 0.95, words, fontsize=TEXT_PT, color=LINE, weight="bold", transform=axes.transAxes, va="top")

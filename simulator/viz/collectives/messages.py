@@ -1,0 +1,251 @@
+"""Draw who sent what to whom: a line a rank, an arrow a message, a bar where a rank waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from simulator.units import format_bytes, format_s
+from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
+from simulator.viz.drawing.boxes import axes_pixels
+from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.style import (
+    DPI,
+    FAINT,
+    INK,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    frame,
+    kind_styles,
+    name_ranks,
+    new_figure,
+    pale,
+    put_title,
+    text_colour,
+    time_unit,
+)
+
+STUCK = "#D55E00"
+LEFT_IN, RIGHT_IN, TOP_IN = 1.2, 0.4, 1.0
+HALF = 0.15  # half of a bar's height, in rows
+LABELLED = 24  # messages that still get their sizes written
+
+
+def draw_message_diagram(
+    records: Iterable[DiagramCall], *, to_scale: bool = False, max_calls: int = 240, title: str | None = None
+) -> Figure:
+    """Draw recorded calls on a line a rank: an arrow from each send to the receive that took it, bars where ranks wait.
+
+    Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
+    A rank that waits for ever has an open bar that names whom it waits for; a message that nobody receives ends in a
+    cross.
+
+    Args:
+        records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
+        to_scale: place calls where the clock had them; short ones become hard to see.
+        max_calls: of more calls the last are drawn where a rank hangs, else the first.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: there are no calls.
+    """
+    diagram = read_diagram(records, to_scale=to_scale, max_calls=max_calls)
+    rows = {rank: row for row, rank in enumerate(diagram.ranks)}
+    height = 0.85 * len(rows) + 0.35
+    bottom = (0.75 if to_scale else 0.45) + 0.45
+    figure = new_figure(TOP_IN + height + bottom)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom)
+    span = max(diagram.last_x, 1e-6 if to_scale else 2.0)
+    open_ended = bool(diagram.waits_for)
+    edge = span * (1.42 if open_ended else 1.03)
+    axes.set_xlim(-0.03 * span, edge)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    _draw_lines(axes, rows, edge)
+    _draw_collectives(axes, diagram, rows)
+    for event in diagram.events:
+        _draw_wait(axes, diagram, event, rows[event.rank], edge)
+    _draw_arrows(axes, diagram, rows, edge)
+    _label_time(axes, diagram, to_scale)
+    put_title(figure, title or _takeaway(diagram), _note(diagram))
+    put_legend(figure, _legend(diagram))
+    return figure
+
+
+def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> str:
+    """Write the diagram as text: one line a message or collective, then who waits for whom.
+
+    It holds no times, so it does not depend on how fast the ranks are.
+
+    Raises:
+        ValueError: there are no calls.
+    """
+    diagram = read_diagram(records, max_calls=max_calls)
+    lines = [f"{_takeaway(diagram)}."]
+    received = dict(diagram.pairs)
+    met = {index: others for others in diagram.meetings for index in others}
+    told: set[int] = set()
+    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.rank)):
+        size = format_bytes(float(event.num_bytes))
+        if event.op == "send":
+            taken = event.call in received and diagram.events[received[event.call]].end_x is not None
+            ending = "" if taken else " (not received)"
+            lines.append(f"rank {event.rank} -> rank {event.peer}: {size}{ending}")
+        elif event.op not in PAIRS and event.call not in told:
+            told.update(met[event.call])
+            came = sorted(diagram.events[index].rank for index in met[event.call])
+            lines.append(f"{event.op} of {name_ranks(came)}: {size}")
+    for rank, others in diagram.waits_for.items():
+        lines.append(f"rank {rank} waits for {name_ranks(others)}")
+    if diagram.num_left_out:
+        lines.append(f"{diagram.num_left_out} calls are left out")
+    return "\n".join(lines)
+
+
+def _takeaway(diagram: Diagram) -> str:
+    """Return the title: who waits for whom for ever, or how many messages went between how many ranks."""
+    cycle = cycle_of(diagram.waits_for)
+    if len(cycle) > 1:
+        links = [f"{rank} waits for {cycle[(place + 1) % len(cycle)]}" for place, rank in enumerate(cycle)]
+        return f"Deadlock: rank {', '.join(links)}"
+    if diagram.waits_for:
+        rank, others = next(iter(diagram.waits_for.items()))
+        more = f" (and {len(diagram.waits_for) - 1} more wait)" if len(diagram.waits_for) > 1 else ""
+        return f"Rank {rank} waits for {name_ranks(others)}, for ever{more}"
+    sends = [event for event in diagram.events if event.op == "send"]
+    total = format_bytes(float(sum(event.num_bytes for event in sends)))
+    parts = []
+    if sends:
+        parts.append(f"{len(sends)} message{'s' if len(sends) > 1 else ''} of {total} together")
+    if diagram.meetings:
+        parts.append(f"{len(diagram.meetings)} collective{'s' if len(diagram.meetings) > 1 else ''}")
+    return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
+
+
+def _note(diagram: Diagram) -> str:
+    note = f"{format_s(diagram.duration_s)} from the first call to the last that is known"
+    if diagram.num_left_out:
+        note += f"; {diagram.num_left_out} calls left out"
+    return note + "."
+
+
+def _draw_lines(axes: Axes, rows: dict[int, int], edge: float) -> None:
+    axes.set_yticks(list(rows.values()), [f"rank {rank}" for rank in rows])
+    axes.tick_params(axis="y", length=0, labelsize=TEXT_PT)
+    axes.spines["left"].set_visible(False)
+    for row in rows.values():
+        axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
+
+
+def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float) -> None:
+    """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
+    style = kind_styles([event.op])[event.op]
+    look: dict[str, Any]
+    if event.waits:
+        wide = edge - event.wait_x
+        look = {"facecolor": pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
+        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
+        others = diagram.waits_for[event.rank]
+        words = f" {event.op.replace('_', '-')}: waits for {name_ranks(others)} "
+        box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
+        axes.text(edge, row, words, fontsize=SMALL_PT, color=INK, ha="right", va="center", bbox=box, zorder=6)
+    elif event.end_x is not None and event.end_x > event.wait_x:
+        wide = event.end_x - event.wait_x
+        axes.add_patch(
+            Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, facecolor=style.colour, edgecolor="white", zorder=2)
+        )
+        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (WIDTH_IN - LEFT_IN - RIGHT_IN)
+        if inches > 0.2:
+            look = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour), "zorder": 5}
+            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=SMALL_PT, **look)
+
+
+def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
+    """Draw each message from the line of its sender to that of its receiver, or to a cross where nobody takes it."""
+    received = dict(diagram.pairs)
+    sends = [event for event in diagram.events if event.op == "send" and event.peer in rows]
+    colour = kind_styles(["send"])["send"].colour
+    taken_spots: list[tuple[float, float]] = []
+    for event in sends:
+        low, high = rows[event.rank], rows[event.peer]
+        down = 1 if high > low else -1
+        taken = diagram.events[received[event.call]] if event.call in received else None
+        start = (event.start_x, float(low))
+        axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
+        if taken is not None and taken.end_x is not None:
+            end = (taken.end_x, high - HALF * down)
+            look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 1.8, "color": colour}
+            axes.add_patch(FancyArrowPatch(start, end, shrinkA=0, shrinkB=0, zorder=3, **look))
+            if len(sends) <= LABELLED:
+                _label_arrow(axes, start, end, format_bytes(float(event.num_bytes)), taken_spots)
+        else:
+            x = event.start_x + 0.03 * edge
+            axes.plot([start[0], x], [low, low + 0.42 * down], color=STUCK, linewidth=1.8, linestyle="--", zorder=3)
+            axes.scatter([x], [low + 0.42 * down], s=70, c=STUCK, marker="x", linewidths=2.2, zorder=4)
+
+
+def _label_arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    words: str,
+    taken: list[tuple[float, float]],
+) -> None:
+    """Write the size on the arrow, where no other size stands: first at a third of it, where fewer arrows cross."""
+    wide, tall = (pixels / DPI for pixels in axes_pixels(axes))
+    x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
+    y_in = tall / abs(axes.get_ylim()[1] - axes.get_ylim()[0])
+
+    def crowd(share: float) -> int:
+        x, y = place(share)
+        return sum(abs(x - a) * x_in < 0.5 and abs(y - b) * y_in < 0.19 for a, b in taken)
+
+    def place(share: float) -> tuple[float, float]:
+        return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
+
+    x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
+    taken.append((x, y))
+    text = axes.text(x, y, words, fontsize=9.5, color=INK, ha="center", va="center", zorder=4.5)
+    text.set_path_effects([Stroke(linewidth=3.5, foreground="white"), Normal()])
+
+
+def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> None:
+    """Tie the calls of one collective together with a line through their ends."""
+    for met in diagram.meetings:
+        events = [diagram.events[index] for index in met]
+        if len(events) < 2 or any(event.end_x is None for event in events):
+            continue
+        x = max(event.start_x for event in events)
+        lines = [rows[event.rank] for event in events]
+        colour = kind_styles([events[0].op])[events[0].op].colour
+        axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
+
+
+def _label_time(axes: Axes, diagram: Diagram, to_scale: bool) -> None:
+    if not to_scale:
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel(
+            "time runs to the right, in steps of cause and effect (not to scale)", color=FAINT, size=SMALL_PT
+        )
+        return
+    scale, unit = time_unit(diagram.duration_s)
+    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
+    axes.set_xlabel(f"time since the first call ({unit})", fontsize=TEXT_PT, color=INK)
+
+
+def _legend(diagram: Diagram) -> list[LegendBox]:
+    styles = kind_styles([event.op for event in diagram.events])
+    words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
+    boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
+    if diagram.waits_for:
+        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits for ever"))
+    return boxes

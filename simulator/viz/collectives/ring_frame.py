@@ -1,0 +1,268 @@
+"""Draw one moment of a recorded ring: what every rank sends, and whose parts are in each chunk after it arrived.
+
+`draw_ring_steps` shows all steps at a glance; a frame shows one of them closely enough to follow a single chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from simulator.units import format_bytes, format_s
+from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, step_verb
+from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    RANK_COLOURS,
+    SHARED,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    new_figure,
+    put_title,
+    text_colour,
+)
+
+MAX_RANKS = 8
+HEIGHT_IN, TOP_IN, BOTTOM_IN = 6.9, 0.95, 0.5
+ARROW = "#0072B2"
+Masks = NDArray[np.bool_]
+Point = NDArray[np.float64]
+
+
+class _Card(NamedTuple):
+    """The size of a rank's card in inches: a column a chunk, in it a slot for each rank's part."""
+
+    column: float
+    slot: float
+    size: int
+
+    @property
+    def extent(self) -> Point:
+        return np.array([self.column * self.size, self.slot * self.size])
+
+
+def provenance(steps: RingSteps) -> Masks:
+    """Return whose parts are in each chunk: [steps + 1, ranks, chunks, parts], before each step and after the last."""
+    size = len(steps.ranks)
+    state = np.zeros((size, size, size), dtype=bool)
+    places = np.arange(size)
+    if steps.operation == "all_gather":
+        state[places, places] = True
+    else:
+        state[places, :, places] = True
+    states = [state]
+    for row in steps.chunk:
+        after = state.copy()
+        for place, sent in enumerate(row.tolist()):
+            after[(place + 1) % size, sent] |= state[place, sent]
+        state = after
+        states.append(state)
+    return np.array(states)
+
+
+def draw_ring_frame(
+    record: Record | RingSteps, step: int = 0, operation: str | None = None, *, title: str | None = None
+) -> Figure:
+    """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
+
+    A card is a rank's tensor: a column a chunk, in it a coloured slot for each rank whose part has been added. A chunk
+    that has just arrived is framed; a chunk with every rank's part is the sum.
+
+    Args:
+        record: what a recorder returns, or a trace whose spans name their peers; see `draw_ring_steps`. Steps that
+            `ring_steps` has read already are taken as they are.
+        step: 1 for the first; 0 is what every rank holds before it.
+        operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: the record is no ring's, there is no such step, or more than 8 ranks.
+    """
+    steps = _checked(record, step, operation)
+    masks = provenance(steps)[step]
+    size = len(steps.ranks)
+    figure = new_figure(HEIGHT_IN)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, WIDTH_IN)
+    axes.set_ylim(0, HEIGHT_IN)
+    axes.set_axis_off()
+    pen = Pen(axes)
+    card = _Card(min(0.8, 2.1 / size), min(0.36, 1.5 / size), size)
+    places = _places(size, card)
+    for place, spot in enumerate(places):
+        arrived = int(steps.chunk[step - 1][place - 1]) if step else -1
+        _draw_card(pen, steps, masks[place], spot, card, name=f"rank {steps.ranks[place]}", arrived=arrived)
+    if step:
+        _draw_arrows(pen, steps, step, places, card)
+    _draw_middle(pen, steps, step)
+    pen.legend(_legend(steps))
+    pen.flush()
+    put_title(figure, title or _takeaway(steps, step), _note(steps, step))
+    return figure
+
+
+def describe_ring_frame(record: Record | RingSteps, step: int = 0, operation: str | None = None) -> str:
+    """Say in words what `draw_ring_frame` shows: who sends which chunk with whose parts to whom; arguments as there.
+
+    Raises:
+        ValueError: as `draw_ring_frame`.
+    """
+    steps = _checked(record, step, operation)
+    text = f"{_takeaway(steps, step)}. {_note(steps, step)}"
+    if not step:
+        return text
+    masks, size = provenance(steps), len(steps.ranks)
+    sends = []
+    for place, chunk in enumerate(steps.chunk[step - 1].tolist()):
+        parts = [str(steps.ranks[part]) for part in np.flatnonzero(masks[step - 1][place, chunk])]
+        whose = "the whole sum" if len(parts) == size else f"part{'s' if len(parts) > 1 else ''} {'+'.join(parts)}"
+        receiver = steps.ranks[(place + 1) % size]
+        sends.append(f"rank {steps.ranks[place]} sends {chunk_name(chunk)} ({whose}) to {receiver}")
+    return f"{text} {'; '.join(sends)}."
+
+
+def _checked(record: Record | RingSteps, step: int, operation: str | None) -> RingSteps:
+    steps = record if isinstance(record, RingSteps) else ring_steps(record, operation)
+    if not 0 <= step <= len(steps.chunk):
+        raise ValueError(f"step is {step}; the ring has steps 1 to {len(steps.chunk)}, and 0 for the start")
+    if len(steps.ranks) > MAX_RANKS:
+        raise ValueError(f"a frame shows at most {MAX_RANKS} ranks, this ring has {len(steps.ranks)}: draw_ring_steps")
+    return steps
+
+
+def _takeaway(steps: RingSteps, step: int) -> str:
+    """Return the title: which step it is, what each rank sends in it and what the receiver does."""
+    if steps.fault:
+        return f"Not a ring's chunks: {steps.fault}"
+    size, total = len(steps.ranks), len(steps.chunk)
+    if not step:
+        held = "its own chunk" if steps.operation == "all_gather" else "its own tensor"
+        return f"Before the first step: each of {size} ranks holds {held}, cut into {size} chunks"
+    num_bytes = format_bytes(float(steps.num_bytes[step - 1].max()))
+    if step_verb(steps, step - 1) == "copy":
+        return f"Step {step} of {total}: every rank sends {num_bytes} of finished sums, and its neighbour copies them"
+    return f"Step {step} of {total}: every rank sends {num_bytes}, and its neighbour adds its own part"
+
+
+def _note(steps: RingSteps, step: int) -> str:
+    size = len(steps.ranks)
+    whole = int(provenance(steps)[step].all(axis=2).sum(axis=1).min())
+    sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
+    total = format_bytes(float(steps.num_bytes.sum(axis=0).max()))
+    took = f" This step took {format_s(float(steps.span_s[step - 1]))}." if step else ""
+    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} a rank."
+    return f"{so_far} Chunks summed on every rank: {whole} of {size}.{took}"
+
+
+def _legend(steps: RingSteps) -> list[LegendBox]:
+    """Return an entry for each rank's part, or for the first and the last where there are many."""
+    shown = steps.ranks if len(steps.ranks) <= 4 else (steps.ranks[0], steps.ranks[-1])
+    boxes = [LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
+    return [*boxes, LegendBox(IDLE, "white", "", "not in it yet"), LegendBox(SHARED, "white", "", "the whole sum")]
+
+
+def _colour(rank: int) -> str:
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def _places(size: int, card: _Card) -> Point:
+    """Put the ranks clockwise in two rows, the first from the left above, the rest from the right below."""
+    middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
+    if size == 2:
+        return np.array([[3.1, middle], [WIDTH_IN - 3.1, middle]])
+    above = -(-size // 2)
+    reach = min(WIDTH_IN / 2 - card.extent[0] / 2 - 0.45, 1.9 * above)
+    up = (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - card.extent[1] / 2 - 0.34
+    across = np.linspace(-reach, reach, above)
+    below = across if size % 2 == 0 else (across[1:] + across[:-1]) / 2
+    first = np.stack([WIDTH_IN / 2 + across, np.full(above, middle + up)], axis=1)
+    second = np.stack([WIDTH_IN / 2 + below, np.full(size - above, middle - up)], axis=1)
+    return np.concatenate([first, second[::-1]])
+
+
+def _draw_arrows(pen: Pen, steps: RingSteps, step: int, places: Point, card: _Card) -> None:
+    """Draw an arrow to each neighbour, with the chunk's letter and the ranks whose parts it carries."""
+    size = len(steps.ranks)
+    masks = provenance(steps)[step - 1]
+    for place, chunk in enumerate(steps.chunk[step - 1].tolist()):
+        start, end = places[place], places[(place + 1) % size]
+        along = (end - start) / np.linalg.norm(end - start)
+        first, last = _edge(start, along, card), _edge(end, -along, card)
+        bend = 0.3 if size == 2 else 0.0
+        lift = np.array([0.0, (0.25 if place == 0 else -0.25) if size == 2 else 0.0])
+        pen.arrow(first + lift, last + lift, ARROW, bend=bend)
+        aside = np.array([-along[1], along[0]]) * bend / 2 * np.linalg.norm(last - first)
+        parts = [steps.ranks[part] for part in np.flatnonzero(masks[place, chunk])]
+        _draw_parcel(pen, (first + last) / 2 + lift + aside, chunk, parts, size)
+
+
+def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int) -> None:
+    """Draw what an arrow carries: the chunk's letter, and a slot in the colour of each rank whose part is in it."""
+    whole = len(parts) == size
+    slot = 0.2 if size <= 4 else 0.13 if size <= 6 else 0.07
+    wide = 0.36 + (0.46 if whole else 0.04 + slot * len(parts)) + 0.08
+    low = spot - np.array([wide / 2, 0.19])
+    pen.box(low, wide, 0.38, "white", edge=ARROW, line=1.6)
+    pen.words((low[0] + 0.21, spot[1]), chunk_name(chunk), size=TEXT_PT + 1, bold=True)
+    if whole:
+        pen.words((low[0] + 0.6, spot[1]), "sum", colour=SHARED, bold=True)
+        return
+    for index, part in enumerate(parts):
+        x = low[0] + 0.4 + index * slot
+        pen.box((x, low[1] + 0.06), slot, 0.26, _colour(part))
+        if slot >= 0.13:
+            pen.words((x + slot / 2, spot[1]), str(part), size=9, colour=text_colour(_colour(part)))
+
+
+def _edge(centre: Point, direction: Point, card: _Card) -> Point:
+    """Return where a ray from a card's middle leaves it, and a little further; its names stand around it."""
+    half = card.extent / 2 + np.array([0.1, 0.36])
+    reach = float((half / np.maximum(np.abs(direction), 1e-9)).min())
+    return np.asarray(centre + direction * reach)
+
+
+def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Card, *, name: str, arrived: int) -> None:
+    """Draw one rank's chunks: a column each, its slots filled with the parts that are in it."""
+    size, low = card.size, spot - card.extent / 2
+    for chunk in range(size):
+        left = low[0] + chunk * card.column
+        x = left + card.column / 2
+        if masks[chunk].all():
+            pen.box((left, low[1]), card.column, card.extent[1], SHARED)
+            words = "sum" if card.column >= 0.25 else ""
+            pen.words((x, spot[1]), words, size=SMALL_PT if card.column >= 0.4 else 8.5, colour="white")
+        for part in range(0 if masks[chunk].all() else size):
+            bottom = low[1] + (size - 1 - part) * card.slot
+            rank, filled = steps.ranks[part], bool(masks[chunk, part])
+            pen.box((left, bottom), card.column, card.slot, _colour(rank) if filled else IDLE)
+            if filled:
+                points = 10 if card.slot > 0.24 else 8.5
+                pen.words((x, bottom + card.slot / 2), str(rank), size=points, colour=text_colour(_colour(rank)))
+        new = chunk == arrived
+        pen.words((x, low[1] - 0.15), chunk_name(chunk), colour=INK if new else FAINT, bold=new)
+        if new:
+            pen.outline((left, low[1]), card.column, card.extent[1], ARROW)
+    pen.words((spot[0], low[1] + card.extent[1] + 0.17), name, size=TEXT_PT, bold=True)
+
+
+def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
+    """Write in the ring's middle which half it is, and draw a box a step with this one marked."""
+    total = len(steps.chunk)
+    middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
+    words = {"add": "reduce-scatter: add up", "copy": "all-gather: hand round"}
+    text = words[step_verb(steps, step - 1)] if step else "the start"
+    pen.words((WIDTH_IN / 2, middle + 0.24), text, size=TEXT_PT, bold=True)
+    wide = min(0.34, 3.4 / total)
+    left = WIDTH_IN / 2 - wide * total / 2
+    for number in range(total):
+        fill = ARROW if number + 1 == step else "#B9CBDD" if number + 1 < step else IDLE
+        pen.box((left + number * wide, middle - 0.2), wide * 0.9, 0.26, fill, line=0)
+        spot = (left + (number + 0.45) * wide, middle - 0.07)
+        pen.words(spot, str(number + 1), size=9.5, colour=text_colour(fill))

@@ -1,0 +1,4 @@
+"""When compression pays.
+
+Read `compression`; `compression_panel` is its widget.
+"""

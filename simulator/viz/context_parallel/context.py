@@ -1,0 +1,234 @@
+"""Draw ring attention over a causal mask: who holds which positions, and what each rank computes at each hop.
+
+A sequence is cut into two chunks a rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
+from the front and the one as far from the back. The mask is drawn in blocks of chunks: a block's colour is the rank
+that computes it, its number the hop at which the keys arrive there. Beside it stand the pairs that each rank computes
+at each hop: a ring goes on when its busiest rank is done.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from simulator.viz.context_parallel.context_work import RingWork, ring_work
+from simulator.viz.drawing.pen import Pen, sheet, width_in
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    RANK_COLOURS,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    name_ranks,
+    pale,
+    percent,
+    put_title,
+    text_colour,
+)
+
+NAMES = {"zigzag": "zig-zag", "straight": "straight"}
+TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
+TABLE_IN = LEFT_IN + MASK_IN + 1.35
+
+
+def context_figure(
+    num_ranks: int,
+    order: str = "zigzag",
+    *,
+    hop: int | None = None,
+    length: int | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw who holds which positions, the blocks of the causal mask, and the work of every rank at every hop.
+
+    Args:
+        num_ranks: 1 to 8.
+        order: "zigzag" or "straight".
+        hop: if given, only blocks computed up to this hop are coloured, and those of this hop are framed.
+        length: positions of the sequence; by default 1,024 a rank.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: as `ring_work`; or there is no such hop.
+    """
+    ring = _checked(num_ranks, order, hop, length)
+    height = TOP_IN + STRIP_IN + MASK_IN + FOOT_IN
+    figure, pen = sheet(height)
+    _draw_sequence(pen, ring, height - TOP_IN)
+    _draw_mask(pen, ring, hop)
+    _draw_work(pen, ring, hop)
+    _draw_merged(pen, ring, hop)
+    pen.flush()
+    put_title(figure, title or _takeaway(ring), _note(ring, hop))
+    return figure
+
+
+def describe_context(
+    num_ranks: int, order: str = "zigzag", *, hop: int | None = None, length: int | None = None
+) -> str:
+    """Say in words what `context_figure` shows; arguments as there.
+
+    Raises:
+        ValueError: as `context_figure`.
+    """
+    ring = _checked(num_ranks, order, hop, length)
+    lines = [f"{_takeaway(ring)}. {_note(ring, hop)}"]
+    size = ring.length // len(ring.owner)
+    for rank in range(num_ranks):
+        mine = np.flatnonzero(ring.owner == rank).tolist()
+        held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
+        work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
+        line = f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}"
+        if hop is not None:
+            line += f"; merged after hop {hop}: the keys of {name_ranks(ring.merged(rank, hop))}"
+        lines.append(line + ".")
+    return "\n".join(lines)
+
+
+def _checked(num_ranks: int, order: str, hop: int | None, length: int | None) -> RingWork:
+    ring = ring_work(num_ranks, order, length=length)
+    if hop is not None and not 0 <= hop < num_ranks:
+        raise ValueError(f"there is no hop {hop}; a ring of {num_ranks} ranks has hops 0 to {num_ranks - 1}")
+    return ring
+
+
+def _takeaway(ring: RingWork) -> str:
+    name = f"{NAMES[ring.order][:1].upper()}{NAMES[ring.order][1:]} order"
+    if ring.num_ranks == 1:
+        return f"{name}, one rank: it holds and computes everything"
+    if ring.slowdown < 1.005:
+        return f"{name}: every rank computes the same at every hop, and none waits"
+    return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
+
+
+def _note(ring: RingWork, hop: int | None) -> str:
+    text = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks."
+    if hop is None:
+        return f"{text} A block's colour: the rank that computes it; its number: the hop at which the keys arrive."
+    return f"{text} Hop {hop}: framed blocks are computed now; pale ones wait for keys that still travel."
+
+
+def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
+    """Draw the sequence as chunks, each in the colour of the rank that holds it."""
+    wide = MASK_IN / len(ring.owner)
+    pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
+    for chunk, rank in enumerate(ring.owner.tolist()):
+        _draw_block(pen, (LEFT_IN + chunk * wide, top - 0.42), wide, 0.36, RANK_COLOURS[rank], f"r{rank}")
+    pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
+
+
+def _draw_block(
+    pen: Pen, corner: tuple[float, float], wide: float, tall: float, fill: str | tuple[float, float, float], text: str
+) -> None:
+    pen.box(corner, wide, tall, fill)
+    size = min(TEXT_PT, 36 * wide)
+    pen.words((corner[0] + wide / 2, corner[1] + tall / 2), text, size=size, colour=text_colour(fill))
+
+
+def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
+    """Draw the blocks of the mask; of those on the diagonal only the lower half is visible."""
+    count = len(ring.owner)
+    cell = MASK_IN / count
+    top = FOOT_IN + MASK_IN
+    for query in range(count):
+        y = top - (query + 1) * cell
+        rank = int(ring.owner[query])
+        pen.words((LEFT_IN - 0.1, y + cell / 2), f"r{rank}", size=min(TEXT_PT, 36 * cell), side="right")
+        for key in range(count):
+            corner = (LEFT_IN + key * cell, y)
+            at = int(ring.hop[query, key])
+            if not ring.pairs[query, key]:
+                pen.box(corner, cell, cell, IDLE)
+                continue
+            done = hop is None or at <= hop
+            fill = RANK_COLOURS[rank] if done else pale(RANK_COLOURS[rank], 0.22)
+            _draw_block(pen, corner, cell, cell, fill, str(at) if query != key else "")
+            if query == key:
+                pen.box((corner[0] + cell / 2, corner[1] + cell / 2), cell / 2, cell / 2, IDLE, line=0)
+                spot = (corner[0] + 0.3 * cell, corner[1] + 0.3 * cell)
+                pen.words(spot, str(at), size=min(TEXT_PT, 28 * cell), colour=text_colour(fill))
+            if at == hop:
+                pen.outline((corner[0] + 0.03, corner[1] + 0.03), cell - 0.06, cell - 0.06, INK, line=2.0)
+    words = "queries down, keys across; grey is masked, the diagonal by half"
+    pen.words((LEFT_IN + MASK_IN / 2, FOOT_IN - 0.22), words, colour=FAINT)
+
+
+def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
+    """Draw a table of ranks and hops: a bar in each cell is the pairs computed there."""
+    count = ring.num_ranks
+    top = FOOT_IN + MASK_IN + STRIP_IN - 0.1
+    room = WIDTH_IN - TABLE_IN - 0.95
+    wide, tall = room / count, min(0.44, 2.7 / (count + 1))
+    pen.words(
+        (TABLE_IN - 0.75, top),
+        "work of each rank at each hop (part of all pairs)",
+        size=TEXT_PT,
+        side="left",
+        bold=True,
+    )
+    total, most = int(ring.pairs.sum()), int(ring.work.max())
+    for at in range(count):
+        x = TABLE_IN + (at + 0.5) * wide
+        pen.words(
+            (x, top - 0.32), f"hop {at}" if count <= 6 else str(at), colour=INK if at == hop else FAINT, bold=at == hop
+        )
+    pen.words((TABLE_IN + room + 0.42, top - 0.32), "all", colour=FAINT)
+    for rank in range(count):
+        y = top - 0.5 - (rank + 1) * tall
+        pen.words((TABLE_IN - 0.08, y + tall / 2), f"rank {rank}", side="right")
+        for at in range(count):
+            pairs, x = int(ring.work[rank, at]), TABLE_IN + at * wide
+            pen.box((x + 0.03, y + 0.04), wide - 0.06, tall - 0.08, IDLE)
+            shown = hop is None or at <= hop
+            fill = RANK_COLOURS[rank] if shown else pale(RANK_COLOURS[rank], 0.22)
+            if pairs:
+                pen.box((x + 0.03, y + 0.04), (wide - 0.06) * pairs / most, tall - 0.08, fill)
+            text = percent(pairs / total, 1 if count <= 5 else 0) if pairs else "waits"
+            size, bar = min(SMALL_PT, 16 * wide), (wide - 0.06) * pairs / most
+            inside = bar > width_in(text, size) + 0.06
+            spot = (x + (0.09 if inside or not pairs else bar + 0.09), y + tall / 2)
+            pen.words(spot, text, size=size, colour=text_colour(fill) if inside else INK, side="left")
+        pen.words((TABLE_IN + room + 0.42, y + tall / 2), percent(ring.work[rank].sum() / total, 1))
+    y = top - 0.5 - count * tall - 0.17
+    pen.words((TABLE_IN - 0.08, y), "busiest", colour=FAINT, side="right")
+    for at, pairs in enumerate(ring.work.max(axis=0).tolist()):
+        x = TABLE_IN + at * wide + 0.09
+        pen.words(
+            (x, y),
+            percent(pairs / total, 1 if count <= 5 else 0),
+            size=min(SMALL_PT, 16 * wide),
+            side="left",
+            bold=True,
+        )
+    pen.words((TABLE_IN + room + 0.42, y), percent(ring.ring_pairs / total, 1), bold=True)
+
+
+def _draw_merged(pen: Pen, ring: RingWork, hop: int | None) -> None:
+    """Draw which keys every rank has merged after the hop, and the rule by which they merge."""
+    at = ring.num_ranks - 1 if hop is None else hop
+    count = ring.num_ranks
+    top = FOOT_IN + 1.35
+    pen.words(
+        (TABLE_IN - 0.75, top), f"keys in each rank's output after hop {at}", size=TEXT_PT, side="left", bold=True
+    )
+    wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)
+    for rank in range(count):
+        x = TABLE_IN - 0.75 + rank * wide
+        pen.words((x + wide / 2, top - 0.3), f"rank {rank}" if wide > 0.7 else f"r{rank}")
+        merged, cell = ring.merged(rank, at), (wide - 0.12) / count
+        for other in range(count):
+            fill = RANK_COLOURS[other] if other in merged else IDLE
+            pen.box((x + 0.06 + other * cell, top - 0.72), cell, 0.28, fill)
+            if cell > 0.14 and other in merged:
+                spot = (x + 0.06 + (other + 0.5) * cell, top - 0.58)
+                pen.words(spot, str(other), size=min(SMALL_PT, 46 * cell), colour=text_colour(fill))
+    rule = "merge, exact: L = log(exp L1 + exp L2),  out = exp(L1 - L) out1 + exp(L2 - L) out2"
+    pen.words((TABLE_IN - 0.75, top - 1.02), rule, side="left")
+    pen.words(
+        (TABLE_IN - 0.75, top - 1.26),
+        "L: log of the sum of exp(scores) over the keys so far, one number a query",
+        colour=FAINT,
+        side="left",
+    )

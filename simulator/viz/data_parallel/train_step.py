@@ -1,0 +1,229 @@
+"""Draw one data-parallel step at one moment: what each rank holds, what is being averaged, and what of it is hidden.
+
+A column is one all-reduce, a row one rank. A rank's own gradient has the rank's colour; the mean has the same colour
+everywhere, because it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from distlab.trace import Trace
+from simulator.units import format_bytes, format_s
+from simulator.viz.data_parallel.step_read import step_of
+from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at
+from simulator.viz.data_parallel.step_timeline import (
+    EXPOSED,
+    FOOT_IN,
+    HIDDEN,
+    LEFT_IN,
+    NAME_PT,
+    RIGHT_IN,
+    TIMELINE_IN,
+    draw_step_timeline,
+    fitting,
+)
+from simulator.viz.data_parallel.train_step_text import (
+    MAX_RANKS,
+    describe_train_step,
+    microbatches,
+    read_moment,
+    shares,
+    takeaway,
+)
+from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    KINDS,
+    RANK_COLOURS,
+    SHARED,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    kind_styles,
+    new_figure,
+    pale,
+    percent,
+    put_title,
+    text_colour,
+)
+
+__all__ = ["describe_train_step", "draw_train_step", "step_of"]
+
+ROW_IN, GAP_IN, TOP_IN, HEADER_IN, NAMES_IN = 0.6, 0.23, 0.95, 0.36, 0.5
+ACTIVATIONS_IN, GRADIENTS_IN = 3.25, 4.75
+MAX_NAMED = 24
+
+
+class _View(NamedTuple):
+    """Where the rows and columns of the upper part stand, in inches from the figure's lower left corner."""
+
+    pen: Pen
+    rows: tuple[float, ...]
+    cells: tuple[tuple[float, float], ...]
+
+
+def draw_train_step(
+    trace: Trace,
+    at_s: float | None = None,
+    *,
+    buckets: Sequence[str] | None = None,
+    rank: int = 0,
+    title: str | None = None,
+) -> Figure:
+    """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
+
+    Args:
+        trace: one step, predicted (`Step.trace`, or `Step.layer_trace` with each layer) or measured: "forward",
+            "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on another lane.
+            `step_of` cuts one step out of a measured trace.
+        at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
+        buckets: what each all-reduce carries, in the order in which they are sent; by default the spans' own names.
+        rank: whose timeline is drawn, and whose hidden and exposed times are counted.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: the trace is no data-parallel step (the text says why), or has no such rank.
+    """
+    step, own, moment = read_moment(trace, at_s, buckets, rank)
+    shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
+    held = [held_at(each, moment) for each in shown]
+    rows_in = len(shown) * ROW_IN
+    height = TOP_IN + HEADER_IN + rows_in + NAMES_IN + TIMELINE_IN + FOOT_IN
+    figure = new_figure(height)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, WIDTH_IN)
+    axes.set_ylim(0, height)
+    axes.set_axis_off()
+    top = height - TOP_IN - HEADER_IN
+    view = _View(Pen(axes), tuple(top - (index + 1) * ROW_IN for index in range(len(shown))), _cells(own))
+    _draw_header(view, top, own)
+    for row, (each, state) in enumerate(zip(shown, held, strict=True)):
+        _draw_rank(view, row, each, state)
+    _draw_all_reduces(view, held)
+    _draw_names(view, own)
+    draw_step_timeline(figure, view.pen, step, own, moment)
+    view.pen.legend(_legend(own))
+    view.pen.flush()
+    note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
+    note += f"; {text}" if (text := microbatches(own)) else ""
+    note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
+    note += f"; rank {own.rank}'s communication: {shares(own)}."
+    put_title(figure, title or takeaway(own, held_at(own, moment), moment), note)
+    return figure
+
+
+def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
+    """Return left end and width of each column: wider for more bytes, wide enough for a letter where there is room."""
+    count = len(own.reductions)
+    if not count:
+        return ()
+    room = WIDTH_IN - RIGHT_IN - GRADIENTS_IN
+    sizes = np.array([max(1, reduction.num_bytes) for reduction in own.reductions], dtype=float)
+    least = min(0.62, 0.6 * room / count)
+    widths = least + (room - least * count) * sizes / sizes.sum()
+    lefts = GRADIENTS_IN + np.concatenate([[0.0], np.cumsum(widths)[:-1]])
+    return tuple(zip(lefts.tolist(), widths.tolist(), strict=True))
+
+
+def _draw_header(view: _View, top: float, own: RankStep) -> None:
+    count = len(own.reductions)
+    words = f"gradients, in the order in which they are sent: {count} all-reduce{'s' if count != 1 else ''}"
+    titles = (
+        (LEFT_IN, "weights"),
+        (ACTIVATIONS_IN, "activations"),
+        (GRADIENTS_IN, words if count else "nothing is sent"),
+    )
+    for x, title in titles:
+        view.pen.words((x, top + 0.16), title, colour=FAINT, side="left")
+
+
+def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
+    """Draw one rank's row: what it does, its weights, its activations and each gradient."""
+    pen, low, tall = view.pen, view.rows[row] + GAP_IN / 2, ROW_IN - GAP_IN
+    middle = low + tall / 2
+    pen.words((0.16, middle + 0.1), f"rank {own.rank}", size=TEXT_PT, bold=True, side="left")
+    pen.words(
+        (0.16, middle - 0.13),
+        fitting(LEFT_IN - 0.3, held.doing, held.doing.split()[0]),
+        size=NAME_PT,
+        colour=FAINT,
+        side="left",
+    )
+    fill = SHARED if held.updated else "#D9D2C5"
+    pen.box((LEFT_IN, low), 0.72, tall, fill)
+    pen.words((LEFT_IN + 0.36, middle), "new" if held.updated else "old", colour=text_colour(fill))
+    pen.box((ACTIVATIONS_IN, low), 1.2, tall, IDLE)
+    if held.activations > 0.005:
+        pen.box((ACTIVATIONS_IN, low), 1.2 * held.activations, tall, KINDS["F"].colour)
+        pen.words((ACTIVATIONS_IN + 0.6, middle), percent(held.activations))
+    colour = RANK_COLOURS[own.rank % len(RANK_COLOURS)]
+    for (left, wide), (state, share) in zip(view.cells, held.gradients, strict=True):
+        fill = {OWN: colour, SENT: colour, MEAN: SHARED}.get(state, IDLE)
+        line = 0.8 if wide > 0.04 else 0.0
+        pen.box((left, low), wide, tall, fill, line=line)
+        if state == FILLING:
+            pen.box((left, low), wide * share, tall, pale(colour, 0.55), line=0)
+        elif state == SENT:
+            pen.box((left, low), wide * share, tall, SHARED, line=0)
+        label = {OWN: f"g{own.rank}", SENT: f"g{own.rank}", MEAN: "mean"}.get(state, "")
+        place, room = left + wide / 2, wide
+        if state == SENT and share < 0.6:  # the label stands on what is not done yet, else on what is
+            place, room = left + wide * (1 + share) / 2, wide * (1 - share)
+        elif state == SENT:
+            place, room, fill = left + wide * share / 2, wide * share, SHARED
+        pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=text_colour(fill))
+
+
+def _draw_all_reduces(view: _View, held: Sequence[Held]) -> None:
+    """Frame each column that is being averaged now, with arrows between the rows once every rank has come to it."""
+    bottom, top = view.rows[-1], view.rows[0] + ROW_IN
+    for column, (left, wide) in enumerate(view.cells):
+        states = [each.gradients[column][0] for each in held]
+        if not any(state == SENT and share < 1 for state, share in (each.gradients[column] for each in held)):
+            continue
+        met = all(state in (SENT, MEAN) for state in states)
+        look = (HIDDEN, 2.8) if met else (FAINT, 1.6)
+        view.pen.outline((left, bottom + 0.05), wide, top - bottom - 0.1, look[0], line=look[1])
+        if len(held) > 1 and met:
+            middle = left + wide / 2
+            for low in view.rows[:-1]:
+                for reach in (GAP_IN / 2, -GAP_IN / 2):
+                    view.pen.arrow((middle, low), (middle, low + reach), HIDDEN, line=1.7)
+
+
+def _draw_names(view: _View, own: RankStep) -> None:
+    """Write under each column what it carries and how many bytes, where there is room."""
+    low, named = view.rows[-1], False
+    for (left, wide), reduction in zip(view.cells, own.reductions, strict=True):
+        name = fitting(wide, reduction.name, reduction.name.split(".")[-1])
+        if name and len(own.reductions) <= MAX_NAMED:
+            named = True
+            for line, words in enumerate((name, format_bytes(float(reduction.num_bytes)))):
+                view.pen.words((left + wide / 2, low - 0.09 - 0.18 * line), words, size=NAME_PT, colour=FAINT)
+    if own.reductions and not named:
+        total = format_bytes(float(sum(reduction.num_bytes for reduction in own.reductions)))
+        words = f"each column is one all-reduce; {len(own.reductions)} of them carry {total} together"
+        view.pen.words((GRADIENTS_IN, low - 0.09), words, size=NAME_PT, colour=FAINT, side="left")
+
+
+def _legend(own: RankStep) -> list[LegendBox]:
+    """Return what the colours mean; passes are named in their bars."""
+    colour = RANK_COLOURS[own.rank % len(RANK_COLOURS)]
+    boxes = [
+        LegendBox(IDLE, "white", "", "not there yet"),
+        LegendBox(pale(colour, 0.55), "white", "", "being made"),
+        LegendBox(colour, "white", f"g{own.rank}", "a rank's own"),
+        LegendBox("white", FAINT, "", "sent, not by all"),
+        LegendBox("white", HIDDEN, "", "being averaged"),
+        LegendBox(SHARED, "white", "m", "mean, the same everywhere"),
+        LegendBox(HIDDEN, "white", "H", "communication, hidden"),
+        LegendBox(EXPOSED, "white", "E", "communication, exposed"),
+    ]
+    styles = kind_styles([span.kind for span in own.spans if span.kind not in ("F", "B")])
+    return boxes + [LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]

@@ -1,0 +1,162 @@
+"""A Panel: controls, the picture they draw, and a line of text that says the same.
+
+The picture is an ordinary matplotlib Figure, drawn in the kernel and shown as an image. So whatever can be drawn can be
+moved by a slider, and a reader without a kernel still sees the last picture and reads its text.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets
+import traitlets
+from matplotlib.figure import Figure
+
+from simulator.viz.drawing.paint import Painter
+
+Draw = Callable[..., tuple[Figure, str]]
+CONTROL_WIDTH = "26em"
+
+
+class Picture(anywidget.AnyWidget):
+    """An image with alt text, and a line of text under it that screen readers announce when it changes."""
+
+    _esm = Path(__file__).with_name("panel.js")
+    png = traitlets.Bytes(b"").tag(sync=True)
+    title = traitlets.Unicode("").tag(sync=True)
+    text = traitlets.Unicode("").tag(sync=True)
+    failed = traitlets.Bool(False).tag(sync=True)
+
+
+class Panel(ipywidgets.VBox):
+    """Controls over a picture: `draw` is called with the controls' values and returns a Figure and its text.
+
+    A control is any ipywidgets widget that has a value; its name is the keyword that `draw` gets. A Play control
+    becomes play buttons beside a slider, and the slider is the control. Set `panel.controls["name"].value` to move a
+    control in code: the picture is drawn before the assignment returns.
+
+    Where `draw` raises, the panel shows the error as one line in place of the picture and works on; `error` holds it.
+
+    Attributes:
+        controls: the controls by name.
+        figure: the last Figure that was drawn, or None.
+        text: the text of the last picture, or of the error.
+        png: the last picture, empty after an error.
+        error: what `draw` raised last time, or None.
+        num_drawn: how often the picture was drawn.
+
+    Raises:
+        TypeError: a control is no widget with a value.
+    """
+
+    def __init__(self, draw: Draw, **controls: Any) -> None:
+        self._draw = draw
+        self.controls: dict[str, Any] = {}
+        self.figure: Figure | None = None
+        self.error: Exception | None = None
+        self.num_drawn = 0
+        self._painter = Painter()
+        self._drawing = self._stale = False
+        self._picture = Picture()
+        shown = [self._adopt(name, control) for name, control in controls.items()]
+        row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
+        super().__init__([row, self._picture] if shown else [self._picture])
+        self.redraw()
+
+    @property
+    def text(self) -> str:
+        """The line under the picture."""
+        return str(self._picture.text)
+
+    @property
+    def png(self) -> bytes:
+        """The picture as it is shown."""
+        return bytes(self._picture.png)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the controls are set to, by name."""
+        return {name: control.value for name, control in self.controls.items()}
+
+    def redraw(self, _change: object = None) -> None:
+        """Draw the picture for the controls' values of this moment.
+
+        A control that moves while a picture is being drawn has it drawn once more, for the newest values only.
+        """
+        self._stale = True
+        if self._drawing:
+            return
+        self._drawing = True
+        try:
+            while self._stale:
+                self._stale = False
+                self._draw_once()
+        finally:
+            self._drawing = False
+
+    def _draw_once(self) -> None:
+        self.num_drawn += 1
+        try:
+            figure, text = self._draw(**self.values)
+            png, title, failed = self._painter.png(figure), title_of(figure), False
+            self.figure, self.error = figure, None
+        except Exception as error:  # whatever it raises is shown where the picture was
+            said = " ".join(str(error).split())
+            settings = ", ".join(f"{name} = {value!r}" for name, value in self.values.items())
+            text = f"No picture for {settings or 'these values'}: {type(error).__name__}{': ' if said else ''}{said}"
+            png, title, failed, self.error = b"", "", True, error
+        with self._picture.hold_sync():
+            self._picture.png, self._picture.title = png, title or text
+            self._picture.text, self._picture.failed = text, failed
+
+    def _adopt(self, name: str, control: Any) -> Any:
+        """Take a control in and return what to show."""
+        if not (isinstance(control, ipywidgets.Widget) and control.has_trait("value")):
+            example = "an ipywidgets control such as IntSlider(4, min=1, max=8)"
+            raise TypeError(f"control {name!r} is {control!r}, which has no value to read; pass {example}")
+        shown = control
+        if isinstance(control, ipywidgets.Play):
+            limits = {"min": control.min, "max": control.max, "step": control.step, "value": control.value}
+            slider = ipywidgets.IntSlider(description=control.description, **limits)
+            link = ipywidgets.jslink((control, "value"), (slider, "value"))
+            shown = ipywidgets.HBox([control, slider])
+            control, self._links = slider, [*getattr(self, "_links", []), link]
+        self.controls[name] = dress(name, control)
+        control.observe(self.redraw, "value")
+        return shown
+
+    def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the widget, and beside it the picture and its text for readers without a kernel."""
+        return with_fallback(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
+
+
+def dress(name: str, control: Any) -> Any:
+    """Give a control a description, where it has none, room for it, and a width; return it."""
+    if control.has_trait("description") and not control.description:
+        control.description = name.replace("_", " ")
+    if control.has_trait("style") and hasattr(control.style, "description_width"):
+        control.style.description_width = "initial"
+    if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
+        control.layout.width = CONTROL_WIDTH
+    return control
+
+
+def title_of(figure: Figure) -> str:
+    """Return the figure's title: its first text, or the first title over its axes."""
+    texts = [figure.get_suptitle(), *(text.get_text() for text in figure.texts)]
+    texts += [axes.get_title(loc) for axes in figure.axes for loc in ("left", "center", "right")]
+    return next((" ".join(text.split()) for text in texts if text.strip()), "")
+
+
+def with_fallback(bundle: Any, png: bytes, *, title: str, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add the picture and its text to a widget's MIME bundle, for viewers that cannot run widgets."""
+    data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+    data, metadata = {**(data or {}), "text/plain": text}, dict(metadata or {})
+    if png:
+        data["image/png"] = base64.b64encode(png).decode("ascii")
+        metadata["image/png"] = {"alt": title}
+    return data, metadata

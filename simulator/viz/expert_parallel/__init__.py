@@ -1,0 +1,4 @@
+"""Where tokens go among experts.
+
+Read `routes` (what is counted), then `routing`.
+"""

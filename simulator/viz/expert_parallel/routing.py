@@ -1,0 +1,214 @@
+"""Draw where tokens go: which experts each asks, on which rank those are, and whom an expert's capacity turns away.
+
+Tokens stand above, rank by rank, with the experts that they ask; a struck number is a choice that an expert had no room
+for. Lines lead to the experts' places below: a thick one goes to another rank. A token that no expert took is red; its
+residual connection alone carries it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+from simulator.viz.drawing.pen import Pen, Point, sheet
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    RANK_COLOURS,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    pale,
+    put_title,
+    text_colour,
+)
+from simulator.viz.expert_parallel.routes import Routes, routes_of
+
+MAX_RANKS, MAX_EXPERTS, MAX_TOKENS = 8, 16, 48
+TOP_IN, GAP_IN, HEAD_IN, FOOT_IN, LEFT_IN, TABLE_IN, CHOICE_IN = 1.05, 1.25, 0.35, 0.55, 0.75, 2.6, 0.21
+DROPPED = "#B40000"
+
+
+def routing_figure(
+    experts: Sequence[ArrayLike],
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    kept: Sequence[ArrayLike] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw tokens, the experts that they ask, and the rows that travel between ranks; arguments as `routes_of`.
+
+    Raises:
+        ValueError: as `routes_of`; or more than 8 ranks, 16 experts or 48 tokens, which cannot be told apart.
+    """
+    routes = _drawable(routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept))
+    most = int(routes.rows.sum(axis=0).max(initial=1))
+    slots = most if capacity is None else max(most, capacity * routes.num_ranks)
+    slot = min(0.26, max(0.13, 2.6 / max(slots, 1)))
+    low = TOP_IN + 0.56 + CHOICE_IN * routes.experts[0].shape[1] + GAP_IN
+    height = low + HEAD_IN + max(slots * slot, 1.2) + FOOT_IN
+    figure, pen = sheet(height)
+    spots = _draw_tokens(pen, routes, height - TOP_IN)
+    _draw_experts(pen, routes, spots, height - low, slot)
+    _draw_table(pen, routes, height - low)
+    pen.flush()
+    put_title(figure, title or _takeaway(routes), _note(routes))
+    return figure
+
+
+def describe_routing(
+    experts: Sequence[ArrayLike],
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    kept: Sequence[ArrayLike] | None = None,
+) -> str:
+    """Say in words what `routing_figure` shows; arguments and errors as `routes_of`."""
+    routes = routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept)
+    lines = [f"{_takeaway(routes)}. {_note(routes)}"]
+    asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
+    for rank in range(routes.num_ranks):
+        held = range(rank * routes.experts_per_rank, (rank + 1) * routes.experts_per_rank)
+        each = ", ".join(f"expert {expert} asked {asked[expert]} times, {rows[expert]} kept" for expert in held)
+        own, all_of = int(between[rank, rank]), int(between[:, rank].sum())
+        lines.append(f"Rank {rank}: {each}; works on {all_of} rows, {all_of - own} of them from other ranks.")
+    for rank, tokens in enumerate(routes.lost):
+        if tokens:
+            names = ", ".join(map(str, tokens))
+            lines.append(f"Rank {rank}: no choice of token{'s' if len(tokens) > 1 else ''} {names} was kept.")
+    return "\n".join(lines)
+
+
+def _drawable(routes: Routes) -> Routes:
+    tokens = sum(len(one) for one in routes.experts)
+    if routes.num_ranks > MAX_RANKS or routes.num_experts > MAX_EXPERTS or not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens, {routes.num_experts} experts and {routes.num_ranks} ranks cannot be drawn apart; pass "
+            f"1 to {MAX_TOKENS} tokens of a run, at most {MAX_EXPERTS} experts and {MAX_RANKS} ranks"
+        )
+    return routes
+
+
+def _takeaway(routes: Routes) -> str:
+    asked, work = routes.asked, routes.between.sum(axis=0)
+    busiest, most = int(work.argmax()), int(work.max())
+    even = float(work.mean())
+    text = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
+    if int(asked.min()) == int(asked.max()):
+        text = f"Every expert is asked {int(asked[0])} times"
+    if routes.dropped:
+        text += f"; {routes.dropped} of {int(asked.sum())} choices are dropped"
+    if most > even:
+        text += f"; rank {busiest} works {most / even:.2f}x the mean"
+    return text
+
+
+def _note(routes: Routes) -> str:
+    tokens, choices = sum(len(one) for one in routes.experts), routes.experts[0].shape[1]
+    places = "place" if routes.capacity == 1 else "places"
+    room = f"{routes.capacity} {places} for each rank" if routes.capacity is not None else "room for all that come"
+    moved = int(routes.between.sum() - np.trace(routes.between))
+    each = f"{choices} choice{'s' if choices > 1 else ''} each"
+    return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to another rank, and back."
+
+
+def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:
+    """Draw every rank's tokens, the experts that they ask under them; return where each token's lines begin."""
+    tokens = sum(len(one) for one in routes.experts)
+    wide = min(0.62, (WIDTH_IN - LEFT_IN - 0.2 - 0.16 * routes.num_ranks) / tokens)
+    x = LEFT_IN + 0.1
+    pen.words((LEFT_IN - 0.02, top - 0.37), "token", colour=FAINT, side="right")
+    pen.words((LEFT_IN - 0.02, top - 0.66), "asks", colour=FAINT, side="right")
+    below = top - 0.56 - CHOICE_IN * routes.experts[0].shape[1]
+    spots: list[list[Point]] = []
+    for rank, (experts, kept) in enumerate(zip(routes.experts, routes.kept, strict=True)):
+        name = f"rank {rank}" if wide * len(experts) > 0.6 else f"r{rank}"
+        pen.words((x + wide * len(experts) / 2, top - 0.08), name, size=TEXT_PT, bold=True)
+        for token, (asks, found) in enumerate(zip(experts.tolist(), kept.tolist(), strict=True)):
+            _draw_token(
+                pen, (x + token * wide, top), wide, RANK_COLOURS[rank], str(token), list(zip(asks, found, strict=True))
+            )
+        spots.append([(x + (token + 0.5) * wide, below) for token in range(len(experts))])
+        x += wide * len(experts) + 0.16
+    return spots
+
+
+def _draw_token(
+    pen: Pen, corner: tuple[float, float], wide: float, fill: str, name: str, asks: Sequence[tuple[int, bool]]
+) -> None:
+    x, top = corner
+    lost = not any(good for _, good in asks)
+    pen.box((x, top - 0.5), wide, 0.26, "white" if lost else fill)
+    if lost:
+        pen.outline((x + 0.02, top - 0.49), wide - 0.04, 0.24, DROPPED, line=1.6)
+    pen.words(
+        (x + wide / 2, top - 0.37), name, size=min(SMALL_PT, 40 * wide), colour=DROPPED if lost else text_colour(fill)
+    )
+    for place, (expert, good) in enumerate(asks):
+        y = top - 0.66 - CHOICE_IN * place
+        pen.words((x + wide / 2, y), str(expert), size=min(SMALL_PT, 40 * wide), colour=INK if good else DROPPED)
+        if not good:
+            half = min(0.1, 0.45 * wide)
+            pen.line((x + wide / 2 - half, y - 0.07), (x + wide / 2 + half, y + 0.07), DROPPED, line=1.2)
+
+
+def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], top: float, slot: float) -> None:
+    """Draw every expert's places from the top down, filled rank by rank, with a line from each token."""
+    per, room = routes.experts_per_rank, WIDTH_IN - LEFT_IN - TABLE_IN - 0.2 - 0.2 * routes.num_ranks
+    column = min(1.5, room / routes.num_experts)
+    wide = 0.7 * column
+    pen.words((LEFT_IN - 0.02, top - 0.13), "expert", colour=FAINT, side="right")
+    for expert in range(routes.num_experts):
+        home = expert // per
+        x = LEFT_IN + 0.1 + expert * column + home * 0.2
+        pen.box((x, top - 0.25), wide, 0.24, RANK_COLOURS[home])
+        ink = text_colour(RANK_COLOURS[home])
+        pen.words((x + wide / 2, top - 0.13), str(expert), size=TEXT_PT, bold=True, colour=ink)
+        at = 0
+        for rank in range(routes.num_ranks):
+            rows, fill = routes.taken(expert, rank), RANK_COLOURS[rank]
+            for place in range(max(routes.capacity or 0, len(rows))):
+                low = top - HEAD_IN - (at + 1) * slot
+                pen.box((x, low), wide, slot, fill if place < len(rows) else IDLE)
+                if place < len(rows):
+                    name = str(rows[place])
+                    pen.words(
+                        (x + wide / 2, low + slot / 2), name, size=min(SMALL_PT, 45 * slot), colour=text_colour(fill)
+                    )
+                    end, line = (x + wide / 2, top + 0.02), 2.0 if rank != home else 1.0
+                    pen.line(spots[rank][rows[place]], end, pale(fill, 0.75), line=line)
+                at += 1
+    for rank in range(routes.num_ranks):
+        left = LEFT_IN + 0.1 + rank * (per * column + 0.2)
+        pen.words(
+            (left + (per * column - 0.3 * column) / 2, 0.3),
+            f"held by rank {rank}" if per * column > 1.2 else f"rank {rank}",
+            bold=True,
+        )
+
+
+def _draw_table(pen: Pen, routes: Routes, top: float) -> None:
+    """Draw the all-to-all: rows that every rank sends to every rank."""
+    count, between = routes.num_ranks, routes.between
+    left = WIDTH_IN - TABLE_IN + 0.55
+    cell = min(0.42, (TABLE_IN - 0.75) / count)
+    pen.words((left - 0.5, top - 0.02), "rows sent (all-to-all)", size=TEXT_PT, bold=True, side="left")
+    most = max(1, int(between.max()))
+    for to in range(count):
+        pen.words((left + (to + 0.5) * cell, top - 0.27), f"to {to}" if cell > 0.38 else str(to), colour=FAINT)
+        below = top - 0.4 - count * cell - 0.15
+        pen.words((left + (to + 0.5) * cell, below), str(int(between[:, to].sum())), bold=True)
+    for rank in range(count):
+        y = top - 0.4 - (rank + 1) * cell
+        pen.words((left - 0.08, y + cell / 2), f"from {rank}", colour=FAINT, side="right")
+        for to in range(count):
+            fill = pale(RANK_COLOURS[rank], 0.15 + 0.85 * int(between[rank, to]) / most)
+            pen.box((left + to * cell, y), cell, cell, fill)
+            spot = (left + (to + 0.5) * cell, y + cell / 2)
+            pen.words(spot, str(int(between[rank, to])), size=min(SMALL_PT, 34 * cell), colour=text_colour(fill))
+    pen.words((left - 0.08, top - 0.4 - count * cell - 0.15), "work", colour=FAINT, side="right")

@@ -1,0 +1,139 @@
+"""Draw what a larger batch does to what was learned: one line an optimizer, every run a point, the mean a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.large_batch.scaling import COLOURS, MARKERS
+
+Results = Mapping[str, Mapping[int, Sequence[float]]]
+
+HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.35, 0.85
+NAME_GAP = 0.062  # of the axes' height, between two names
+
+
+class Point(NamedTuple):
+    """The runs of one optimizer with one batch.
+
+    Attributes:
+        batch: samples an update.
+        mean: mean accuracy of the runs.
+        low: of the worst run.
+        high: of the best.
+    """
+
+    batch: int
+    mean: float
+    low: float
+    high: float
+
+
+def points(results: Results) -> dict[str, tuple[Point, ...]]:
+    """Return each line's points, by rising batch.
+
+    Raises:
+        ValueError: no line, no batch, no run, or an accuracy outside 0 to 1.
+    """
+    if not results:
+        raise ValueError("no lines to draw; pass a mapping from names to accuracies by batch")
+    found: dict[str, tuple[Point, ...]] = {}
+    for name, by_batch in results.items():
+        if not by_batch or any(len(runs) == 0 for runs in by_batch.values()):
+            raise ValueError(f"{name!r} has a batch without runs, or no batch; pass at least one accuracy each")
+        if any(not 0.0 <= run <= 1.0 for runs in by_batch.values() for run in runs):
+            raise ValueError(f"{name!r} has an accuracy outside 0 to 1; pass shares, not percentages")
+        found[name] = tuple(
+            Point(batch, float(np.mean(runs)), min(runs), max(runs)) for batch, runs in sorted(by_batch.items())
+        )
+    return found
+
+
+def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: str = "") -> Figure:
+    """Draw accuracy against the batch: each line's mean, and a bar from its worst to its best run.
+
+    Args:
+        results: accuracies of the runs (of several seeds) by batch, by the line's name.
+        title: replaces the takeaway.
+        subtitle: what was trained.
+
+    Raises:
+        ValueError: as `points`.
+    """
+    lines = points(results)
+    figure = new_figure(HEIGHT_IN)
+    axes = frame(figure, left=0.95, right=3.4, top=TOP_IN, bottom=BOTTOM_IN)
+    batches = sorted({point.batch for line in lines.values() for point in line})
+    for index, line in enumerate(lines.values()):
+        colour = COLOURS[index % len(COLOURS)]
+        shift = 1.0 + 0.03 * (index - (len(lines) - 1) / 2)  # bars of one batch stand side by side
+        x = [point.batch * shift for point in line]
+        look: dict[str, Any] = {"color": colour, "clip_on": False, "zorder": 4}
+        axes.plot(
+            x, [p.mean for p in line], marker=MARKERS[index % len(MARKERS)], markersize=7.5, linewidth=2.2, **look
+        )
+        axes.vlines(x, [p.low for p in line], [p.high for p in line], linewidth=1.6, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
+    axes.xaxis.set_major_locator(FixedLocator(batches))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    lowest = min(point.low for line in lines.values() for point in line)
+    axes.set_ylim(max(0.0, lowest - 0.05 * (1.0 - lowest)), 1.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
+    axes.set_xlabel("samples in a batch (the number of epochs stays)", fontsize=TEXT_PT, color=INK)
+    axes.set_title("test accuracy: mean, worst and best run", fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
+    axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
+    _name_lines(axes, lines)
+    put_title(figure, title or _takeaway(lines), subtitle)
+    return figure
+
+
+def describe_batch_sizes(results: Results, *, title: str | None = None) -> str:
+    """Say in words what `draw_batch_sizes` shows; arguments as there.
+
+    Raises:
+        ValueError: as `points`.
+    """
+    lines = points(results)
+    text = [f"{title or _takeaway(lines)}."]
+    for name, line in lines.items():
+        words = ", ".join(f"{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})" for p in line)
+        text.append(f"{name}: {words}.")
+    return "\n".join(text)
+
+
+def _takeaway(lines: Mapping[str, Sequence[Point]]) -> str:
+    """Return the title: who is best and worst with the largest batch."""
+    last = {name: line[-1] for name, line in lines.items()}
+    batch = max(point.batch for point in last.values())
+    ends = {name: point.mean for name, point in last.items() if point.batch == batch}
+    best, worst = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
+    if best == worst:
+        return f"{best}: {ends[best]:.1%} with {batch:,} samples a batch"
+    left, least = percent(ends[best], 1), percent(ends[worst], 1)
+    return f"With {batch:,} samples a batch {best} is left with {left}, {worst} with {least}"
+
+
+def _name_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
+    """Write each line's name and last mean right of its end, apart from each other."""
+    low, high = axes.get_ylim()
+    ends = [(line[-1].mean - low) / (high - low) for line in lines.values()]
+    order = sorted(range(len(ends)), key=ends.__getitem__)
+    places: dict[int, float] = {}
+    top = -1.0
+    for index in order:
+        places[index] = top = max(ends[index], top + NAME_GAP)
+    over = max(0.0, top - 1.0)
+    for index, (name, line) in enumerate(lines.items()):
+        place = places[index] - over
+        look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": COLOURS[index % len(COLOURS)]}
+        axes.plot([0.99, 1.025], [ends[index], place], linewidth=1.2, **look)
+        words = f"{percent(line[-1].mean, 1)}  {name}"
+        axes.text(1.035, place, words, fontsize=SMALL_PT, weight="bold", ha="left", va="center", **look)

@@ -1,0 +1,250 @@
+"""Draw how much faster more ranks are: predicted speed-up beside the ideal, the efficiency, and what people claim."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from numpy.typing import NDArray
+
+from simulator.step.simulate import Step
+from simulator.viz.drawing.boxes import axes_pixels
+from simulator.viz.drawing.style import (
+    DPI,
+    FAINT,
+    INK,
+    SMALL_PT,
+    TEXT_PT,
+    frame,
+    new_figure,
+    percent,
+    put_title,
+)
+
+StepOf = Callable[[int], Step | float]
+Claim = tuple[int, float, float]
+Floats = NDArray[np.float64]
+
+NUM_RANKS = (1, 2, 4, 8, 16, 32, 64)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vP"
+CLAIM = "#882255"
+NAME_CHARACTERS = 26
+HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.9, 1.45, 0.8
+
+
+class Scaling(NamedTuple):
+    """The speed-up of one line.
+
+    Attributes:
+        name: of the line, or "".
+        num_ranks: numbers of ranks, rising.
+        speed_up: samples per second over those of one rank.
+        exposed: share of each step that waits for communication; NaN where it is not known.
+    """
+
+    name: str
+    num_ranks: tuple[int, ...]
+    speed_up: Floats
+    exposed: Floats
+
+    @property
+    def efficiency(self) -> Floats:
+        """Speed-up over the number of ranks."""
+        return np.asarray(self.speed_up / np.array(self.num_ranks))
+
+
+def scaling(step_of_n: StepOf | Mapping[str, StepOf], num_ranks: Sequence[int] = NUM_RANKS) -> tuple[Scaling, ...]:
+    """Compute the speed-up of each line at each number of ranks, over its own speed on one rank.
+
+    Raises:
+        ValueError: no line, no number of ranks, one below 1, or a step that takes no time.
+    """
+    lines = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
+    counts = tuple(sorted(set(num_ranks)))
+    if not lines or not counts or counts[0] < 1:
+        raise ValueError(
+            f"{len(lines)} lines at {list(num_ranks)} ranks; pass at least one of each, ranks of at least 1"
+        )
+    return tuple(_line(name, step_of, counts) for name, step_of in lines.items())
+
+
+def draw_scaling(
+    step_of_n: StepOf | Mapping[str, StepOf],
+    num_ranks: Sequence[int] = NUM_RANKS,
+    *,
+    claims: Mapping[str, Claim] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw the speed-up against the number of ranks, beside the ideal, and the efficiency, with claims as bars.
+
+    Args:
+        step_of_n: what a step on n ranks is: a simulated Step, or its seconds where every rank does the same work
+            whatever n; a mapping from names to such functions draws several lines.
+        num_ranks: where to compute it.
+        claims: claims by their words, each (number of ranks, lowest speed-up, highest speed-up).
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: as `scaling`, or a claim's range is empty.
+    """
+    lines = scaling(step_of_n, num_ranks)
+    claims = _checked(claims)
+    figure = new_figure(HEIGHT_IN)
+    left = frame(figure, left=0.95, right=7.55, top=TOP_IN, bottom=BOTTOM_IN)
+    right = frame(figure, left=6.55, right=2.75, top=TOP_IN, bottom=BOTTOM_IN)
+    counts = lines[0].num_ranks
+    ends = (counts[0], counts[-1])
+    left.plot(ends, ends, color=FAINT, linewidth=1.6, linestyle=(0, (5, 4)), zorder=2)
+    right.plot(ends, (1, 1), color=FAINT, linewidth=1.6, linestyle=(0, (5, 4)), zorder=2)
+    left.text(0.98, 0.985, "ideal", transform=left.transAxes, ha="right", va="bottom", color=FAINT, size=SMALL_PT)
+    for index, line in enumerate(lines):
+        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        look |= {"linewidth": 2.4, "markersize": 7.5, "markeredgecolor": "white", "zorder": 4, "clip_on": False}
+        left.plot(counts, line.speed_up, gid=f"speed-up {line.name}", **look)
+        right.plot(counts, line.efficiency, gid=f"efficiency {line.name}", **look)
+    _draw_claims(left, right, claims)
+    _label(left, right, lines, claims)
+    _name_lines(right, lines)
+    put_title(
+        figure,
+        title or _takeaway(lines),
+        "Speed-up over one rank; every rank has the same batch, whatever their number.",
+    )
+    return figure
+
+
+def describe_scaling(
+    step_of_n: StepOf | Mapping[str, StepOf],
+    num_ranks: Sequence[int] = NUM_RANKS,
+    *,
+    claims: Mapping[str, Claim] | None = None,
+) -> str:
+    """Say in words what `draw_scaling` shows, and for each claim whether it holds; arguments as there.
+
+    Raises:
+        ValueError: as `draw_scaling`.
+    """
+    lines = scaling(step_of_n, num_ranks)
+    text = [f"{_takeaway(lines)}."]
+    for line in lines:
+        points = ", ".join(
+            f"{count}: {speed:.3g}x" for count, speed in zip(line.num_ranks, line.speed_up.tolist(), strict=True)
+        )
+        name = f"{line.name}: " if line.name else ""
+        last = f"{percent(float(line.efficiency[-1]))} efficient at {line.num_ranks[-1]}"
+        if np.isfinite(line.exposed[-1]):
+            last += f", where {percent(float(line.exposed[-1]))} of the step waits for communication"
+        text.append(f"{name}speed-up {points}; {last}.")
+    lookup = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
+    for words, (count, low, high) in _checked(claims).items():
+        for name, step_of in lookup.items():
+            speed = float(_line(name, step_of, (count,)).speed_up[0])
+            where = f" on {name}" if name else ""
+            verdict = "holds" if low - 0.05 <= speed <= high + 0.05 else "is too low" if speed > high else "is too high"
+            text.append(f"'{words}'{where}: {verdict}: {speed:.2f}x.")
+    return "\n".join(text)
+
+
+def _line(name: str, step_of: StepOf, counts: tuple[int, ...]) -> Scaling:
+    alone = _speed(step_of, 1)[0]
+    rows = [_speed(step_of, count) for count in counts]
+    return Scaling(name, counts, np.array([speed for speed, _ in rows]) / alone, np.array([part for _, part in rows]))
+
+
+def _speed(step_of: StepOf, num_ranks: int) -> tuple[float, float]:
+    """Return samples (or equal shares of work) per second, and the share of the step that is exposed."""
+    step = step_of(num_ranks)
+    seconds = step.duration_s if isinstance(step, Step) else float(step)
+    if not seconds > 0:
+        raise ValueError(f"a step on {num_ranks} ranks takes {seconds!r} s; step_of_n must return a time above zero")
+    if isinstance(step, Step):
+        return step.samples_per_s, step.exposed_communication_s / seconds
+    return num_ranks / seconds, float("nan")
+
+
+def _checked(claims: Mapping[str, Claim] | None) -> dict[str, Claim]:
+    for words, (count, low, high) in (claims or {}).items():
+        if count < 1 or not 0 < low <= high:
+            raise ValueError(
+                f"claim {words!r} is {(count, low, high)}; pass (number of ranks, lowest, highest speed-up)"
+            )
+    return dict(claims or {})
+
+
+def _takeaway(lines: Sequence[Scaling]) -> str:
+    """Return the title: how much faster the most ranks are."""
+    count = lines[0].num_ranks[-1]
+    speeds = [float(line.speed_up[-1]) for line in lines]
+    if len(lines) == 1:
+        efficiency = percent(float(lines[0].efficiency[-1]))
+        return f"{count} ranks are {speeds[0]:.3g} times as fast as one: {efficiency} efficient"
+    return f"{count} ranks are {min(speeds):.3g} to {max(speeds):.3g} times as fast as one"
+
+
+def _draw_claims(left: Axes, right: Axes, claims: Mapping[str, Claim]) -> None:
+    for number, (count, low, high) in enumerate(claims.values()):
+        for axes, share in ((left, 1.0), (right, 1.0 / count)):
+            least = 0.035 * count if high - low < 0.07 * count else 0.0
+            ends = ((low - least) * share, (high + least) * share)
+            look: dict[str, Any] = {"color": CLAIM, "solid_capstyle": "butt", "zorder": 3, "alpha": 0.35}
+            axes.plot([count, count], ends, linewidth=13, **look)
+            axes.text(
+                count, ends[0], chr(97 + number), fontsize=SMALL_PT, color=CLAIM, weight="bold", ha="center", va="top"
+            )
+
+
+def _label(left: Axes, right: Axes, lines: Sequence[Scaling], claims: Mapping[str, Claim]) -> None:
+    counts = sorted({*lines[0].num_ranks, *(count for count, _, _ in claims.values())})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
+        axes.xaxis.set_major_locator(FixedLocator(lines[0].num_ranks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("ranks", fontsize=TEXT_PT, color=INK)
+        axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
+    left.set_yscale("log", base=2)
+    slowest = min(float(line.speed_up.min()) for line in lines)
+    left.set_ylim(min(1.0, slowest) / 1.25, counts[-1] * 1.25)
+    low = min(0, int(np.floor(np.log2(slowest))))
+    left.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, 1 + int(np.log2(counts[-1])))]))
+    left.yaxis.set_minor_locator(NullLocator())
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}x"))
+    lowest = min(float(line.efficiency.min()) for line in lines)
+    floor = 0.0 if lowest < 0.55 else 0.5
+    right.set_ylim(floor, 1.04)
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
+    for axes, words in ((left, "speed-up"), (right, "efficiency: speed-up / ranks")):
+        axes.set_title(words, fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
+    for number, words in enumerate(claims):
+        text = f"{chr(97 + number)}  claim: {words}"
+        left.text(0.03, 0.97 - 0.075 * number, text, transform=left.transAxes, fontsize=SMALL_PT, color=CLAIM, va="top")
+
+
+def _name_lines(axes: Axes, lines: Sequence[Scaling]) -> None:
+    """Write each line's name and last efficiency right of its end, apart from each other."""
+    low, high = axes.get_ylim()
+    tall = axes_pixels(axes)[1]
+    ends = [(float(line.efficiency[-1]) - low) / (high - low) for line in lines]
+    words = [
+        textwrap.fill(f"{percent(float(line.efficiency[-1]))}  {line.name}".strip(), NAME_CHARACTERS) for line in lines
+    ]
+    heights = [(text.count("\n") * 1.25 + 1.5) * SMALL_PT * DPI / 72 / tall for text in words]
+    order = sorted(range(len(lines)), key=ends.__getitem__)
+    top = -1.0
+    places: list[float] = []
+    for index in order:
+        places.append(max(ends[index], top + heights[index] / 2))
+        top = places[-1] + heights[index] / 2
+    over = max(0.0, top - 1.06)  # the top one would stand above the axes
+    for at, index in enumerate(order):
+        place = places[at] - over
+        look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": COLOURS[index % len(COLOURS)]}
+        axes.plot([0.985, 1.03], [ends[index], place], linewidth=1.2, **look)
+        axes.text(1.045, place, words[index], fontsize=SMALL_PT, weight="bold", ha="left", va="center", **look)

@@ -1,0 +1,243 @@
+"""Draw what a step holds in memory: the peak of every rank by kind, and the fullest rank over time.
+
+Where each rank of the pipeline has one stage, the picture calls it by its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+from simulator.memory.memory import KINDS, Memory
+from simulator.units import format_bytes
+from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
+from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.style import (
+    DPI,
+    FAINT,
+    INK,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    KindStyle,
+    LegendBox,
+    byte_unit,
+    frame,
+    new_figure,
+    percent,
+    put_title,
+    text_colour,
+    time_unit,
+)
+
+MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
+    {
+        "parameters": KindStyle("#0072B2", "P", "parameters"),
+        "gradients": KindStyle("#E69F00", "G", "gradients"),
+        "optimizer": KindStyle("#CC79A7", "O", "optimizer state"),
+        "master weights": KindStyle("#882255", "M", "master weights"),
+        "activations": KindStyle("#009E73", "A", "activations"),
+        "logits": KindStyle("#88CCEE", "L", "logits"),
+        "buffers": KindStyle("#F0E442", "B", "buffers"),
+        "temporary": KindStyle("#999999", "T", "temporary"),
+        "errors": KindStyle("#8C564B", "E", "errors kept by compression"),
+    }
+)
+TOP_IN, BOTTOM_IN = 1.35, 1.15
+
+
+def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
+    """Draw each rank's peak as a stacked bar, and beside it the fullest rank from the step's start to its end.
+
+    A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
+
+    Raises:
+        ValueError: the capacity is not above zero.
+    """
+    if capacity_bytes is not None and not capacity_bytes > 0:
+        raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
+    height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
+    figure = new_figure(height)
+    half = WIDTH_IN / 2
+    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, light=True)
+    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, light=True)
+    limit = memory.max_bytes * 1.16 or 1.0
+    if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
+        limit = max(limit, capacity_bytes * 1.08)
+    _draw_peaks(bars, memory, limit)
+    _draw_over_time(time, memory, memory.fullest_stage, limit)
+    if capacity_bytes is not None and capacity_bytes <= limit:
+        dashes: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4}
+        bars.axvline(capacity_bytes, **dashes)
+        time.axhline(capacity_bytes, **dashes)
+    put_kinds(figure, memory.peak_bytes)
+    put_title(figure, title or memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
+    return figure
+
+
+def describe_memory(memory: Memory, *, capacity_bytes: float | None = None) -> str:
+    """Say in one paragraph what `draw_memory` shows."""
+    rank = memory.fullest_stage
+    parts = name_kinds(memory.at_peak_bytes[rank])
+    name = _name(memory, rank).capitalize()
+    where = f"{name} of {len(memory.peak_bytes)}" if len(memory.peak_bytes) > 1 else "Each rank"
+    text = f"Memory: {where} peaks at {format_bytes(memory.max_bytes)}: {parts}."
+    times, rows = memory.over_time(rank)
+    lowest = int(rows.sum(axis=1).min())
+    text += f" Between the peaks it falls to {format_bytes(lowest)}." if len(times) > 1 else ""
+    if len(memory.peak_bytes) > 1:
+        least = int(memory.total_bytes.argmin())
+        text += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
+    note = _capacity_note(memory, capacity_bytes)
+    return f"{text} {note}." if note else text
+
+
+def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
+    """Return the title: how full the fullest rank is, and what fills it most."""
+    rank = memory.fullest_stage
+    kind = KINDS[int(memory.at_peak_bytes[rank].argmax())]
+    share = int(memory.at_peak_bytes[rank].max()) / memory.max_bytes if memory.max_bytes else 0.0
+    where = _name(memory, rank).capitalize() if len(memory.peak_bytes) > 1 else "A rank"
+    text = f"{where} peaks at {format_bytes(memory.max_bytes)}, {percent(share)} of it {MEMORY_KINDS[kind].words}"
+    if capacity_bytes is not None and memory.max_bytes > capacity_bytes:
+        text = f"Does not fit: {where.lower()} needs {format_bytes(memory.max_bytes)}"
+    return text
+
+
+def _name(memory: Memory, rank: int) -> str:
+    """Return what a rank of the pipeline is called: the stage that it has, if each has one."""
+    alone = all(len(turns.stages) == 1 for turns in memory.turns)
+    return f"stage {memory.turns[rank].stages[0]}" if alone else f"rank {rank}"
+
+
+def name_kinds(row: NDArray[np.int64]) -> str:
+    """Say what one moment's bytes are, the most first."""
+    order = (-row).argsort(kind="stable")
+    return ", ".join(f"{MEMORY_KINDS[KINDS[kind]].words} {format_bytes(row[kind])}" for kind in order if row[kind])
+
+
+def put_kinds(figure: Figure, rows: NDArray[np.int64]) -> None:
+    """Put a legend of the kinds that some row [..., K] holds."""
+    used = [style for kind, style in MEMORY_KINDS.items() if rows[..., KINDS.index(kind)].any()]
+    put_legend(figure, [LegendBox(style.colour, "white", style.letter, style.words) for style in used])
+
+
+def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
+    if capacity_bytes is None:
+        return ""
+    share = percent(memory.max_bytes / capacity_bytes, 1 if memory.max_bytes < 0.1 * capacity_bytes else 0)
+    return f"{share} of the device's {format_bytes(capacity_bytes)}"
+
+
+def _draw_peaks(axes: Axes, memory: Memory, limit: float) -> None:
+    num_ranks = len(memory.at_peak_bytes)
+    names = [_name(memory, rank) if num_ranks > 1 else "each rank" for rank in range(num_ranks)]
+    stack_bars(axes, memory.at_peak_bytes, names, limit)
+    axes.set_title("at the peak", fontsize=TEXT_PT, loc="left", color=FAINT)
+
+
+def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit: float) -> None:
+    """Draw one stacked bar a row of `rows` [R, K], with a letter in each part that has room for one."""
+    num_rows = len(rows)
+    axes.set_xlim(0, limit)
+    axes.set_ylim(num_rows - 0.4, -0.6)
+    wide, tall = axes_pixels(axes)
+    size = min(TEXT_PT, 0.6 * tall / num_rows * 72 / DPI)
+    left, corners, fills = np.zeros(num_rows), [], []
+    for kind, style in MEMORY_KINDS.items():
+        held = rows[:, KINDS.index(kind)].astype(float)
+        corners.append(_bars(left, held))
+        fills += [style.colour] * num_rows
+        for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * DPI / 72).tolist():
+            words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
+            if size >= 6.5:
+                axes.text(left[row] + held[row] / 2, row, style.letter, fontsize=size, **words)
+        left += held
+    look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.8, "gid": "bars"}
+    axes.add_collection(PolyCollection(np.concatenate(corners), facecolors=fills, **look), autolim=False)  # type: ignore[arg-type]
+    behind: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a line goes behind the figure
+    for row in range(num_rows) if size >= 9 else ():
+        axes.text(
+            left[row] + 0.008 * limit,
+            row,
+            format_bytes(left[row]),
+            fontsize=SMALL_PT,
+            color=INK,
+            va="center",
+            bbox=behind,
+        )
+    every = max(1, -(-num_rows * 20 // max(1, int(tall))))
+    ticks = list(range(0, num_rows, every))
+    axes.set_yticks(ticks, [names[row] for row in ticks])
+    axes.tick_params(axis="y", length=0)
+    label_bytes(axes, "x", limit)
+
+
+def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the corners [R, 4, 2] of bars, one a row, from `left` on."""
+    across = np.stack([left, left + wide, left + wide, left], axis=1)
+    return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
+
+
+def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None:
+    """Draw one rank's bytes by kind, from the start of the step to the end of its last backward."""
+    stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.timed)
+    where = f"{_name(memory, rank)} over the step" if len(memory.peak_bytes) > 1 else "over the step"
+    axes.set_title(where, fontsize=TEXT_PT, loc="left", color=FAINT)
+
+
+def stack_area(
+    axes: Axes, times_ns: NDArray[np.int64], rows: NDArray[np.int64], *, limit: float, timed: bool = True
+) -> None:
+    """Draw bytes by kind [T, K], stacked, each from its moment [T] to the next.
+
+    Where there are more moments than pixels, a pixel shows the most of each kind.
+    """
+    times_ns, rows = fewer_moments(times_ns, rows, int(axes_pixels(axes)[0]))
+    end = float(times_ns[-1]) / 1e9
+    times = np.append(times_ns / 1e9, end * 1.04 if end else 1e-6)  # what is held after the last change goes on
+    below = np.zeros(len(times))
+    line = 0.8 if len(times) < 120 else 0.0
+    for kind, style in MEMORY_KINDS.items():
+        column = rows[:, KINDS.index(kind)].astype(float)
+        above = below + np.append(column, column[-1])
+        if column.any():
+            axes.fill_between(times, below, above, step="post", color=style.colour, linewidth=0)
+            axes.step(times, above, where="post", color="white", linewidth=line)
+        below = above
+    axes.set_xlim(0, times[-1])
+    axes.set_ylim(0, limit)
+    scale, unit = time_unit(end) if timed else (1e9, "")
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
+    words = f"time since the step began ({unit})" if timed else "work since the step began (forwards of a layer)"
+    axes.set_xlabel(words, fontsize=TEXT_PT, color=INK)
+    label_bytes(axes, "y", limit)
+
+
+def fewer_moments(
+    times_ns: NDArray[np.int64], rows: NDArray[np.int64], most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return moments of which no two are in the same of `most` equal parts, each with the most of every kind."""
+    if len(times_ns) <= most:
+        return times_ns, rows
+    part = times_ns * most // max(1, int(times_ns[-1]))
+    first = np.flatnonzero(np.diff(part, prepend=-1))
+    return times_ns[first], np.maximum.reduceat(rows, first, axis=0)
+
+
+def label_bytes(axes: Axes, which: str, limit: float) -> None:
+    """Label an axis in the unit of bytes that suits its end."""
+    size, unit = byte_unit(limit)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:,.6g}"))
+    axis.set_label_text(f"memory ({unit})", fontsize=TEXT_PT if which == "x" else SMALL_PT, color=INK)

@@ -1,0 +1,133 @@
+"""Choose a model, ranks and a plan: see what fills a device's memory, whether it fits, and what to change if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+from distlab.plan import Device, Plan, Precision, Sharding, Workload
+from distlab.plan.records import RECOMPUTES
+from simulator.hardware import presets as hardware
+from simulator.memory.advice import DoesNotFitError, check_fit
+from simulator.memory.memory import memory_of
+from simulator.models.by_name import model_by_name
+from simulator.viz.drawing.panel import Panel
+from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz.memory.memory import describe_memory, draw_memory
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "float32 (16 bytes a parameter)": Precision(),
+        "bfloat16, all in it (8)": Precision("bfloat16", master=False, reduce="bfloat16", gradients="bfloat16"),
+        "bfloat16, float32 master weights (16)": Precision("bfloat16", reduce="bfloat16", gradients="bfloat16"),
+        "bfloat16, float32 master and gradients (18)": Precision("bfloat16"),
+    }
+)
+STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3})
+DEGREES = tuple(2**power for power in range(11))
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """What the panel's controls are set to.
+
+    Attributes:
+        workload: the model at a micro-batch size.
+        plan: how it is laid out.
+        device: what it must fit on.
+    """
+
+    workload: Workload
+    plan: Plan
+    device: Device
+
+
+def memory_panel(
+    models: Sequence[str] = ("llama-2-7b", "llama-2-70b", "gpt-3-175b", "gpt-2-1.5b"),
+    *,
+    devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm"),
+) -> Panel:
+    """Return a panel of models and plans: what the fullest rank holds, by kind and over the step.
+
+    In code: `panel.controls["stage"].value = 3`, `panel.controls["picture"].value = "stages"` for all stages of
+    sharding side by side.
+
+    Args:
+        models: names that `model_by_name` knows.
+        devices: names of presets.
+
+    Raises:
+        ValueError: there is no model or no device, or one of them is not known.
+    """
+    if not models or not devices:
+        raise ValueError("there is no model or no device; pass at least one name of each")
+    workloads: dict[tuple[str, int], Workload] = {(name, 1): model_by_name(name) for name in models}
+    known = {name: hardware.device(name) for name in devices}
+
+    def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> tuple[Figure, str]:
+        if (model, microbatch) not in workloads:
+            workloads[model, microbatch] = model_by_name(model, microbatch_size=microbatch)
+        choice = MemoryChoice(workloads[model, microbatch], _plan(**degrees), known[device])
+        return draw_stages(choice) if picture == "stages" else draw_choice(choice)
+
+    return Panel(draw, **_controls(models, devices))
+
+
+def draw_choice(choice: MemoryChoice) -> tuple[Figure, str]:
+    """Draw one plan's memory against the device; the text says what to change where it does not fit."""
+    memory = memory_of(choice.workload, choice.plan)
+    capacity = choice.device.memory_bytes
+    text = describe_memory(memory, capacity_bytes=capacity)
+    try:
+        check_fit(choice.workload, choice.plan, choice.device)
+    except DoesNotFitError as error:
+        text += f" {error.advice[:1].upper()}{error.advice[1:]}."
+    return draw_memory(memory, capacity_bytes=capacity), text
+
+
+def draw_stages(choice: MemoryChoice) -> tuple[Figure, str]:
+    """Draw the plan with every stage of sharding, side by side."""
+    plans = {
+        name if stage else "no sharding": memory_of(choice.workload, replace(choice.plan, sharding=Sharding(stage)))
+        for name, stage in STAGES.items()
+    }
+    capacity = choice.device.memory_bytes
+    figure = draw_memory_of_plans(plans, capacity_bytes=capacity)
+    return figure, describe_memory_of_plans(plans, capacity_bytes=capacity)
+
+
+def _plan(*, data: int, stage: int, recompute: str, precision: str, tensor: int, pipeline: int) -> Plan:
+    return Plan(
+        data=data,
+        pipeline=pipeline,
+        num_microbatches=4 * pipeline if pipeline > 1 else 1,
+        sharding=Sharding(stage),
+        precision=PRECISIONS[precision],
+        recompute=recompute,
+        tensor=tensor,
+        sequence_parallel=tensor > 1,
+    )
+
+
+def _controls(models: Sequence[str], devices: Sequence[str]) -> dict[str, widgets.Widget]:
+    def powers(description: str, most: int, value: int = 1) -> widgets.Widget:
+        options = [degree for degree in DEGREES if degree <= most]
+        return widgets.SelectionSlider(options=options, value=value, description=description)
+
+    return {
+        "model": widgets.Dropdown(options=list(models), description="model"),
+        "device": widgets.Dropdown(options=list(devices), description="device"),
+        "data": powers("data-parallel ranks", 1024, 8),
+        "stage": widgets.Dropdown(options=list(STAGES.items()), value=0, description="sharding"),
+        "recompute": widgets.Dropdown(options=list(RECOMPUTES), description="recompute"),
+        "precision": widgets.Dropdown(options=list(PRECISIONS), value=list(PRECISIONS)[2], description="precision"),
+        "microbatch": powers("samples a micro-batch", 32),
+        "tensor": powers("tensor-parallel ranks", 8),
+        "pipeline": powers("pipeline stages", 16),
+        "picture": widgets.Dropdown(options=[("this plan", "plan"), ("all stages", "stages")], description="show"),
+    }

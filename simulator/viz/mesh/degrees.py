@@ -1,0 +1,218 @@
+"""Draw what a plan's degrees give: what its ranks hold, where its step's time goes, how well it uses the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from distlab.plan import AXES, Plan
+from simulator.memory.memory import KINDS, Memory
+from simulator.step.simulate import Step
+from simulator.sweeps.axis_order import axes_inside_nodes
+from simulator.units import format_bytes, format_s
+from simulator.viz.drawing.pen import Pen, sheet, width_in
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    frame,
+    percent,
+    put_title,
+    text_colour,
+)
+from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
+from simulator.viz.mesh.mesh import axis_style
+from simulator.viz.mesh.step_parts import COMPUTE, parts_of
+
+HEIGHT_IN, LEFT_IN, BAR_IN, MAX_ROWS = 6.6, 0.25, 0.5, 6
+TIME_IN, MEMORY_IN, MEMORY_LOW_IN = 4.55, 1.35, 1.25
+BAD = "#B40000"
+
+
+def degrees_figure(step: Step, *, num_devices: int | None = None, title: str | None = None) -> Figure:
+    """Draw a plan's memory against the device's, its step's time by what it is spent on, and its utilisation.
+
+    Args:
+        step: what `simulate` returned.
+        num_devices: GPUs that there are; those that the plan leaves idle are told. By default the plan uses all.
+        title: replaces the takeaway.
+    """
+    figure, pen = sheet(HEIGHT_IN)
+    _draw_equation(pen, step.plan, step)
+    _draw_time(pen, step)
+    _draw_memory(figure, pen, step)
+    pen.flush()
+    put_title(figure, title or _takeaway(step, num_devices), _note(step, num_devices))
+    return figure
+
+
+def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
+    """Say in words what `degrees_figure` shows; arguments as there."""
+    parts = ", ".join(f"{part.words} {format_s(part.seconds)}" for part in parts_of(step) if part.seconds > 0)
+    memory, capacity = step.memory, step.cluster.device.memory_bytes
+    rank = memory.fullest_stage
+    held = ", ".join(
+        f"{MEMORY_KINDS[kind].words} {format_bytes(number)}"
+        for kind, number in zip(KINDS, memory.at_peak_bytes[rank].tolist(), strict=True)
+        if number
+    )
+    sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
+    lines = [f"{_takeaway(step, num_devices)}. {_note(step, num_devices)}", f"{equation(step.plan)}."]
+    lines.append(f"Time: {parts}.")
+    lines.append(f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.")
+    lines.append(f"Sent a rank: {sent or 'nothing'}.")
+    return "\n".join(lines)
+
+
+def impossible_figure(plan: Plan, reason: str) -> Figure:
+    """Draw the degrees of a plan that cannot run, and say why."""
+    figure, pen = sheet(HEIGHT_IN)
+    _draw_equation(pen, plan, None)
+    lines = _wrapped(reason, WIDTH_IN - 2 * LEFT_IN - 0.4, TEXT_PT + 1)
+    top = TIME_IN - 0.1
+    tall = 0.3 * len(lines) + 0.4
+    pen.box((LEFT_IN, top - tall), WIDTH_IN - 2 * LEFT_IN, tall, "#FBEDED", edge=BAD, line=1.6)
+    for number, line in enumerate(lines):
+        pen.words((LEFT_IN + 0.2, top - 0.35 - 0.3 * number), line, size=TEXT_PT + 1, side="left")
+    pen.flush()
+    put_title(figure, "This plan cannot run", "Drag a slider: the reason says which.")
+    return figure
+
+
+def describe_impossible(plan: Plan, reason: str) -> str:
+    """Say in words what `impossible_figure` shows."""
+    return f"This plan cannot run: {equation(plan)}. Why: {reason}."
+
+
+def equation(plan: Plan) -> str:
+    """Write the product of all degrees, such as 'pipeline (2) x data (4) x ... x tensor (8) = 64 ranks'."""
+    product = " x ".join(f"{axis} ({getattr(plan, axis)})" for axis in AXES)
+    return f"{product} = {plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+
+
+def _takeaway(step: Step, num_devices: int | None) -> str:
+    memory, capacity = step.memory, step.cluster.device.memory_bytes
+    if memory.max_bytes > capacity:
+        return f"Does not fit: {format_bytes(memory.max_bytes)} a rank, and a device has {format_bytes(capacity)}"
+    parts = [part for part in parts_of(step) if part.name != COMPUTE]
+    most = max(parts, key=lambda part: part.seconds)
+    used = f"{percent(step.utilization)} of the peak is used"
+    if most.seconds < 0.01 * step.duration_s:
+        return f"Fits, and {used}: next to nothing is exposed"
+    what = "the bubble" if most.name == "bubble" else f"the {most.name} axis"
+    return f"Fits, and {used}: {what} costs most, {percent(most.seconds / step.duration_s)} of the step"
+
+
+def _note(step: Step, num_devices: int | None) -> str:
+    plan, cluster = step.plan, step.cluster
+    rate = f"{step.samples_per_s:,.3g} samples/s"
+    on = f"{step.workload.name} on {cluster.name}, nodes of {cluster.devices_per_node}"
+    idle = 0 if num_devices is None else num_devices - plan.world_size
+    return f"{on}: {format_s(step.duration_s)} a step, {rate}." + (
+        f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
+    )
+
+
+def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
+    """Draw the degrees as boxes with a times between, and the wire that each axis is on."""
+    x, y = LEFT_IN, HEIGHT_IN - 1.3
+    inside = () if step is None else axes_inside_nodes(step.cluster, plan, step.order)
+    for number, axis in enumerate(AXES):
+        style, degree = axis_style(axis), getattr(plan, axis)
+        if number:
+            pen.words((x + 0.12, y), "x", size=TEXT_PT)
+            x += 0.24
+        text = f"{axis} {degree}"
+        wide = width_in(text, TEXT_PT, True) + 0.25
+        fill = style.colour if degree > 1 else IDLE
+        pen.box((x, y - 0.18), wide, 0.36, fill)
+        ink = text_colour(fill) if degree > 1 else FAINT
+        pen.words((x + wide / 2, y), text, size=TEXT_PT, bold=degree > 1, colour=ink)
+        if step is not None and degree > 1:
+            where = "inside a node" if axis in inside else "between nodes"
+            pen.words((x + wide / 2, y - 0.32), where, size=9.5, colour=FAINT)
+        x += wide
+    pen.words(
+        (x + 0.15, y),
+        f"=  {plan.world_size} rank{'s' if plan.world_size > 1 else ''}",
+        size=TEXT_PT,
+        bold=True,
+        side="left",
+    )
+    rest = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''}"
+    pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
+
+
+def _draw_time(pen: Pen, step: Step) -> None:
+    """Draw the step's time as one bar, its parts named under it."""
+    pen.words((LEFT_IN, TIME_IN), f"time of a step: {format_s(step.duration_s)}", size=TEXT_PT, bold=True, side="left")
+    scale = (WIDTH_IN - 2 * LEFT_IN) / step.duration_s
+    x, y = LEFT_IN, TIME_IN - 0.2 - BAR_IN
+    for part in parts_of(step):
+        wide = part.seconds * scale
+        if wide <= 0:
+            continue
+        pen.box((x, y), wide, BAR_IN, part.colour)
+        for text in (
+            f"{part.words} {percent(part.seconds / step.duration_s)}",
+            percent(part.seconds / step.duration_s),
+            part.letter,
+        ):
+            if wide > width_in(text, SMALL_PT) + 0.1:
+                pen.words((x + wide / 2, y + BAR_IN / 2), text, colour=text_colour(part.colour))
+                break
+        x += wide
+    used = [part for part in parts_of(step) if part.seconds > 0]
+    pen.legend(
+        [LegendBox(part.colour, "white", part.letter, f"{part.words} {format_s(part.seconds)}") for part in used],
+        low=y - 0.4,
+    )
+
+
+def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
+    """Draw what ranks of the pipeline hold at their peaks, with the device's memory as a line."""
+    memory, capacity = step.memory, step.cluster.device.memory_bytes
+    ranks = _shown_ranks(memory)
+    names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
+    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, light=True)
+    limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
+    stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
+    _mark_capacity(axes, capacity, limit)
+    heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
+    pen.words((LEFT_IN, 3.05), heading, size=TEXT_PT, bold=True, side="left")
+    used = [style for kind, style in MEMORY_KINDS.items() if memory.at_peak_bytes[ranks][:, KINDS.index(kind)].any()]
+    pen.legend([LegendBox(style.colour, "white", style.letter, style.words) for style in used])
+
+
+def _shown_ranks(memory: Memory) -> list[int]:
+    """Return the ranks of the pipeline to draw: all, or of many the first, the last, and some evenly between."""
+    count = len(memory.at_peak_bytes)
+    return sorted({round(at) for at in np.linspace(0, count - 1, min(count, MAX_ROWS)).tolist()})
+
+
+def _mark_capacity(axes: Axes, capacity: float, limit: float) -> None:
+    if capacity <= limit:
+        axes.axvline(capacity, color=INK, linestyle=(0, (4, 3)), linewidth=1.4, gid="capacity")
+        text = f"the device's {format_bytes(capacity)} "
+        axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=SMALL_PT, color=INK)
+
+
+def _wrapped(text: str, room: float, size: float) -> Sequence[str]:
+    """Break a text into lines no wider than the room, in inches."""
+    space, used = width_in("x x", size) - width_in("xx", size), 0.0
+    lines: list[list[str]] = [[]]
+    for word in text.split():
+        wide = width_in(word, size) + space
+        if lines[-1] and used + wide > room:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(word)
+        used += wide
+    return [" ".join(line) for line in lines]

@@ -1,0 +1,232 @@
+"""Draw a mesh: the ranks as they stand in the nodes, once for each axis, with a line through every group.
+
+A row is a node. So a group whose line runs across stays on the wires inside a node, and one whose line runs down leaves
+it: which axis belongs on which wire is seen at a glance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from distlab.plan import Mesh
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.style import (
+    AXIS_STYLES,
+    FAINT,
+    IDLE,
+    INK,
+    RANK_COLOURS,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    KindStyle,
+    kind_styles,
+    put_title,
+    text_colour,
+)
+
+MAX_RANKS, MAX_COLUMNS = 256, 16
+TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75
+GROUP_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class _Tile(NamedTuple):
+    """One axis' picture: where its grid begins (upper left), a cell's extent in inches, and ranks a row."""
+
+    left: float
+    top: float
+    wide: float
+    tall: float
+    columns: int
+
+    def middle(self, rank: int) -> NDArray[np.float64]:
+        """Return where a rank's cell has its middle."""
+        row, column = divmod(rank, self.columns)
+        return np.array([self.left + (column + 0.5) * self.wide, self.top - (row + 0.5) * self.tall])
+
+
+def mesh_figure(
+    mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None, title: str | None = None
+) -> Figure:
+    """Draw the ranks of a mesh once for each axis of more than one: a colour, a letter and a line for each group.
+
+    Args:
+        mesh: the ranks; at most 256.
+        devices_per_node: ranks in a node, a row of the picture. None: the picture has no nodes.
+        rank: if given, only this rank's groups are coloured: who its neighbours are on each axis.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: more than 256 ranks, no such rank, or less than one device in a node.
+    """
+    axes = _checked(mesh, devices_per_node, rank)
+    columns = _columns(mesh, devices_per_node)
+    rows = -(-mesh.size // columns)
+    across = min(len(axes), 3 if columns <= 8 else 2 if columns <= 12 else 1)
+    margin = MARGIN_IN + (NODE_IN if devices_per_node else 0.0)
+    room = (WIDTH_IN - MARGIN_IN) / across
+    wide = min(0.85, (room - margin - 0.1) / columns)
+    tall = min(0.62, max(0.3, 4.2 / rows))
+    block = HEAD_IN + rows * tall + FOOT_IN
+    height = TOP_IN + block * -(-len(axes) // across) + 0.1
+    figure, pen = sheet(height)
+    for number, axis in enumerate(axes):
+        down, place = divmod(number, across)
+        tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns)
+        _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
+    pen.flush()
+    put_title(figure, title or _takeaway(mesh, devices_per_node), _note(mesh, devices_per_node, rank))
+    return figure
+
+
+def describe_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None) -> str:
+    """Say in words what `mesh_figure` shows: the groups of every axis, and where they lie; arguments as there.
+
+    Raises:
+        ValueError: as `mesh_figure`.
+    """
+    axes = _checked(mesh, devices_per_node, rank)
+    lines = [f"{_takeaway(mesh, devices_per_node)}. {_note(mesh, devices_per_node, rank)}"]
+    if rank is not None:
+        place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
+        lines.append(f"Rank {rank} stands at {place}.")
+    for axis in axes:
+        groups = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
+        shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in groups[:8])
+        more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
+        lines.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
+    return "\n".join(lines)
+
+
+def axis_style(axis: str) -> KindStyle:
+    """Return the colour, letter and word of an axis, also of one with a name of its own."""
+    return AXIS_STYLES[axis] if axis in AXIS_STYLES else kind_styles([axis])[axis]
+
+
+def _checked(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> Sequence[str]:
+    """Return the axes that have groups of more than one, the fastest first; without any, the last one."""
+    if mesh.size > MAX_RANKS:
+        raise ValueError(f"the mesh {mesh} has more than {MAX_RANKS} ranks to draw; draw a smaller one of its shape")
+    if devices_per_node is not None:
+        _check_node(devices_per_node)
+    if rank is not None:
+        mesh.coordinates(rank)  # refuses a rank that is not there
+    return [name for name, size in reversed(mesh.axes) if size > 1] or [mesh.names[-1]]
+
+
+def _check_node(devices_per_node: int) -> None:
+    if devices_per_node < 1:
+        raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1, or None for no nodes")
+
+
+def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
+    """Return the ranks of a row: a node's, or without nodes as many of the fastest axes as 8 columns take."""
+    if devices_per_node is not None and devices_per_node <= MAX_COLUMNS:
+        return min(mesh.size, devices_per_node)
+    columns = 1
+    for _, size in reversed(mesh.axes):
+        if columns * size > 8:
+            break
+        columns *= size
+    return columns if columns > 1 else min(mesh.size, 8)
+
+
+def _takeaway(mesh: Mesh, devices_per_node: int | None) -> str:
+    axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
+    equation = " x ".join(f"{name} ({size})" for name, size in axes)
+    ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
+    if devices_per_node is None or mesh.size <= devices_per_node:
+        return f"{ranks} = {equation}"
+    inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]
+    outside = [name for name, _ in axes if name not in inside]
+    if not inside:
+        return f"{ranks} = {equation}: every axis leaves the node"
+    if not outside:
+        return f"{ranks} = {equation}: no axis leaves its node"
+    verb = "stays inside a node" if len(inside) == 1 else "stay inside a node"
+    leave = "leaves it" if len(outside) == 1 else "leave it"
+    return f"{ranks} = {equation}: {_and(inside)} {verb}, {_and(outside)} {leave}"
+
+
+def _note(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
+    rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
+    one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
+    own = f"Coloured: the groups of rank {rank}, whom it talks to on that axis."
+    return f"{rows} {one if rank is None else own}"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
+    groups, size = len(mesh.groups(axis)), mesh.axis_size(axis)
+    text = f"{groups} group{'s' if groups > 1 else ''} of {size}"
+    if devices_per_node is None:
+        return text
+    where = "between nodes" if mesh.crosses_nodes(axis, devices_per_node) else "inside a node"
+    return f"{text}, {where}"
+
+
+def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int | None, only: int | None) -> None:
+    style = axis_style(axis)
+    spot = (tile.left, tile.top + 0.4)
+    pen.box((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour)
+    pen.words((spot[0] + 0.14, spot[1]), style.letter, size=TEXT_PT, bold=True, colour=text_colour(style.colour))
+    pen.words((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})", size=TEXT_PT, bold=True, side="left")
+    pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=FAINT, side="left")
+    if devices_per_node is not None and devices_per_node == tile.columns:
+        for node in range(-(-mesh.size // devices_per_node)):
+            y = tile.top - (node + 0.5) * tile.tall
+            pen.words((tile.left - 0.1, y), f"node {node}", colour=FAINT, side="right")
+            pen.outline(
+                (tile.left, y - tile.tall / 2 + 0.02), tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2
+            )
+    for number, group in enumerate(mesh.groups(axis)):
+        shown = only is None or only in group
+        fill = RANK_COLOURS[number % len(RANK_COLOURS)] if shown else IDLE
+        letter = GROUP_LETTERS[number] if number < len(GROUP_LETTERS) else str(number)
+        if shown:
+            for one, other in zip(group[:-1], group[1:], strict=True):
+                _connect(pen, tile, one, other, fill)
+        for member in group:
+            _draw_rank(pen, tile, member, fill, letter if shown else "", framed=member == only)
+
+
+def _connect(pen: Pen, tile: _Tile, one: int, other: int, colour: str) -> None:
+    """Draw a line between two ranks: straight between neighbours, else around those that lie between them."""
+    start, end = tile.middle(one), tile.middle(other)
+    (row, column), (to_row, to_column) = divmod(one, tile.columns), divmod(other, tile.columns)
+    bend = 0.0
+    if row == to_row and abs(to_column - column) > 1:
+        lift = np.array([0.0, 0.3 * tile.tall])
+        start, end = start + lift, end + lift
+        bend = 0.42 * tile.tall / (abs(to_column - column) * tile.wide)
+    elif column == to_column and abs(to_row - row) > 1:
+        lift = np.array([0.3 * tile.wide, 0.0])
+        start, end = start + lift, end + lift
+        bend = 0.5 * tile.wide / (abs(to_row - row) * tile.tall)
+    pen.line(start, end, colour, bend=bend, line=3.0)
+
+
+def _draw_rank(pen: Pen, tile: _Tile, rank: int, fill: str, letter: str, *, framed: bool) -> None:
+    spot, wide, tall = tile.middle(rank), 0.66 * tile.wide, 0.62 * tile.tall
+    pen.box(spot - np.array([wide / 2, tall / 2]), wide, tall, fill)
+    if framed:
+        pen.outline(spot - np.array([wide / 2, tall / 2]), wide, tall, INK, line=2.2)
+    ink = text_colour(fill)
+    size = min(TEXT_PT, 30 * wide, 50 * tall)
+    if not letter:
+        pen.words(spot, str(rank), size=size, colour=FAINT)
+    elif wide > 0.42:
+        pen.words(spot - np.array([0.24 * wide, 0]), str(rank), size=size, colour=ink)
+        pen.words(spot + np.array([0.28 * wide, 0]), letter, size=min(SMALL_PT, size), bold=True, colour=ink)
+    else:
+        size = min(size, 26 * tall)
+        pen.words(spot + np.array([0, 0.22 * tall]), str(rank), size=size, colour=ink)
+        pen.words(spot - np.array([0, 0.24 * tall]), letter, size=size, bold=True, colour=ink)

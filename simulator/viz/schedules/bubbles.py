@@ -1,0 +1,209 @@
+"""Draw the bubble against micro-batches (when do more stop helping?), and against the memory that it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.schedules.compare import count_of
+from simulator.viz.schedules.sweep import Outcome
+
+# Okabe and Ito's colours; a marker and a dash of its own each, to be told apart without colour.
+LOOKS = (
+    ("#1A1A1A", "o", "-"),
+    ("#E69F00", "s", "-"),
+    ("#0072B2", "^", "--"),
+    ("#009E73", "D", "-."),
+    ("#CC79A7", "v", ":"),
+    ("#D55E00", "P", (0, (5, 1, 1, 1))),
+    ("#56B4E9", "X", (0, (1, 1))),
+    ("#44546A", "*", "-"),
+)
+GOOD = 0.1  # a bubble that few would work hard to make smaller
+POINT = "#B04A00"
+HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.2, 0.95
+
+
+def draw_bubbles(
+    sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True, title: str | None = None
+) -> Figure:
+    """Draw the idle share against the number of micro-batches, a line a schedule; equal lines share one.
+
+    Args:
+        sweep: what `sweep_microbatches` returned.
+        end_together: whether a step ends for all ranks when the last one ends; see `Outcome.idle_of_span`.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: the sweep is empty.
+    """
+    lines = _lines(sweep, end_together)
+    figure = new_figure(HEIGHT_IN)
+    axes = frame(figure, left=0.95, right=3.4, top=TOP_IN, bottom=BOTTOM_IN)
+    counts = sorted({count for points in lines.values() for count, _ in points})
+    axes.set_xscale("log", base=2)
+    for (name, points), (colour, marker, dash) in zip(lines.items(), _looks(len(lines)), strict=True):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=colour, marker=marker, linestyle=dash, linewidth=2.2, markersize=8, label=name)
+    axes.axhline(GOOD, color=FAINT, linewidth=1, linestyle=(0, (2, 3)))
+    axes.text(counts[0], GOOD, f" {percent(GOOD)} idle", va="bottom", color=FAINT, fontsize=SMALL_PT)
+    axes.set_ylim(0, max(max(y for _, y in points) for points in lines.values()) * 1.06 + 0.01)
+    axes.xaxis.set_major_locator(FixedLocator(counts))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("micro-batches of a step", fontsize=TEXT_PT, color=INK)
+    _label_idle(axes, end_together)
+    look: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
+    axes.legend(fontsize=TEXT_PT - 1, handlelength=3.4, **look)
+    put_title(figure, title or _takeaway(lines), _note(lines))
+    return figure
+
+
+def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True) -> str:
+    """Say in words what `draw_bubbles` shows."""
+    lines = _lines(sweep, end_together)
+    told = [f"{_takeaway(lines)}. {_note(lines)}"]
+    for name, points in lines.items():
+        told.append(f"{name}: " + ", ".join(f"{percent(idle, 1)} with {count:,}" for count, idle in points) + ".")
+    return "\n".join(told)
+
+
+def draw_memory_against_bubble(
+    schedules: Mapping[str, Outcome],
+    automatic: Sequence[Outcome] = (),
+    *,
+    end_together: bool = False,
+    title: str | None = None,
+) -> Figure:
+    """Draw a point a schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
+
+    Args:
+        schedules: by name, and
+        automatic: within rising memory limits: what `sweep_memory` returned.
+        end_together: whether a step ends for all ranks when the last one ends; see `Outcome.idle_of_span`.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: there is no schedule.
+    """
+    points = _points(schedules, end_together)
+    figure = new_figure(HEIGHT_IN)
+    axes = frame(figure, left=0.95, right=5.3, top=TOP_IN, bottom=BOTTOM_IN)
+    curve = [(one.peak, one.bubble(end_together)) for one in automatic]
+    if curve:
+        x, y = zip(*curve, strict=True)
+        look: dict[str, Any] = {"color": "#0072B2", "linewidth": 2, "marker": ".", "markersize": 9, "zorder": 2}
+        axes.plot(x, y, gid="automatic", label="automatic, within rising memory limits", **look)
+        axes.legend(loc="upper right", frameon=False, fontsize=TEXT_PT - 1)
+    places = [*points, *curve]
+    axes.set_xlim(0, max(peak for peak, _ in places) * 1.06)
+    top = max(idle for _, idle in places) * 1.14 + 0.01
+    axes.set_ylim(-0.04 * top, top)
+    _name_points(axes, points)
+    axes.set_xlabel("micro-batches of activations that a rank holds at its peak", fontsize=TEXT_PT, color=INK)
+    _label_idle(axes, end_together)
+    put_title(figure, title or _trade(schedules, end_together), _sizes(schedules))
+    return figure
+
+
+def describe_memory_against_bubble(
+    schedules: Mapping[str, Outcome], automatic: Sequence[Outcome] = (), *, end_together: bool = False
+) -> str:
+    """Say in words what `draw_memory_against_bubble` shows."""
+    told = [f"{_trade(schedules, end_together)}. {_sizes(schedules)}"]
+    for (peak, idle), names in _points(schedules, end_together).items():
+        told.append(f"{' and '.join(names)}: {count_of(peak)}, {percent(idle, 1)} idle.")
+    for one in automatic:
+        told.append(f"Automatic: {count_of(one.peak)}, {percent(one.bubble(end_together), 1)} idle.")
+    return "\n".join(told)
+
+
+def _lines(sweep: Mapping[str, Sequence[Outcome]], end_together: bool) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Return the lines by their title; schedules whose points are all equal share one."""
+    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for outcomes in sweep.values():
+        points = tuple((one.num_microbatches, round(one.bubble(end_together), 6)) for one in outcomes)
+        lines.setdefault(points, []).append(outcomes[0].title)
+    if not lines:
+        raise ValueError("the sweep is empty; pass what sweep_microbatches returns")
+    return {" and ".join(names): points for points, names in lines.items()}
+
+
+def _looks(count: int) -> list[tuple[str, str, Any]]:
+    return [LOOKS[place % len(LOOKS)] for place in range(count)]
+
+
+def _takeaway(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Say which schedules fall under GOOD, and from how many micro-batches on."""
+    first = {name: next((count for count, idle in points if idle <= GOOD), None) for name, points in lines.items()}
+    good = sorted((count, name) for name, count in first.items() if count is not None)
+    if not good:
+        return f"No schedule here gets below {percent(GOOD)} idle"
+    count, name = good[0]
+    title = f"{_needs(name)} {count:,} micro-batches to be at most {percent(GOOD)} idle"
+    return f"{title}; {_needs(good[-1][1])} {good[-1][0]:,}" if len(good) > 1 and good[-1][0] > count else title
+
+
+def _needs(names: str) -> str:
+    return f"{names} need{'' if ' and ' in names else 's'}"
+
+
+def _note(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Say what the last doubling of micro-batches wins."""
+    wins = []
+    for name, points in lines.items():
+        if len(points) > 1:
+            (before, had), (after, has) = points[-2:]
+            wins.append(f"{name} {100 * (had - has):.1f}")
+    return f"From {before:,} to {after:,} micro-batches win, in points: {', '.join(wins)}" if wins else ""
+
+
+def _points(schedules: Mapping[str, Outcome], end_together: bool) -> dict[tuple[float, float], list[str]]:
+    """Return the names of the schedules at each place."""
+    if not schedules:
+        raise ValueError("there is no schedule; pass what sweep_memory returns")
+    points: dict[tuple[float, float], list[str]] = {}
+    for one in schedules.values():
+        points.setdefault((one.peak, round(one.bubble(end_together), 6)), []).append(one.title)
+    return points
+
+
+def _name_points(axes: Axes, points: Mapping[tuple[float, float], Sequence[str]]) -> None:
+    """Number the points, and say beside the picture what each number stands for, the least idle first."""
+    order = sorted(points.items(), key=lambda point: (point[0][1], point[0][0]))
+    x, y = zip(*(place for place, _ in order), strict=True)
+    axes.plot(x, y, "o", color=POINT, markersize=17, markeredgecolor="white", zorder=4, gid="schedules", clip_on=False)
+    middle: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": SMALL_PT - 1, "weight": "bold"}
+    beside: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontsize": TEXT_PT - 1.5, "color": INK}
+    step = min(0.085, 1.0 / len(order))
+    for number, ((peak, idle), names) in enumerate(order, start=1):
+        axes.text(peak, idle, str(number), color="white", zorder=5, **middle)
+        at = 1 - step * (number - 0.5)
+        axes.text(1.05, at, f"{number}", ha="right", weight="bold", **beside)
+        axes.text(1.065, at, f"{' and '.join(names)}: {peak:.4g} held, {percent(idle, 1)} idle", ha="left", **beside)
+
+
+def _trade(schedules: Mapping[str, Outcome], end_together: bool) -> str:
+    """Say what the least idle schedule holds and what the leanest one leaves idle."""
+    best = min(schedules.values(), key=lambda one: (one.bubble(end_together), one.peak))
+    lean = min(schedules.values(), key=lambda one: (one.peak, one.bubble(end_together)))
+    text = f"{best.title} is {percent(best.bubble(end_together), 1)} idle and holds {best.peak:.4g} micro-batches"
+    if lean is best:
+        return text
+    return f"{text}; {lean.title} holds {lean.peak:.4g} and is {percent(lean.bubble(end_together), 1)} idle"
+
+
+def _sizes(schedules: Mapping[str, Outcome]) -> str:
+    counts = sorted({one.num_microbatches for one in schedules.values()})
+    return f"{' or '.join(map(str, counts))} micro-batches a step"
+
+
+def _label_idle(axes: Axes, end_together: bool) -> None:
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    which = "of the step" if end_together else "of a rank's first to last action"
+    axes.set_ylabel(f"idle share {which}", fontsize=TEXT_PT, color=INK)

@@ -1,0 +1,204 @@
+"""Draw how large a unit of sharding should be: memory and exposed communication at each size, and one size's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from distlab.trace import Trace
+from simulator.step.simulate import Step
+from simulator.sweeps.fsdp_units import UnitSweep
+from simulator.units import format_bytes, format_s
+from simulator.viz.drawing.boxes import add_boxes, add_pixels
+from simulator.viz.drawing.lanes import Side, lanes_of, place
+from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    KINDS,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    byte_unit,
+    frame,
+    kind_styles,
+    new_figure,
+    percent,
+    put_title,
+    time_unit,
+)
+
+COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
+CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
+LEFT_IN, RIGHT_IN, GAP_IN = 1.15, 0.4, 1.25
+MAX_BOXES = 1_500
+Floats = NDArray[np.float64]
+
+
+def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> Figure:
+    """Draw memory and step time at each unit size, with the step's own size marked, and the step's timeline under them.
+
+    Args:
+        sweep: what `sweep_units` returned.
+        step: one step of stage 3; its unit size is the one that is marked.
+        title: replaces the takeaway.
+    """
+    trace = _one_rank(step)
+    lanes = lanes_of([Side(trace, False)])
+    height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(lanes) + FOOT_IN
+    figure = new_figure(height)
+    half = (WIDTH_IN - LEFT_IN - RIGHT_IN - GAP_IN) / 2
+    bottom = height - TOP_IN - CURVES_IN
+    sizes = np.arange(len(sweep.unit_layers), dtype=float)
+    at = nearest(sweep, step.plan.sharding.unit_layers)
+    memory = frame(figure, left=LEFT_IN, right=RIGHT_IN + half + GAP_IN, top=TOP_IN, bottom=bottom)
+    _draw_memory(memory, sizes, sweep, step)
+    time = frame(figure, left=LEFT_IN + half + GAP_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom)
+    _draw_time(time, sizes, sweep)
+    for axes in (memory, time):
+        _mark(axes, sizes, sweep, at)
+    _draw_timeline(figure, trace, lanes, height)
+    put_title(figure, title or _takeaway(sweep, at), _note(step))
+    return figure
+
+
+def describe_sharding(sweep: UnitSweep, step: Step) -> str:
+    """Say in words what `draw_sharding` shows."""
+    at = nearest(sweep, step.plan.sharding.unit_layers)
+    lines = [f"{_takeaway(sweep, at)}. {_note(step)}", f"Chosen: {point(sweep, at)}."]
+    lines.append(f"Fastest: {point(sweep, sweep.fastest)}.")
+    lines.append(f"Holding least: {point(sweep, sweep.smallest)}.")
+    return "\n".join(lines)
+
+
+def nearest(sweep: UnitSweep, unit_layers: int) -> int:
+    """Return the index of the size nearest to a number of layers."""
+    return min(range(len(sweep.unit_layers)), key=lambda index: abs(sweep.unit_layers[index] - unit_layers))
+
+
+def point(sweep: UnitSweep, index: int) -> str:
+    """Say what one size gives."""
+    layers, units = sweep.unit_layers[index], sweep.num_units[index]
+    return (
+        f"{_layers(layers)} a unit, {units} unit{'s' if units != 1 else ''}: {format_bytes(sweep.memory_bytes[index])} "
+        f"a rank, {format_bytes(sweep.gathered_bytes[index])} of it gathered; step "
+        f"{format_s(sweep.duration_s[index])}, {format_s(sweep.exposed_s[index])} of it exposed"
+    )
+
+
+def _takeaway(sweep: UnitSweep, at: int) -> str:
+    fastest = sweep.fastest
+    here = f"Units of {_layers(sweep.unit_layers[at])}"
+    held = f"{format_bytes(sweep.memory_bytes[at])} a rank"
+    if at == fastest:
+        return (
+            f"{here} make the shortest step, {percent(sweep.exposed_s[at] / sweep.duration_s[at])} exposed, with {held}"
+        )
+    slower = percent(sweep.duration_s[at] / sweep.duration_s[fastest] - 1, 1)
+    change = sweep.memory_bytes[at] - sweep.memory_bytes[fastest]
+    words = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}" if change else "the same memory"
+    return f"{here}: {held}, {words} than the fastest size, and a step {slower} longer"
+
+
+def _note(step: Step) -> str:
+    sharding, data = step.plan.sharding, step.plan.data
+    sets = "" if sharding.replicas == 1 else f" in {sharding.replicas} sets of {data // sharding.replicas}"
+    kept = "" if sharding.reshard_after_forward else ", parameters kept after forward"
+    ahead = f"{sharding.prefetch} unit{'s' if sharding.prefetch != 1 else ''} gathered ahead"
+    sent = format_bytes(max(step.sent_bytes_per_rank))
+    return f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {ahead}{kept}; {sent} sent a rank."
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count != 1 else ''}"
+
+
+def _draw_memory(axes: Axes, sizes: Floats, sweep: UnitSweep, step: Step) -> None:
+    total, gathered = np.array(sweep.memory_bytes, float), np.array(sweep.gathered_bytes, float)
+    unit, name = byte_unit(float(total.max()))
+    total, gathered = total / unit, np.minimum(gathered, total) / unit
+    axes.fill_between(sizes, 0, total - gathered, color=REST, linewidth=0, gid="rest")
+    axes.fill_between(sizes, total - gathered, total, color=GATHERED, alpha=0.55, linewidth=0, gid="gathered")
+    axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid="memory")
+    limit = step.cluster.device.memory_bytes / unit
+    if limit < 1.6 * total.max():
+        axes.axhline(limit, color=WAITS, linewidth=1.6, linestyle=(0, (5, 3)), gid="capacity")
+        axes.text(0, limit, " the device's memory", color=WAITS, fontsize=SMALL_PT, ha="left", va="bottom")
+    axes.set_ylim(0, max(float(total.max()), limit if limit < 1.6 * total.max() else 0.0) * 1.14)
+    axes.set_ylabel(f"held by a rank at its peak ({name})", fontsize=TEXT_PT - 1, color=INK)
+    _name_areas(axes, (("gathered units", GATHERED), ("all else", REST)))
+
+
+def _draw_time(axes: Axes, sizes: Floats, sweep: UnitSweep) -> None:
+    total = np.array(sweep.duration_s)
+    scale, name = time_unit(float(total.max()))
+    total, exposed = total * scale, np.array(sweep.exposed_s) * scale
+    axes.fill_between(sizes, 0, total - exposed, color=COMPUTE, alpha=0.5, linewidth=0, gid="compute")
+    axes.fill_between(sizes, total - exposed, total, color=WAITS, alpha=0.6, linewidth=0, gid="exposed")
+    axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid="step")
+    axes.set_ylim(0, float(total.max()) * 1.14)
+    axes.set_ylabel(f"step ({name})", fontsize=TEXT_PT - 1, color=INK)
+    _name_areas(axes, (("exposed communication", WAITS), ("computing", COMPUTE)))
+
+
+def _name_areas(axes: Axes, names: tuple[tuple[str, str], ...]) -> None:
+    look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
+    for start, (words, colour) in zip((0.0, 0.5), names, strict=True):
+        axes.plot([start + 0.015], [1.07], marker="s", color=colour, markersize=9, alpha=0.75, **look)
+        axes.text(start + 0.045, 1.065, words, ha="left", va="center", color=FAINT, fontsize=SMALL_PT, **look)
+
+
+def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
+    """Mark the chosen size, and label the sizes."""
+    axes.axvline(sizes[at], color=CHOSEN, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
+    values = np.asarray(axes.lines[0].get_ydata(), float)
+    look: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
+    axes.plot(sizes[at], values[at], marker="o", markersize=12, color=CHOSEN, **look)
+    axes.set_xlim(-0.3, len(sizes) - 0.7)
+    axes.xaxis.set_major_locator(FixedLocator(sizes.tolist()))
+    axes.xaxis.set_minor_locator(NullLocator())
+    words = [str(layers) for layers in sweep.unit_layers]
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words[round(value)]))
+    axes.set_xlabel("layers a unit", fontsize=TEXT_PT - 1, color=INK)
+
+
+def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height: float) -> None:
+    top = TOP_IN + CURVES_IN + MIDDLE_IN
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN)
+    side = Side(trace, False)
+    few = len(trace) <= MAX_BOXES
+    placement = place([side], [0], lanes, seen=[np.ones(len(trace), bool)], levels=False)
+    styles = kind_styles([trace.words[code] for code in np.unique(trace.kind)])
+    view = (0.0, trace.duration_s or 1e-9)
+    axes.set_xlim(view)
+    axes.set_ylim(placement.total_height, 0)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    for row in placement.rows:
+        axes.axhspan(row.top, row.top + row.height, color=IDLE, linewidth=0, zorder=0)
+        look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
+        axes.text(-0.008, row.top + row.height / 2, row.lane, ha="right", va="center", **look)
+    if few:
+        add_boxes(axes, side, placement, 0, styles)
+    else:
+        add_pixels(axes, [side], placement, styles, view)
+    scale, unit = time_unit(view[1])
+    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
+    axes.set_xlabel(f"time since the step began ({unit}), on every rank", fontsize=TEXT_PT - 1, color=INK)
+    shown = [kind for kind in KINDS if kind in styles]
+    put_legend(
+        figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]
+    )
+
+
+def _one_rank(step: Step) -> Trace:
+    trace = step.layer_trace
+    return trace.select(trace.rank == 0)

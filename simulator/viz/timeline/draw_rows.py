@@ -1,0 +1,151 @@
+"""Draw a scene as a figure: rows of boxes or of pixel columns, their names, the time axis and where the traces end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from simulator.viz.drawing.boxes import View, add_boxes, add_pixels, axes_pixels, fill_of
+from simulator.viz.drawing.lanes import Placement, Side
+from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.style import (
+    DPI,
+    FAINT,
+    IDLE,
+    INK,
+    SMALL_PT,
+    TEXT_PT,
+    KindStyle,
+    LegendBox,
+    frame,
+    is_first_shade,
+    lighter,
+    new_figure,
+    pale,
+    put_title,
+    time_unit,
+)
+from simulator.viz.timeline.scene import Scene
+
+UNIT_IN = 0.36  # height of one lane where there is room
+MAX_ROWS_IN = 7.0
+LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
+LEGEND_COLUMNS = 7
+
+
+class Words(NamedTuple):
+    """What stands around the rows: the takeaway, a line of notes, and the text over the lines at the ends."""
+
+    title: str
+    note: str
+    ends: str
+
+
+def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure:
+    """Draw a view of a scene with the words around it: exact boxes, or else pixel columns."""
+    sides, placement, styles = scene.sides, scene.placement, scene.styles
+    boxes = legend_boxes(styles, any(side.predicted for side in sides))
+    lanes = len({(row.lane, row.predicted) for row in placement.rows})
+    left = LEFT_IN if lanes > 1 else SHORT_LEFT_IN
+    above = 1.22 if words.note else 0.95
+    figure, axes = _canvas(placement, left, above, 0.85 + 0.3 * -(-len(boxes) // LEGEND_COLUMNS))
+    axes.set_xlim(view)
+    axes.set_ylim(placement.total_height, 0)
+    if exact:
+        _shade_idle(axes, placement)
+        for which, side in enumerate(sides):
+            add_boxes(axes, side, placement, which, styles)
+    else:
+        add_pixels(axes, sides, placement, styles, view)
+    _label_rows(axes, placement)
+    for heading in scene.headings:
+        axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
+    _label_time(axes, view)
+    _mark_ends(axes, sides, words.ends)
+    put_title(figure, words.title, words.note)
+    put_legend(figure, boxes, max_columns=LEGEND_COLUMNS)
+    return figure
+
+
+def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
+    """Return the legend's entries: each kind with its letter, what a lighter shade is, measured and predicted."""
+    boxes = {
+        style.words: LegendBox(fill_of(style, False), "white", style.letter, style.words)
+        for kind, style in styles.items()
+        if is_first_shade(kind)
+    }
+    if len(boxes) < len(styles):
+        boxes["lighter"] = LegendBox(lighter(FAINT, 1), "white", "", "lighter: a later stage of the rank")
+    if both:
+        boxes["measured"] = LegendBox(FAINT, "white", "", "measured")
+        boxes["predicted"] = LegendBox(pale(FAINT), FAINT, "", "predicted")
+    return list(boxes.values())
+
+
+def _canvas(placement: Placement, left: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+    """Make a figure high enough for the rows, up to a slide's height; margins are in inches."""
+    rows_in = min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN)
+    figure = new_figure(rows_in + top + bottom)
+    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom, light=True)
+
+
+def _shade_idle(axes: Axes, placement: Placement) -> None:
+    """Tint every row, so that idle time is seen as something and not as paper."""
+    edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in placement.rows if not row.predicted]
+    corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
+    across = axes.get_yaxis_transform()
+    axes.add_collection(
+        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=0, transform=across), autolim=False
+    )
+
+
+def _label_rows(axes: Axes, placement: Placement) -> None:
+    """Name ranks and, where there is room, lanes; with many ranks name only some."""
+    wide, tall = axes_pixels(axes)
+    unit = tall / placement.total_height
+    look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    groups = [list(rows) for _, rows in groupby(placement.rows, lambda row: row.rank)]
+    lane_size = min(SMALL_PT, unit * 0.75 * 72 / DPI)
+    named = lane_size >= 7.5 and len(placement.rows) > len(groups)
+    near, far = -0.1 * DPI / wide, -(LEFT_IN - 0.16) * DPI / wide
+    size = TEXT_PT if len(groups) <= 16 else SMALL_PT
+    every = max(1, int(np.ceil(len(groups) * size * 1.5 * DPI / 72 / tall)))
+    weight = "bold" if unit >= 20 else "normal"
+    for rows in groups[::every]:
+        middle = (rows[0].top + rows[-1].top + rows[-1].height) / 2
+        x, side = (far, "left") if named else (near, "right")
+        axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=INK, **look)
+    for row in placement.rows if named else ():
+        words = "predicted" if row.predicted else row.lane
+        size = min(lane_size, 9.0) if row.predicted else lane_size
+        axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
+
+
+def _label_time(axes: Axes, view: View) -> None:
+    scale, unit = time_unit(view[1])
+    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
+    axes.set_xlabel(f"time since the step began ({unit})", fontsize=TEXT_PT, color=INK)
+
+
+def _mark_ends(axes: Axes, sides: Sequence[Side], text: str) -> None:
+    """Draw a line where each trace ends (dashed for the second), and write the text over the later one."""
+    low, high = axes.get_xlim()
+    up = axes.get_xaxis_transform()
+    above = 1 + 3 / axes_pixels(axes)[1]
+    ends = [side.trace.duration_s for side in sides]
+    for which, end in enumerate(ends):
+        if low <= end <= high:
+            dashes = (0, (4, 3)) if which else "-"
+            axes.plot([end, end], [0, above], transform=up, color=INK, linestyle=dashes, linewidth=1.4, clip_on=False)
+    x = max(ends) if low <= max(ends) <= high else high
+    axes.text(x, above, text, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")

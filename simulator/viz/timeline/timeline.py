@@ -1,0 +1,163 @@
+"""Draw who did what and when: one row a lane of each rank, the prediction right under the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from distlab.trace import Trace
+from simulator.units import format_s
+from simulator.viz.drawing.boxes import View, in_view
+from simulator.viz.drawing.lanes import Side, lanes_of, place
+from simulator.viz.drawing.shades import shaded
+from simulator.viz.drawing.style import percent
+from simulator.viz.timeline.draw_rows import Words, draw_scene
+from simulator.viz.timeline.facts import Facts, facts_of
+from simulator.viz.timeline.scene import Scene, limit_of, styles_of
+
+MAX_BOXES = 4_000
+MAX_RANKS = (64, 16)  # one trace; two
+
+
+def draw_timeline(
+    measured: Trace,
+    predicted: Trace | None = None,
+    *,
+    title: str | None = None,
+    time_range_s: View | None = None,
+    max_ranks: int | None = None,
+    lanes: Sequence[str] | None = None,
+) -> Figure:
+    """Draw a trace as one row a lane of each rank, and a second trace right under it for comparison.
+
+    Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
+    a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway. Of more than
+    `max_ranks` ranks (64, or 16 with a prediction) some are drawn, spread evenly.
+
+    Raises:
+        ValueError: a trace is empty, the range holds no time, max_ranks is below 1, or no span is in the lanes.
+    """
+    facts = facts_of(measured)
+    expected = None if predicted is None else facts_of(predicted)
+    sides = [Side(measured.from_zero(), False)]
+    if predicted is not None:
+        sides.append(Side(predicted.from_zero(), True))
+    words = Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
+    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=lanes)
+
+
+def draw_rows(
+    sides: Sequence[Side],
+    words: Words,
+    *,
+    time_range_s: View | None = None,
+    max_ranks: int | None = None,
+    lanes: Sequence[str] | None = None,
+) -> Figure:
+    """Draw the rows of one or two traces that start at zero, with the words around them.
+
+    Raises:
+        ValueError: the range holds no time, max_ranks is below 1, or no span is in the lanes.
+    """
+    view = view_of(time_range_s, limit_of(sides))
+    sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
+    most = MAX_RANKS[len(sides) - 1] if max_ranks is None else max_ranks
+    ranks = chosen_ranks(sides, most)
+    wanted = tuple(lane for lane in lanes_of(sides) if lanes is None or lane in lanes)
+    if not wanted:
+        raise ValueError(f"no span is in lanes {list(lanes or ())}; the trace has {list(lanes_of(sides))}")
+    seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
+    exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
+    placement = place(sides, ranks, wanted, seen=seen, levels=exact)
+    scene = Scene(sides, placement, styles_of(sides), view[1])
+    note = "; ".join(part for part in (words.note, _drawn(sides, ranks, exact)) if part)
+    return draw_scene(scene, words._replace(note=note), view, exact=exact)
+
+
+def describe_timeline(measured: Trace, predicted: Trace | None = None) -> str:
+    """Say in one paragraph what `draw_timeline` shows: the picture's text for readers who cannot see it."""
+    facts = facts_of(measured)
+    ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
+    text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."
+    text += f" Compute fills {percent(facts.compute_share)} of the ranks' time."
+    if facts.communication_s > 0:
+        text += f" A rank communicates for {format_s(facts.communication_s)} on average;"
+        text += f" {format_s(facts.exposed_s)} of it is exposed: not hidden behind compute."
+    else:
+        text += " No rank communicates."
+    if facts.num_ranks > 1:
+        text += f" Rank {facts.last_rank} ends last."
+    if predicted is not None:
+        expected = facts_of(predicted)
+        error = percent(_error(facts, expected), 1, "+")
+        text += f" The prediction is {format_s(expected.duration_s)}, an error of {error},"
+        text += f" with compute at {percent(expected.compute_share)} and {format_s(expected.exposed_s)} exposed."
+    return text
+
+
+def takeaway(facts: Facts, expected: Facts | None) -> str:
+    """Return the title: the one sentence that the picture shows."""
+    hidden = "no communication is exposed"
+    if facts.exposed_s >= 0.005 * facts.duration_s:
+        hidden = f"{format_s(facts.exposed_s)} of communication is exposed"
+    if expected is None and not facts.compute_share:
+        return f"A rank communicates for {format_s(facts.communication_s)} of {format_s(facts.duration_s)}"
+    if expected is None:
+        share = f"Compute fills {percent(facts.compute_share)} of a {format_s(facts.duration_s)} step"
+        return f"{share}; {hidden}" if facts.communication_s > 0 else share
+    error = _error(facts, expected)
+    if abs(error) < 0.005:
+        return f"The prediction is right to half a percent; {hidden}"
+    return f"The prediction ends {percent(abs(error))} {'early' if error < 0 else 'late'}; {hidden}"
+
+
+def ends_text(facts: Facts, expected: Facts | None) -> str:
+    """Return what stands at the end of the step: when it is, and when it was predicted to be."""
+    if expected is None:
+        return f"step ends at {format_s(facts.duration_s)}"
+    error = percent(_error(facts, expected), 1, "+")
+    return f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
+
+
+def chosen_ranks(sides: Sequence[Side], max_ranks: int) -> tuple[int, ...]:
+    """Return the ranks to draw: all, or `max_ranks` of them spread evenly from the first to the last.
+
+    Raises:
+        ValueError: max_ranks is below 1.
+    """
+    if max_ranks < 1:
+        raise ValueError(f"max_ranks is {max_ranks}; pass at least 1")
+    ranks = np.unique(np.concatenate([side.trace.rank for side in sides]))
+    if len(ranks) > max_ranks:
+        ranks = ranks[np.linspace(0, len(ranks) - 1, max_ranks).round().astype(np.int64)]
+    return tuple(ranks.tolist())
+
+
+def _error(facts: Facts, expected: Facts) -> float:
+    return expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0
+
+
+def view_of(time_range_s: View | None, limit_s: float) -> View:
+    """Return the seconds to show: the range asked for, or everything.
+
+    Raises:
+        ValueError: the range holds no time.
+    """
+    if time_range_s is None:
+        return 0.0, limit_s
+    low, high = time_range_s
+    if not low < high:
+        raise ValueError(f"time_range_s is {time_range_s}; pass (start, end) in seconds with start before end")
+    return float(low), float(high)
+
+
+def _drawn(sides: Sequence[Side], ranks: Sequence[int], exact: bool) -> str:
+    """Return what the reader must know about the drawing: how many of the ranks, and whether boxes are exact."""
+    total = len(np.unique(np.concatenate([side.trace.rank for side in sides])))
+    notes = [f"{len(ranks)} of {total} ranks"] if len(ranks) < total else []
+    if not exact:
+        spans = sum(len(side.trace) for side in sides)
+        notes.append(f"{spans:,} spans drawn in pixel columns")
+    return "; ".join(notes)

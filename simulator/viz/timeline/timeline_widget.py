@@ -1,0 +1,148 @@
+"""A Timeline: the picture of timeline.py on a canvas, to drag, zoom and point at.
+
+Rows, colours, letters and words are those of the figure. Up to MAX_BOXES spans are sent as boxes; more are summed to
+pixel columns here, and a view that holds few enough of them has its boxes sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+from matplotlib.figure import Figure
+
+from distlab.trace import Trace
+from simulator.viz.drawing.boxes import View
+from simulator.viz.drawing.panel import with_fallback
+from simulator.viz.drawing.style import to_png
+from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.timeline.facts import facts_of
+from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
+from simulator.viz.timeline.scene import Scene
+from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, ends_text, takeaway
+
+SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
+COLUMNS, MAX_COLUMNS = 1000, 4000
+SHORTEST_VIEW_S = 1e-8
+
+
+class Timeline(anywidget.AnyWidget):
+    """A timeline to look into: measured spans, and what was predicted for them in a pale row under each.
+
+    Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 for everything, Home and End for
+    the two ends; point at a box, or press n and p, to read it. Set `view` to move in code.
+
+    Attributes:
+        view: (start, end) in seconds from the first span; a view beyond the spans is moved onto them.
+        summary: the text that says what the timeline shows.
+        until_s: show only what had happened by then, with a line where the clock stands; None for everything.
+        problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
+
+    Raises:
+        ValueError: there is no trace, or a trace is empty.
+    """
+
+    _esm = "\n".join(Path(__file__).with_name(name).read_text("utf-8") for name in SCRIPTS)
+    _css = Path(__file__).with_name("timeline_widget.css")
+    view = traitlets.Tuple(traitlets.Float(), traitlets.Float(), default_value=(0.0, 1.0)).tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
+    note = traitlets.Unicode().tag(sync=True)
+    summary = traitlets.Unicode().tag(sync=True)
+    height = traitlets.Int(460).tag(sync=True)
+    columns = traitlets.Int(COLUMNS).tag(sync=True)
+    rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    total_height = traitlets.Float(1.0).tag(sync=True)
+    kinds: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    ends = traitlets.Dict().tag(sync=True)
+    limit_s = traitlets.Float(1.0).tag(sync=True)
+    packet = traitlets.Bytes().tag(sync=True)
+    packed = traitlets.Dict().tag(sync=True)
+    headings: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    until_s = traitlets.Float(None, allow_none=True).tag(sync=True)
+    problem = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self, measured: Trace | None = None, predicted: Trace | None = None, title: str = "", height: int = 460
+    ) -> None:
+        self._scene: Scene | None = None
+        super().__init__(height=height)
+        self.show(measured, predicted, title=title)
+
+    def show(self, measured: Trace | None = None, predicted: Trace | None = None, *, title: str = "") -> None:
+        """Show other traces, all of them in view.
+
+        Raises:
+            ValueError: there is no trace, or a trace is empty.
+        """
+        first = predicted if measured is None else measured
+        if first is None:
+            raise ValueError("Timeline got no trace; pass Timeline(measured), Timeline(predicted=...) or both")
+        second = None if measured is None else predicted
+        facts, expected = facts_of(first), None if second is None else facts_of(second)
+        scene = make_scene(first, second)
+        words = Words(title or takeaway(facts, expected), note_of(scene), ends_text(facts, expected))
+        summary = describe_timeline(first, second)
+
+        def picture(view: View | None) -> Figure:
+            return draw_timeline(first, second, title=title or None, time_range_s=view)
+
+        self.put(scene, words, summary, picture)
+
+    def put(self, scene: Scene, words: Words, summary: str, picture: Callable[[View | None], Figure]) -> None:
+        """Show a scene that is made already, all of it; `picture` draws a view of it for readers without a kernel."""
+        self._picture = picture
+        with self.hold_sync():
+            self._scene = None  # no packet for the old scene while the parts change
+            self.title, self.note, self.summary = words.title, words.note, summary
+            self.rows = rows_of(scene.placement.rows)
+            self.headings = [heading._asdict() for heading in scene.headings]
+            self.total_height = scene.placement.total_height
+            self.kinds = kinds_of(scene.styles)
+            self.limit_s = scene.limit_s
+            self.ends = {"at_s": [side.trace.duration_s for side in scene.sides], "text": words.ends}
+            self.until_s, self.problem = None, ""
+            self.view = (0.0, scene.limit_s)
+            self._scene = scene
+            self._pack(force=True)
+
+    @traitlets.validate("view")
+    def _onto_the_spans(self, proposal: Any) -> View:
+        """Keep a view's length where that is possible, and move it to where spans are."""
+        low, high = (float(edge) for edge in proposal["value"])
+        if not low < high:
+            raise traitlets.TraitError(f"view is {(low, high)}; pass (start, end) in seconds with start before end")
+        if self._scene is None or (low >= 0 and high <= self.limit_s and high - low >= SHORTEST_VIEW_S):
+            return low, high  # as it is: a value that comes back changed would jerk a drag
+        length = min(max(high - low, SHORTEST_VIEW_S), self.limit_s)
+        low = min(max(low, 0.0), self.limit_s - length)
+        return low, low + length
+
+    @traitlets.validate("columns")
+    def _some_columns(self, proposal: Any) -> int:
+        return min(max(int(proposal["value"]), 50), MAX_COLUMNS)
+
+    @traitlets.observe("view", "columns")
+    def _moved(self, _change: object) -> None:
+        self._pack()
+
+    def _pack(self, force: bool = False) -> None:
+        """Send what the view needs, unless what was sent before holds it all."""
+        scene = self._scene
+        if scene is None or (self.packed.get("everything") and not force):
+            return
+        packed, packet = pack(scene, self.view, self.columns, self.height)
+        with self.hold_sync():
+            self.packed, self.packet = packed, packet
+
+    def png(self) -> bytes:
+        """Draw the view as a figure, for readers without a kernel."""
+        whole = self._scene is None or self.view == (0.0, self._scene.limit_s)
+        return to_png(self._picture(None if whole else self.view))
+
+    def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the widget, and beside it the figure and its text for readers without a kernel."""
+        text = f"{self.title}. {self.summary}"
+        return with_fallback(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)

@@ -1,0 +1,67 @@
+"""One way to import each public name: outside a package, from the package's face."""
+
+import ast
+import importlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = [f"distlab.{path.parent.name}" for path in sorted((ROOT / "distlab").glob("*/__init__.py"))]
+FACES = [*PACKAGES, "simulator", "simulator.viz", "simulator.export"]
+MAX_FILES = 12
+ROOMS = [
+    path.parent
+    for folder in ("simulator", "distlab/comm", "distlab/measure", "distlab/sharding", "distlab/plan")
+    for path in sorted((ROOT / folder).rglob("__init__.py"))
+]
+
+
+def homes_of(face: str) -> dict[tuple[str, str], str]:
+    """Return the face of each (module, name) that the face exports."""
+    path = ROOT / face.replace(".", "/") / "__init__.py"
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{face}."):
+            found |= {(node.module, alias.name): face for alias in node.names}
+    lazily = getattr(importlib.import_module(face), "_HOMES", {})
+    return found | {(f"{face}.{home}", name): face for name, home in lazily.items()}
+
+
+EXPORTED = {home: face for one in FACES for home, face in homes_of(one).items()}
+
+
+def is_inside(path: Path, face: str) -> bool:
+    folder = ROOT / face.replace(".", "/")
+    return path.is_relative_to(folder)
+
+
+def sources() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split() if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("top", ["distlab", "simulator", "lessons", "tests", "benchmarks", "tools"])
+def test_public_names_come_from_their_face(top):
+    wrong = []
+    for path in sources():
+        if not path.is_relative_to(ROOT / top):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                face = EXPORTED.get((node.module, alias.name))
+                if face and not is_inside(path, face):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: from {face} import {alias.name}")
+    assert not wrong, "import these from the face of their package:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_has_few_files_and_says_in_which_order_to_read_them(room):
+    files = sorted(room.glob("*.py"))
+    assert len(files) <= MAX_FILES, f"{room} has {len(files)} files; a room has at most {MAX_FILES}"
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    unnamed = [path.stem for path in files if path.stem not in text and path.stem not in ("__init__", "__main__")]
+    assert not unnamed, f"{room / '__init__.py'} does not name {unnamed}"
