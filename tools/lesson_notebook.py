@@ -20,7 +20,9 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from distlab.grading import Exercise, load_lesson
+from distlab.grading import Exercise, load_lesson, reference_of
+from distlab.grading.lesson import mutant_named
+from distlab.grading.mutant import signature_and_body, wrong_text
 
 KINDS = ("lesson", "solution")
 FIELDS = ("title", "minutes", "needs", "aims")
@@ -44,10 +46,10 @@ class Source(NamedTuple):
 
 
 def read_source(path: Path) -> Source:
-    """Read `lesson.py` (or START.py, which has no exercises) and the `checks.py` beside it.
+    """Read `lesson.py` (or START.py, which has no exercises) and the `exercises.py` beside it.
 
     Raises:
-        ValueError: an exercise of the text is not in checks.py, is named twice, or is missing in the text.
+        ValueError: an exercise of the text is not in exercises.py, is named twice, or is missing in the text.
     """
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     facts = dict(notebook.metadata.get("distlab", {}))
@@ -61,7 +63,7 @@ def read_source(path: Path) -> Source:
     for name in named:
         if name not in exercises:
             raise ValueError(
-                f"{path}: exercise {name!r} is not in checks.py, which has {', '.join(exercises) or 'none'}"
+                f"{path}: exercise {name!r} is not in exercises.py, which has {', '.join(exercises) or 'none'}"
             )
         if named.count(name) > 1:
             raise ValueError(f"{path}: exercise {name!r} is there {named.count(name)} times; once is enough")
@@ -92,14 +94,16 @@ def student_cell(exercise: Exercise, folder: Path) -> str:
     text = function_text(exercise.source, folder)
     if exercise.broken is None:
         return _cell(exercise, f'{text.head}\n    raise NotYet("{exercise.name}")')
-    broken = function_text(exercise.broken, folder)
-    name = exercise.broken.rpartition(":")[2]
     # The wrong version's own docstring may name its fault: show what the function is meant to do.
-    signature = broken.head.partition('\n    """')[0]
-    docstring = text.head[len(text.head.partition('\n    """')[0]) :]
-    return _cell(
-        exercise, re.sub(rf"\b{re.escape(name)}\b", exercise.function, f"{signature}{docstring}\n{broken.body}")
-    )
+    docstring = text.head.partition('\n    """')[2]
+    if ":" not in exercise.broken:
+        mutant = mutant_named(exercise, exercise.broken)
+        signature, body = signature_and_body(wrong_text(mutant, reference_of(exercise)))
+        return _cell(exercise, f'{signature}\n    """{docstring}\n{body}')
+    broken = function_text(exercise.broken, folder)
+    signature, name = broken.head.partition('\n    """')[0], exercise.broken.rpartition(":")[2]
+    shown = f'{signature}\n    """{docstring}\n{broken.body}'
+    return _cell(exercise, re.sub(rf"\b{re.escape(name)}\b", exercise.function, shown))
 
 
 def solution_cell(exercise: Exercise, folder: Path) -> str:

@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distlab.grading.check import check  # first, or the name would come to mean the submodule of the same name
-from distlab.grading.exercise import Evidence, Exercise, Fault, Mutant, NotYet
+from distlab.grading.exercise import Evidence, Exercise, Fault, NotYet
+from distlab.grading.mutant import Mutant
 
 if TYPE_CHECKING:
     from distlab.grading.lesson import Lesson, lessons, load_lesson, reference_of

@@ -1,7 +1,8 @@
 """What an exercise is: what to build, how it is driven on real ranks, and how its faults are named.
 
-A lesson's `checks.py` holds its exercises and `mutants.py` wrong versions of their solutions, each with the fault that
-a check must name. Everything here is data and plain functions, so that a check is itself code under test.
+A lesson's `exercises.py` lists its exercises. Its folder `checks/` holds one file per subject: how the function is
+driven, how the results are judged, and the wrong versions that a check must reject. Everything is data and plain
+functions, so that a check is itself code under test.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distlab.grading.mutant import Mutant
 
 if TYPE_CHECKING:
     from distlab.comm import RankError, Records
@@ -61,7 +64,7 @@ class Exercise:
         title: one line: what the function does.
         source: the reference: "solutions:average_flat" in the lesson's folder, or "distlab.module:function".
         drive: runs on every rank, calls the learner's function and returns plain values or tensors.
-        judge: looks at all ranks' results and records; yields faults, the most telling first; none means right.
+        judge: looks at all ranks' results and records; yields faults; the first is told, none means right.
         imports: the import lines that the body may rely on.
         hints: three, each more telling; the last is the plan in words.
         worlds: world sizes to run, in this order; the first fault ends the check.
@@ -69,7 +72,8 @@ class Exercise:
         memory_limit_bytes: how much a rank may take beyond what it has at its start.
         on_failure: names the fault of a run that raised or hung, or returns None for the general words.
         budget: what a right solution is told that it used, in short lines.
-        broken: a wrong version to be repaired, "mutants:name" or "solutions:name": spot the bug.
+        broken: a wrong version to be repaired, for "spot the bug": the name of one of the mutants.
+        mutants: wrong versions, each with the fault that a check must name.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Exercise:
     on_failure: Callable[[RankError, int], Fault | None] | None = None
     budget: Callable[[Evidence], Sequence[str]] | None = None
     broken: str | None = None
+    mutants: tuple[Mutant, ...] = ()
 
     @property
     def function(self) -> str:
@@ -95,26 +100,3 @@ class Exercise:
     def lesson(self) -> str:
         """Number of the lesson, two digits."""
         return self.name.partition(".")[0]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A realistic wrong version of a solution, which a check must reject by naming its fault.
-
-    Attributes:
-        exercise: which exercise it answers.
-        name: what is wrong, in a few words.
-        fn: the wrong function.
-        fault: code of the fault that the check must name.
-        says: a phrase that the message must contain.
-        world: the world size that reveals it.
-        source: where the fault was seen, such as "bug museum 9".
-    """
-
-    exercise: str
-    name: str
-    fn: Callable[..., Any]
-    fault: str
-    says: str
-    world: int
-    source: str

@@ -1,11 +1,12 @@
 """Find a lesson's folder and load it by path: its name, such as 03_data_parallel, is no module's name.
 
-A lesson's modules live in sys.modules as the package `distlab_lesson_03`; inside checks.py,
-`from distlab_lesson_03 import solutions` works. Ranks cannot import that name, so its functions travel by value.
+A lesson's modules live in sys.modules as the package `distlab_lesson_03`; inside exercises.py,
+`from distlab_lesson_03.checks import averages` works. Ranks cannot import that name, so its functions travel by value.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -17,7 +18,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from distlab.grading.exercise import Exercise, Mutant
+from distlab.grading.exercise import Exercise
+from distlab.grading.mutant import Mutant, build
 
 _FOLDER = re.compile(r"(\d\d)_\w+")
 _loaded: dict[
@@ -37,7 +39,7 @@ class Lesson:
         needs: numbers of the lessons that come before it.
         aims: what you can do afterwards, a sentence each.
         exercises: in the order in which they are met.
-        mutants: wrong versions, each with the fault that a check must name.
+        older_mutants: wrong versions of a lesson that keeps them in a `mutants.py`.
     """
 
     number: str
@@ -47,7 +49,18 @@ class Lesson:
     needs: tuple[str, ...]
     aims: tuple[str, ...]
     exercises: tuple[Exercise, ...]
-    mutants: tuple[Mutant, ...]
+    older_mutants: tuple[Mutant, ...] = ()
+
+    @functools.cached_property
+    def mutants(self) -> tuple[Mutant, ...]:
+        """Wrong versions of all exercises, ready to be checked.
+
+        Raises:
+            ValueError: an edit does not fit the text of its reference.
+        """
+        return self.older_mutants + tuple(
+            _built(exercise, mutant) for exercise in self.exercises for mutant in exercise.mutants
+        )
 
     def exercise(self, name: str) -> Exercise:
         """Return the exercise of this name.
@@ -87,8 +100,13 @@ def lessons(folder: Path | None = None) -> tuple[str, ...]:
 def _folders(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
-            if _FOLDER.fullmatch(path.name) and (path / "checks.py").is_file():
+            if _FOLDER.fullmatch(path.name) and _list_of_exercises(path).is_file():
                 yield path
+
+
+def _list_of_exercises(folder: Path) -> Path:
+    """Return the file that lists a lesson's exercises: exercises.py, or checks.py in a lesson not yet moved."""
+    return next((path for name in ("exercises", "checks") if (path := folder / f"{name}.py").is_file()), folder)
 
 
 def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
@@ -109,24 +127,23 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
     if found is None:
         raise ValueError(f"there is no lesson {name}; lessons are {', '.join(lessons(everywhere))}")
     package = _package(number, found.resolve())
-    checks = importlib.import_module(f"{package}.checks")
+    listed = _list_of_exercises(found)
+    exercises = importlib.import_module(f"{package}.{listed.stem}")
     has_mutants = (found / "mutants.py").is_file()
     mutants = importlib.import_module(f"{package}.mutants") if has_mutants else types.ModuleType("none")
     try:
         return Lesson(
             number=number,
             folder=found.resolve(),
-            title=checks.TITLE,
-            minutes=checks.MINUTES,
-            needs=tuple(checks.NEEDS),
-            aims=tuple(checks.AIMS),
-            exercises=tuple(checks.EXERCISES),
-            mutants=tuple(getattr(mutants, "MUTANTS", ())),
+            title=exercises.TITLE,
+            minutes=exercises.MINUTES,
+            needs=tuple(exercises.NEEDS),
+            aims=tuple(exercises.AIMS),
+            exercises=tuple(exercises.EXERCISES),
+            older_mutants=tuple(getattr(mutants, "MUTANTS", ())),
         )
     except AttributeError as error:
-        raise ValueError(
-            f"{found / 'checks.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}"
-        ) from None
+        raise ValueError(f"{listed} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}") from None
 
 
 def lesson_number(name: str | int) -> str:
@@ -146,7 +163,8 @@ def _package(number: str, folder: Path) -> str:
     import cloudpickle
 
     name = f"distlab_lesson_{number}"
-    state = (folder, tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.py"))))
+    files = sorted([*folder.glob("*.py"), *folder.glob("checks/*.py")])
+    state = (folder, tuple((str(path), path.stat().st_mtime_ns) for path in files))
     if _loaded.get(name) == state and name in sys.modules:
         return name
     for module in [module for module in sys.modules if module == name or module.startswith(name + ".")]:
@@ -164,7 +182,7 @@ def _package(number: str, folder: Path) -> str:
 
 
 def resolve(exercise: Exercise, source: str) -> Callable[..., Any]:
-    """Return the function that "solutions:name", "mutants:name" or "distlab.module:name" names.
+    """Return the function that "solutions:name" (of the lesson) or "distlab.module:name" names.
 
     Raises:
         ValueError: there is no such module or function.
@@ -189,7 +207,31 @@ def reference_of(exercise: Exercise) -> Callable[..., Any]:
 
 def broken_of(exercise: Exercise) -> Callable[..., Any] | None:
     """Return the wrong version that a spot-the-bug exercise starts from, or None."""
-    return None if exercise.broken is None else resolve(exercise, exercise.broken)
+    if exercise.broken is None or ":" in exercise.broken:
+        return None if exercise.broken is None else resolve(exercise, exercise.broken)
+    return _built(exercise, mutant_named(exercise, exercise.broken)).fn
+
+
+def mutant_named(exercise: Exercise, name: str) -> Mutant:
+    """Return one of the exercise's wrong versions, as it is written.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    mutant = next((mutant for mutant in exercise.mutants if mutant.name == name), None)
+    if mutant is None:
+        names = ", ".join(repr(mutant.name) for mutant in exercise.mutants) or "none"
+        raise ValueError(f"exercise {exercise.name} has no mutant {name!r}; it has {names}")
+    return mutant
+
+
+def _built(exercise: Exercise, mutant: Mutant) -> Mutant:
+    """Return one of the exercise's wrong versions with its function.
+
+    Raises:
+        ValueError: its edits do not fit the text of the reference.
+    """
+    return build(mutant, exercise.name, reference_of(exercise), exercise.imports)
 
 
 def source_text(fn: Callable[..., Any]) -> str:

@@ -5,18 +5,49 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distlab.grading.exercise import Fault
-from distlab.grading.values import times_of, tolerance_of
+from distlab.grading.values import compare, times_of, tolerance_of
 from distlab.plan import split_evenly
 
 MAX_PATTERNS = 4096  # how many ways of adding the ranks' tensors are tried where least squares cannot tell
 
 
-def explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int | None) -> Fault | None:
+def explain_sum(
+    got: Any,
+    contributions: Sequence[Tensor],
+    *,
+    expected: Sequence[float],
+    what: str = "the result",
+    rank: int | None = None,
+) -> Fault | None:
+    """Say how often each rank's tensor is in `got`, where that is not what was expected.
+
+    `got` should be the sum of expected[r] * contributions[r]. Where it is not, least squares find
+    which multiples it holds, first in the whole tensor, then in each of as many even chunks as there are ranks.
+
+    Args:
+        got: what the learner's function produced.
+        contributions: each rank's tensor before, in the order of ranks.
+        expected: how often each should be in it: 1 each for a sum, 1/n each for a mean.
+        what: a name for it in the message.
+        rank: whose result it is, to recognise a tensor that never met another.
+    """
+    shape = contributions[0].shape
+    parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
+    wanted = torch.tensor(list(expected), dtype=torch.float64)
+    want = (wanted @ parts).reshape(shape).to(contributions[0].dtype)
+    fault = compare(got, want, what, len(contributions))
+    if fault is None or fault.code in ("returned", "shape", "dtype", "device", "layout", "nan"):
+        return fault
+    return _explain(got, parts, wanted, what=what, rank=rank) or fault
+
+
+def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int | None) -> Fault | None:
     """Say what is wrong with the multiples of the ranks' tensors in `got`; None where they cannot be found.
 
     Args:

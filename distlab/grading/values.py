@@ -25,38 +25,6 @@ def seeded(rank: int, *shape: int, purpose: str = "") -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def explain_sum(
-    got: Any,
-    contributions: Sequence[Tensor],
-    *,
-    expected: Sequence[float],
-    what: str = "the result",
-    rank: int | None = None,
-) -> Fault | None:
-    """Say how often each rank's tensor is in `got`, where that is not what was expected.
-
-    `got` should be the sum of expected[r] * contributions[r]. Where it is not, `provenance` finds by least squares
-    which multiples it holds, first in the whole tensor, then in each of as many even chunks as there are ranks.
-
-    Args:
-        got: what the learner's function produced.
-        contributions: each rank's tensor before, in the order of ranks.
-        expected: how often each should be in it: 1 each for a sum, 1/n each for a mean.
-        what: a name for it in the message.
-        rank: whose result it is, to recognise a tensor that never met another.
-    """
-    from distlab.grading.provenance import explain
-
-    shape = contributions[0].shape
-    parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
-    wanted = torch.tensor(list(expected), dtype=torch.float64)
-    want = (wanted @ parts).reshape(shape).to(contributions[0].dtype)
-    fault = compare(got, want, what, len(contributions))
-    if fault is None or fault.code in ("returned", "shape", "dtype", "device", "layout", "nan"):
-        return fault
-    return explain(got, parts, wanted, what=what, rank=rank) or fault
-
-
 def tolerance_of(dtype: torch.dtype) -> float:
     """Return the relative difference up to which values of this dtype count as equal."""
     return _TOLERANCE.get(dtype, 0.0)

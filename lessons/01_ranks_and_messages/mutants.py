@@ -257,44 +257,66 @@ def _loss_overwritten(loss: Tensor, threshold: float) -> bool:
 
 
 MUTANTS = (
-    Mutant(
+    Mutant.written(
         "01.shift", "every rank sends first", _send_first_everywhere, "deadlock", "waits in send to", 2, "bug museum 3"
     ),
-    Mutant(
+    Mutant.written(
         "01.shift", "one rank forgotten", _one_rank_forgotten, "itself", "receives from itself", 1, "torch refuses it"
     ),
-    Mutant("01.shift", "a line, not a circle", _line_not_circle, "own tensor", "circle must close", 2, "wrong ends"),
-    Mutant("01.shift", "past the end", _past_the_end, "no such rank", "outside 0 to 1", 2, "wrong ends"),
-    Mutant("01.shift", "wrong direction", _wrong_direction, "wrong direction", "the next one", 3, "right on 2 ranks"),
-    Mutant(
+    Mutant.written(
+        "01.shift", "a line, not a circle", _line_not_circle, "own tensor", "circle must close", 2, "wrong ends"
+    ),
+    Mutant.written("01.shift", "past the end", _past_the_end, "no such rank", "outside 0 to 1", 2, "wrong ends"),
+    Mutant.written(
+        "01.shift", "wrong direction", _wrong_direction, "wrong direction", "the next one", 3, "right on 2 ranks"
+    ),
+    Mutant.written(
         "01.shift", "never waits", _receive_not_waited, "not waited", "never wait()", 2, "pytorch tutorial on isend"
     ),
-    Mutant("01.shift", "a chain", _chain_of_ranks, "one after another", "one after another", 4, "bug museum 25"),
-    Mutant("01.shift", "overwrites", _overwrites_its_argument, "argument changed", "was changed", 2, "bug museum 40"),
-    Mutant("01.shift", "all_gather", _gathers_everything, "native collective", "dist.all_gather", 2, "bug museum 1"),
-    Mutant("01.ping_pong", "not halved", _round_trip_not_halved, "round trip", "there and back", 2, "common"),
-    Mutant("01.ping_pong", "not divided", _all_rounds, "all rounds", "divide by 2 * rounds", 2, "common"),
-    Mutant("01.ping_pong", "rank 0 begins", _rank_0_begins, "deadlock", "recv from", 4, "bug museum 3"),
-    Mutant(
+    Mutant.written(
+        "01.shift", "a chain", _chain_of_ranks, "one after another", "one after another", 4, "bug museum 25"
+    ),
+    Mutant.written(
+        "01.shift", "overwrites", _overwrites_its_argument, "argument changed", "was changed", 2, "bug museum 40"
+    ),
+    Mutant.written(
+        "01.shift", "all_gather", _gathers_everything, "native collective", "dist.all_gather", 2, "bug museum 1"
+    ),
+    Mutant.written("01.ping_pong", "not halved", _round_trip_not_halved, "round trip", "there and back", 2, "common"),
+    Mutant.written("01.ping_pong", "not divided", _all_rounds, "all rounds", "divide by 2 * rounds", 2, "common"),
+    Mutant.written("01.ping_pong", "rank 0 begins", _rank_0_begins, "deadlock", "recv from", 4, "bug museum 3"),
+    Mutant.written(
         "01.ping_pong", "no waiting", _answer_not_waited_for, "answer not waited for", "before the answer", 2, "common"
     ),
-    Mutant("01.ping_pong", "both at once", _both_at_once, "both at once", "at the same time", 2, "common"),
-    Mutant("01.fit", "alpha and beta swapped", _fit_swapped, "swapped", "changed places", 1, "common"),
-    Mutant("01.fit", "slope for beta", _fit_slope, "slope", "1 / slope", 1, "common"),
-    Mutant("01.fit", "bits for bytes", _fit_bits, "bits", "divide by 8", 1, "HDR 200 Gb/s read as 200 GB/s"),
-    Mutant("01.fit", "no latency", _fit_through_zero, "no latency", "through zero", 1, "size over time"),
-    Mutant("01.fit", "absolute errors", _fit_absolute, "absolute errors", "divide each row by its time", 1, "common"),
-    Mutant("01.fit", "two points", _fit_two_points, "two points", "only the smallest and the largest", 1, "common"),
-    Mutant("01.gather", "from anyone", _from_anyone, "wrong order", "say from whom", 3, "bug museum 27"),
-    Mutant("01.gather", "root is 0", _root_is_0, "root ignored", "replace the fixed number", 2, "bug museum 7"),
-    Mutant("01.gather", "one buffer", _one_buffer, "one buffer", "a tensor of its own", 3, "bug museum 40"),
-    Mutant("01.gather", "own missing", _own_missing, "wrong length", "own tensor is missing", 2, "common"),
-    Mutant(
+    Mutant.written("01.ping_pong", "both at once", _both_at_once, "both at once", "at the same time", 2, "common"),
+    Mutant.written("01.fit", "alpha and beta swapped", _fit_swapped, "swapped", "changed places", 1, "common"),
+    Mutant.written("01.fit", "slope for beta", _fit_slope, "slope", "1 / slope", 1, "common"),
+    Mutant.written("01.fit", "bits for bytes", _fit_bits, "bits", "divide by 8", 1, "HDR 200 Gb/s read as 200 GB/s"),
+    Mutant.written("01.fit", "no latency", _fit_through_zero, "no latency", "through zero", 1, "size over time"),
+    Mutant.written(
+        "01.fit", "absolute errors", _fit_absolute, "absolute errors", "divide each row by its time", 1, "common"
+    ),
+    Mutant.written(
+        "01.fit", "two points", _fit_two_points, "two points", "only the smallest and the largest", 1, "common"
+    ),
+    Mutant.written("01.gather", "from anyone", _from_anyone, "wrong order", "say from whom", 3, "bug museum 27"),
+    Mutant.written("01.gather", "root is 0", _root_is_0, "root ignored", "replace the fixed number", 2, "bug museum 7"),
+    Mutant.written("01.gather", "one buffer", _one_buffer, "one buffer", "a tensor of its own", 3, "bug museum 40"),
+    Mutant.written("01.gather", "own missing", _own_missing, "wrong length", "own tensor is missing", 2, "common"),
+    Mutant.written(
         "01.gather", "to everybody", _to_everybody, "too many messages", "each root that it is not", 3, "bug museum 1"
     ),
-    Mutant("01.repair", "reduce", solutions.should_stop_to_repair, "ranks disagree", "differently", 2, "bug museum 4"),
-    Mutant("01.repair", "under if", _only_rank_0_calls, "not on every rank", "out of the `if`", 2, "bug museum 5"),
-    Mutant("01.repair", "sum, not mean", _sum_not_mean, "sum not mean", "divide by world_size", 2, "bug museum 9"),
-    Mutant("01.repair", "own loss", _own_loss, "not communicated", "its own loss alone", 2, "bug museum 20"),
-    Mutant("01.repair", "overwritten", _loss_overwritten, "argument changed", "loss.clone()", 2, "bug museum 40"),
+    Mutant.written(
+        "01.repair", "reduce", solutions.should_stop_to_repair, "ranks disagree", "differently", 2, "bug museum 4"
+    ),
+    Mutant.written(
+        "01.repair", "under if", _only_rank_0_calls, "not on every rank", "out of the `if`", 2, "bug museum 5"
+    ),
+    Mutant.written(
+        "01.repair", "sum, not mean", _sum_not_mean, "sum not mean", "divide by world_size", 2, "bug museum 9"
+    ),
+    Mutant.written("01.repair", "own loss", _own_loss, "not communicated", "its own loss alone", 2, "bug museum 20"),
+    Mutant.written(
+        "01.repair", "overwritten", _loss_overwritten, "argument changed", "loss.clone()", 2, "bug museum 40"
+    ),
 )

@@ -64,7 +64,7 @@ def relay_ignores_the_group(tensor: torch.Tensor, group: Group = None) -> torch.
 def _rows(exercise: str, *rows: tuple[Callable[..., Any], str, str, str, int, str]) -> tuple[Mutant, ...]:
     """Make an exercise's wrong versions from (function, name, fault, phrase, world size, source)."""
     return tuple(
-        Mutant(exercise, name, fn, fault, says, world, source) for fn, name, fault, says, world, source in rows
+        Mutant.written(exercise, name, fn, fault, says, world, source) for fn, name, fault, says, world, source in rows
     )
 
 

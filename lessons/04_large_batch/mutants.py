@@ -29,7 +29,7 @@ def warm_up_from_what_it_finds(
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUTANTS = (

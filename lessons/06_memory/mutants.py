@@ -28,7 +28,7 @@ def accumulate_then_backward(model: nn.Module, microbatches: list[tuple[Tensor, 
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

@@ -27,7 +27,7 @@ def full_state_on_rank_0(shards: dict[str, Tensor], shapes: dict[str, torch.Size
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

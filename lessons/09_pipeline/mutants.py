@@ -34,7 +34,7 @@ def forward_told_at_once(stage: nn.Module, inputs: list[Tensor], num_microbatche
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

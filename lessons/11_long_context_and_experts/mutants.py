@@ -24,7 +24,7 @@ def synchronize_everything(shared: list[nn.Parameter], experts: list[nn.Paramete
 
 def _rows(exercise: str, *rows: tuple[str, Callable[..., object], str, str, int, str]) -> tuple[Mutant, ...]:
     """Make mutants of (what is wrong, function, fault, words, world, where it was seen)."""
-    return tuple(Mutant(exercise, *row) for row in rows)
+    return tuple(Mutant.written(exercise, *row) for row in rows)
 
 
 MUSEUM = "bug museum {}".format

@@ -165,14 +165,14 @@ def test_lessons_are_found_by_number_folder_and_exercise(lesson: Lesson) -> None
 def test_a_changed_lesson_is_loaded_anew(tmp_path: Path, lesson: Lesson) -> None:
     folder = tmp_path / "lessons" / "92_other"
     folder.mkdir(parents=True)
-    for name in ("solutions", "checks"):
+    for name in ("solutions", "exercises"):
         text = (lesson.folder / f"{name}.py").read_text().replace("91", "92")
         (folder / f"{name}.py").write_text(text)
     assert load_lesson(92, folder.parent).title == "Trial"
-    checks = folder / "checks.py"
-    checks.write_text(checks.read_text().replace('TITLE = "Trial"', 'TITLE = "Another one"'))
+    exercises = folder / "exercises.py"
+    exercises.write_text(exercises.read_text().replace('TITLE = "Trial"', 'TITLE = "Another one"'))
     assert load_lesson(92, folder.parent).title == "Another one"
-    checks.write_text("TITLE = 'Half'\n")
+    exercises.write_text("TITLE = 'Half'\n")
     with pytest.raises(ValueError, match="must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES"):
         load_lesson(92, folder.parent)
 

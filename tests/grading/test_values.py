@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.grading.values import compare, describe, equal, explain_sum, first_difference_between_ranks, seeded
+from distlab.grading.provenance import explain_sum
+from distlab.grading.values import compare, describe, equal, first_difference_between_ranks, seeded
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from distlab.grading import load_lesson
+from distlab.grading import lessons, load_lesson
 from distlab.grading.check import examine
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
-FOLDERS = sorted(path.parent for path in LESSONS.glob("[0-9][0-9]_*/checks.py"))
-EXERCISES = [(folder, exercise) for folder in FOLDERS for exercise in load_lesson(folder.name, LESSONS).exercises]
+FOUND = [load_lesson(number, LESSONS) for number in lessons(LESSONS)]
+EXERCISES = [(lesson.folder, exercise) for lesson in FOUND for exercise in lesson.exercises]
 
 
 @pytest.mark.parametrize(("folder", "exercise"), EXERCISES, ids=[exercise.name for _, exercise in EXERCISES])

@@ -175,7 +175,7 @@ def test_outputs_alone_are_no_drift(build, tiny):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('exercise="90.total"', 'exercise="90.other"', "exercise '90.other' is not in checks.py"),
+        ('exercise="90.total"', 'exercise="90.other"', "exercise '90.other' is not in exercises.py"),
         ('exercise="90.total"', 'exercise="90.mean"', "exercise '90.mean' is there 2 times"),
         ('# %% exercise="90.mean"', "# %%\n1", "no cell for 90.mean"),
     ],
@@ -187,7 +187,7 @@ def test_a_source_that_cannot_be_built(build, tiny, capsys, old, new, says):
 
 
 def test_a_function_that_is_not_there(build, tiny, capsys):
-    change(tiny, '"mutants:mean_of_two"', '"mutants:nothing"', "checks.py")
+    change(tiny, '"solutions:mean"', '"solutions:nothing"', "exercises.py")
     assert build.main(["90", "--folder", str(tiny)]) == 2
     assert "has no module-level function 'nothing'" in capsys.readouterr().err
     assert build.main(["17", "--folder", str(tiny)]) == 2

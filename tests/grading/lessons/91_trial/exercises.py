@@ -8,9 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from distlab_lesson_91 import solutions
 
-from distlab.grading import Evidence, Exercise, Fault
+from distlab.grading import Evidence, Exercise, Fault, Mutant
+from distlab.grading.faults import each_rank, found
+from distlab.grading.provenance import explain_sum
 from distlab.grading.traffic import over_budget, sent_line
-from distlab.grading.values import compare, explain_sum, seeded
+from distlab.grading.values import compare, seeded
 
 TITLE = "Trial"
 MINUTES = 5
@@ -28,13 +30,12 @@ def judge_mean(evidence: Evidence) -> Iterator[Fault]:
     """Look at each rank's mean."""
     n = evidence.world_size
     parts = [seeded(rank, SIZE) for rank in range(n)]
-    for rank, result in enumerate(evidence.results):
-        fault = explain_sum(result, parts, expected=[1 / n] * n, what=f"rank {rank}'s result", rank=rank)
-        if fault is not None:
-            yield fault
-    fault = over_budget(evidence, 2 * (n - 1) / n * SIZE * 8, "a ring")
-    if fault is not None:
-        yield fault
+
+    def look(rank: int, result: Any) -> Fault | None:
+        return explain_sum(result, parts, expected=[1 / n] * n, what=f"rank {rank}'s result", rank=rank)
+
+    yield from each_rank(evidence, look)
+    yield from found(over_budget(evidence, 2 * (n - 1) / n * SIZE * 8, "a ring"))
 
 
 def budget_mean(evidence: Evidence) -> list[str]:
@@ -50,9 +51,7 @@ def drive_double(fn: Callable[..., Any]) -> Any:
 
 def judge_double(evidence: Evidence) -> Iterator[Fault]:
     """Compare with the reference."""
-    fault = compare(evidence.results[0], ([2.0, 5.0], [9.0]), "double's result")
-    if fault is not None:
-        yield fault
+    yield from found(compare(evidence.results[0], ([2.0, 5.0], [9.0]), "double's result"))
 
 
 HINTS = ("Which operation adds?", "Divide by what?", "Clone, all_reduce, divide by world_size.")
@@ -67,6 +66,9 @@ EXERCISES = (
         hints=HINTS,
         timeout_s=20.0,
         budget=budget_mean,
+        mutants=(
+            Mutant("sum", "sum not mean", "divide by world_size", 3, 9).edit("total / dist.get_world_size()", "total"),
+        ),
     ),
     Exercise(
         name="91.double",

@@ -1,15 +1,44 @@
-"""Name what is wrong with a sampler: samples seen twice or lost, orders that repeat, positions that mean nothing."""
+"""Samplers: data sets that do not divide evenly, on several numbers of ranks, asked for twice and from the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from distlab_lesson_03 import data_cases
-from distlab_lesson_03.data_cases import Case
-
-from distlab.grading import Evidence, Fault
+from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.values import describe
+
+SAMPLER_CASES = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
+SAMPLER_WORLDS = (1, 2, 3, 4)
+SEEDS = (0, 1)
+Case = tuple[int, int, int, int]  # samples, batch, ranks, seed
+
+
+def _positions(num_samples: int, batch_size: int, num_epochs: int = 2) -> list[int]:
+    """Return where each batch of the first epochs begins."""
+    starts = range(0, num_samples, batch_size)
+    return [epoch * num_samples + start for epoch in range(num_epochs) for start in starts]
+
+
+def drive_sampler(fn: Callable[..., Any]) -> dict[Case, dict[str, Any]]:
+    """Ask for two epochs of several data sets on several numbers of ranks; then ask again, from the end."""
+    found: dict[Case, dict[str, Any]] = {}
+    for case in itertools.product(SAMPLER_CASES, SAMPLER_WORLDS, SEEDS):
+        (num_samples, batch_size), world_size, seed = case
+        given = (num_samples, batch_size, world_size, seed)
+        asked = _positions(num_samples, batch_size)
+        first = [_ask(fn, position, given) for position in asked]
+        again = [_ask(fn, position, given) for position in reversed(asked)][::-1]
+        found[given] = {"positions": asked, "batches": first, "again": again}
+    return found
+
+
+def _ask(fn: Callable[..., Any], position: int, case: Case) -> list[Any]:
+    """Return what each rank gets of one batch."""
+    num_samples, batch_size, world_size, seed = case
+    named = {"num_samples": num_samples, "seed": seed, "world_size": world_size}
+    return [fn(position, batch_size, rank=rank, **named) for rank in range(world_size)]
 
 
 def judge_sampler(evidence: Evidence) -> Iterator[Fault]:
@@ -23,7 +52,7 @@ def judge_sampler(evidence: Evidence) -> Iterator[Fault]:
         yield from _judge_ranks(case, result)
         yield from _judge_epochs(case, result)
         num_samples, batch_size, world_size, seed = case
-        yield from _judge_world(case, result, found[num_samples, batch_size, data_cases.SAMPLER_WORLDS[0], seed])
+        yield from _judge_world(case, result, found[num_samples, batch_size, SAMPLER_WORLDS[0], seed])
     yield from _judge_seeds(found)
 
 
@@ -49,10 +78,8 @@ def _judge_form(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
                 if not good:
                     text = f"{name}: rank {rank} got {describe(samples)}"
                     yield Fault("returned", f"{text}; expected a list of whole numbers (a tensor has tolist())")
-                    return
                 if any(not 0 <= index < case[0] for index in samples):
                     yield Fault("no such sample", f"{name}: rank {rank} got {samples}; samples are 0 to {case[0] - 1}")
-                    return
 
 
 def _judge_memory(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
@@ -62,7 +89,6 @@ def _judge_memory(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
             text = f"{name} was {first}, and {second} when asked for again"
             why = "a resumed run would see other samples; compute it from the arguments and from nothing else"
             yield Fault("not repeatable", f"{text}: {why}")
-            return
 
 
 def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
@@ -71,7 +97,6 @@ def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
         together = [index for samples in batch for index in samples]
         if len(together) > wanted:
             yield _too_many(case, result, position)
-            return
         twice = sorted({index for index in together if together.count(index) > 1})
         if twice:
             owners = [rank for rank, samples in enumerate(batch) if twice[0] in samples]
@@ -79,14 +104,11 @@ def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
             yield Fault(
                 "ranks overlap", f"{text}: all ranks must cut one and the same order; leave rank out of the seed"
             )
-            return
         if len(together) < wanted:
             yield _too_few(case, position, batch, wanted)
-            return
         shares = [len(samples) for samples in batch]
         if max(shares) - min(shares) > 1:
             yield Fault("uneven shares", f"{name} gives ranks {shares} samples; they may differ by one at most")
-            return
 
 
 def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
@@ -131,14 +153,12 @@ def _judge_epochs(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
     if num_batches > 1 and batches[0][: len(batches[1])] == batches[1][: len(batches[0])]:
         text = f"{_named(case, result['positions'][1])} is the batch at position 0 again"
         yield Fault("position ignored", f"{text}: a run that resumes there sees the epoch's first samples twice")
-        return
     for epoch, order in enumerate(orders):
         missing = sorted(set(range(case[0])) - set(order))
         if missing:
             twice = sorted(index for index in set(order) if order.count(index) > 1)
             text = f"epoch {epoch} of {case[0]} samples never shows samples {missing}"
             yield Fault("epoch incomplete", f"{text} and shows {twice} twice: cut one order of the whole epoch")
-            return
     if case[0] < 10:
         return  # so few samples may fall into the same order by chance
     if orders[0] == list(range(case[0])):
@@ -156,14 +176,56 @@ def _judge_world(case: Case, result: dict[str, Any], alone: dict[str, Any]) -> I
             text = f"{name} holds samples {together}, on one rank it holds {expected}"
             why = "resumed on another number of ranks, a run sees some samples twice and others never"
             yield Fault("depends on ranks", f"{text}: {why}; cut the batch among ranks, not the data set")
-            return
 
 
 def _judge_seeds(found: dict[Case, dict[str, Any]]) -> Iterator[Fault]:
-    num_samples, batch_size = data_cases.SAMPLER_CASES[1]
-    first, second = (found[num_samples, batch_size, 1, seed]["batches"] for seed in data_cases.SEEDS)
+    num_samples, batch_size = SAMPLER_CASES[1]
+    first, second = (found[num_samples, batch_size, 1, seed]["batches"] for seed in SEEDS)
     if first == second:
         yield Fault(
             "seed ignored",
-            f"seeds {data_cases.SEEDS[0]} and {data_cases.SEEDS[1]} give one order: shuffle by seed and epoch",
+            f"seeds {SEEDS[0]} and {SEEDS[1]} give one order: shuffle by seed and epoch",
         )
+
+
+_ORDER = "order = torch.randperm(num_samples, generator=shuffle)"
+_CUT = "order[start : start + batch_size]"
+WRONG_SAMPLERS = (
+    Mutant("epoch left out", "same order", "the epoch must be part of the seed", 1, 19).edit(
+        'f"epoch {epoch}"', '"order"'
+    ),
+    Mutant("position lost", "not repeatable", "a resumed run would see other samples", 1, 43)
+    .setup("kept = {}")
+    .edit(
+        "epoch, start = divmod(position, num_samples)",
+        """
+        key = (num_samples, batch_size, seed, rank, world_size)
+        epoch, start = divmod(kept.get(key, 0), num_samples)
+        kept[key] = kept.get(key, 0) + min(batch_size, num_samples - start)
+        """,
+    ),
+    Mutant("epoch restarts", "position ignored", "the epoch's first samples twice", 1, 72).edit(
+        _CUT, "order[: min(batch_size, num_samples - start)]"
+    ),
+    Mutant("blocks of ranks", "depends on ranks", "cut the batch among ranks", 1, 45).edit(
+        _ORDER,
+        f"""
+        {_ORDER}
+        order = torch.cat([order[owner::world_size] for owner in range(world_size)])
+        """,
+    ),
+    Mutant("pads", "padded", "some are seen twice", 1, 45).edit(
+        f"return {_CUT}[rank::world_size].tolist()",
+        f"""
+        batch = {_CUT}.tolist()
+        while len(batch) % world_size:
+            batch.append(int(order[len(batch) % num_samples]))
+        return batch[rank::world_size]
+        """,
+    ),
+    Mutant("drops the rest", "samples lost", "the last batch is smaller", 1, 43).edit(
+        "order[start : start + batch_size]",
+        "order[start : start + batch_size if start + batch_size <= num_samples else start]",
+    ),
+    Mutant("rank in the seed", "ranks overlap", "leave rank out of the seed", 1, 19).edit("(seed, 0,", "(seed, rank,"),
+)

@@ -1,8 +1,8 @@
-"""Exercises of lesson 3, and how each is driven and judged (see cases.py, data_cases.py and the judges)."""
+"""Exercises of lesson 3; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
 
 from __future__ import annotations
 
-from distlab_lesson_03 import cases, data_cases, data_judges, judges, overlap_judge, sampler_judge
+from distlab_lesson_03.checks import accumulation, averages, buckets, hooks, overlap, sampler, shared, starts, tokens
 
 from distlab.grading import Exercise
 
@@ -24,8 +24,8 @@ EXERCISES = (
         name="03.broadcast",
         title="equal starts",
         source="solutions:broadcast_module",
-        drive=cases.drive_broadcast,
-        judge=judges.judge_broadcast,
+        drive=starts.drive_broadcast,
+        judge=starts.judge_broadcast,
         imports=_TORCH,
         hints=(
             "`dist.broadcast(tensor, src=0)` must be called by every rank: on rank 0 it sends, on the others it fills.",
@@ -33,15 +33,16 @@ EXERCISES = (
             "For each parameter and each buffer: broadcast `tensor.detach()` from rank 0. `detach()` shares memory, so "
             "the module's own tensor is filled, and autograd has nothing to say.",
         ),
-        on_failure=judges.broadcast_failure,
-        budget=judges.budget_calls,
+        on_failure=starts.broadcast_failure,
+        budget=shared.budget_calls,
+        mutants=starts.WRONG_BROADCASTS,
     ),
     Exercise(
         name="03.average",
         title="one all-reduce a parameter",
         source="solutions:average_gradients",
-        drive=cases.drive_gradients,
-        judge=judges.judge_average,
+        drive=averages.drive_gradients,
+        judge=averages.judge_average,
         imports=_TORCH,
         hints=(
             "The gradient is `parameter.grad`, and it can be None where this rank did not use the parameter.",
@@ -49,15 +50,16 @@ EXERCISES = (
             "For each parameter with requires_grad: if its gradient is None, make it zeros; divide it in place; "
             "all_reduce it. All ranks then make the same calls in the same order, whatever each of them used.",
         ),
-        on_failure=judges.missing_gradient,
-        budget=judges.budget_calls,
+        on_failure=averages.missing_gradient,
+        budget=shared.budget_calls,
+        mutants=averages.WRONG_AVERAGES,
     ),
     Exercise(
         name="03.flat",
         title="one all-reduce for all",
         source="solutions:average_flat",
-        drive=cases.drive_gradients,
-        judge=judges.judge_flat,
+        drive=averages.drive_gradients,
+        judge=averages.judge_flat,
         imports=_TORCH,
         hints=(
             "`torch.cat` of the flattened gradients is one tensor; `tensor.split(sizes)` cuts it again.",
@@ -66,15 +68,16 @@ EXERCISES = (
             "Collect the parameters that want gradients, fill missing gradients with zeros, cat, divide, all_reduce "
             "once, split by `numel()`, copy each piece (`view_as`) back into its gradient.",
         ),
-        on_failure=judges.missing_gradient,
-        budget=judges.budget_flat,
+        on_failure=averages.missing_gradient,
+        budget=averages.budget_flat,
+        mutants=averages.WRONG_FLATS,
     ),
     Exercise(
         name="03.buckets",
         title="which gradients travel together",
         source="solutions:fill_buckets",
-        drive=cases.drive_buckets,
-        judge=judges.judge_buckets,
+        drive=buckets.drive_buckets,
+        judge=buckets.judge_buckets,
         hints=(
             "Walk the indices with `reversed(range(len(sizes_bytes)))`.",
             "Keep the open bucket's members and its bytes; close it when the bytes reach the capacity, not before.",
@@ -82,13 +85,14 @@ EXERCISES = (
             "and begin an empty one. After the loop, what is open is the last bucket, if it holds anything.",
         ),
         worlds=(1,),
+        mutants=buckets.WRONG_BUCKETS,
     ),
     Exercise(
         name="03.overlap",
         title="send while backward computes",
         source="solutions:overlap",
-        drive=cases.drive_overlap,
-        judge=overlap_judge.judge_overlap,
+        drive=overlap.drive_overlap,
+        judge=overlap.judge_overlap,
         imports=(
             "from collections.abc import Callable",
             "from distlab.data_parallel.steps import GradientBucket",
@@ -101,15 +105,16 @@ EXERCISES = (
             "Keep a list `missing` and the number started. Hook: lower missing, then start all that are next and full. "
             "synchronize(): start the rest, finish all, set both back for the next step.",
         ),
-        on_failure=overlap_judge.overlap_failure,
-        budget=overlap_judge.budget_overlap,
+        on_failure=overlap.overlap_failure,
+        budget=overlap.budget_overlap,
+        mutants=overlap.WRONG_OVERLAPS,
     ),
     Exercise(
         name="03.accumulate",
         title="send once for several micro-batches",
         source="solutions:accumulate",
-        drive=data_cases.drive_accumulate,
-        judge=data_judges.judge_accumulate,
+        drive=accumulation.drive_accumulate,
+        judge=accumulation.judge_accumulate,
         imports=(
             "from collections.abc import Callable, Iterable",
             "from contextlib import nullcontext",
@@ -124,14 +129,15 @@ EXERCISES = (
             "Count micro-batches from 1; the last of an update has number % num_accumulated == 0. Inside no_sync() (or "
             "nullcontext() for the last): forward, loss / num_accumulated, backward. After the last: step, zero_grad.",
         ),
-        budget=data_judges.budget_accumulate,
+        budget=accumulation.budget_accumulate,
+        mutants=accumulation.WRONG_ACCUMULATIONS,
     ),
     Exercise(
         name="03.sampler",
         title="every sample once, wherever a run resumes",
         source="solutions:samples_at",
-        drive=data_cases.drive_sampler,
-        judge=sampler_judge.judge_sampler,
+        drive=sampler.drive_sampler,
+        judge=sampler.judge_sampler,
         imports=("import torch", "from distlab.rng import derive_seed"),
         hints=(
             "`divmod(position, num_samples)` is the number of the epoch and how far into it the position is.",
@@ -141,13 +147,14 @@ EXERCISES = (
             "Then deal it to the ranks like cards: `[rank::world_size]`, and `tolist()`.",
         ),
         worlds=(1,),
+        mutants=sampler.WRONG_SAMPLERS,
     ),
     Exercise(
         name="03.uneven",
         title="every token counts the same",
         source="solutions:token_weights",
-        drive=data_cases.drive_tokens,
-        judge=data_judges.judge_tokens,
+        drive=tokens.drive_tokens,
+        judge=tokens.judge_tokens,
         imports=("import torch", "import torch.distributed as dist"),
         hints=(
             "Write down the mean over all tokens of all ranks. In it, what stands before the mean loss of a "
@@ -157,15 +164,16 @@ EXERCISES = (
             "total = torch.tensor(sum(num_tokens)); all_reduce it, also on a rank whose list is empty; return "
             "n * world_size / total for each n.",
         ),
-        on_failure=data_judges.tokens_failure,
-        budget=judges.budget_calls,
+        on_failure=tokens.tokens_failure,
+        budget=shared.budget_calls,
+        mutants=tokens.WRONG_WEIGHTS,
     ),
     Exercise(
         name="03.repair",
         title="spot the bug: the loss falls, and yet",
         source="solutions:average_in_hooks",
-        drive=cases.drive_hooks,
-        judge=judges.judge_hooks,
+        drive=hooks.drive_hooks,
+        judge=hooks.judge_hooks,
         imports=_TORCH,
         hints=(
             "Print what the hook is handed: its shape is right in either case. Compare its values with the weights.",
@@ -173,7 +181,8 @@ EXERCISES = (
             "The argument is the parameter, so the code averages weights and leaves each rank's gradient its own. "
             "Divide and all-reduce `parameter.grad` instead.",
         ),
-        broken="mutants:average_in_hooks_of_weights",
-        budget=judges.budget_calls,
+        broken="weights, not gradients",
+        budget=shared.budget_calls,
+        mutants=hooks.WRONG_HOOKS,
     ),
 )

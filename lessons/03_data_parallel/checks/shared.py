@@ -1,0 +1,92 @@
+"""What the checks of lesson 3 share: a model whose ranks differ in all that matters, and the mean of gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distlab.grading import Evidence, Fault
+from distlab.grading.faults import each_rank
+from distlab.grading.provenance import explain_sum
+from distlab.grading.traffic import calls, num_calls
+from distlab.grading.values import equal, seeded
+
+
+class Net(nn.Module):
+    """A shared (tied) weight, a frozen layer, buffers, and a branch that is last, so that a rank may leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(3, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+        self.branch = nn.Linear(5, 2)
+        self.double()
+
+
+def filled(rank: int, tensor: Tensor, name: str) -> Tensor:
+    """Return values for a tensor that no other rank has; whole numbers where it holds such."""
+    return seeded(rank, *(tensor.shape or (1,)), purpose=name).mul(10).view_as(tensor).to(tensor.dtype)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copy parameters and buffers, by name."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def judge_means(own: Sequence[dict[str, Tensor]], gradients: Sequence[dict[str, Any]]) -> Iterator[Fault]:
+    """Compare gradients with the mean of the ranks' own; name the first that is wrong."""
+    world_size = len(own)
+    wanted = {name: torch.stack([part[name] for part in own]).mean(0) for name in own[0]}
+    right = [all(_right(part.get(name), want) for name, want in wanted.items()) for part in gradients]
+    if all(right):
+        return
+    if any(right):
+        good, bad = right.index(True), right.index(False)
+        text = f"rank {good} holds the means, rank {bad} does not: replicas will differ after the next update"
+        yield Fault("only some ranks", f"{text}; all ranks need the result (all_reduce, not reduce)")
+    for name in own[0]:
+        parts = [part[name] for part in own]
+
+        def look(rank: int, held: dict[str, Any], name: str = name, parts: list[Tensor] = parts) -> Fault | None:
+            got, what = held.get(name), f"rank {rank}'s gradient of {name}"
+            if got is None:
+                text = f"{what} is None: count a missing gradient as zeros and average it"
+                return Fault("missing gradient", text)
+            return explain_sum(got, parts, expected=[1 / world_size] * world_size, what=what, rank=rank)
+
+        yield from each_rank(gradients, look)
+
+
+def _right(got: Any, want: Tensor) -> bool:
+    return isinstance(got, Tensor) and got.shape == want.shape and equal(got, want)
+
+
+def averaged_parameters(rank: int, names: list[str]) -> Fault:
+    """Say that a parameter was averaged, not its gradient."""
+    text = f"rank {rank}'s {names[0]} itself has changed, not only its gradient"
+    return Fault("averages parameters", f"{text}: what is averaged must be parameter.grad, not the parameter")
+
+
+def names_of_calls(evidence: Evidence, rank: int) -> str:
+    """Return how often a rank called what, such as "2 all_reduce, 1 barrier"."""
+    made = [call.op for call in calls(evidence, rank)]
+    return ", ".join(f"{made.count(op)} {op}" for op in dict.fromkeys(made))
+
+
+def budget_calls(evidence: Evidence) -> list[str]:
+    """Say how many calls a rank made."""
+    number = num_calls(evidence, rank=0)
+    return [f"{number} call{'' if number == 1 else 's'} a rank: {names_of_calls(evidence, 0)}"]
+
+
+def told(text: str) -> str:
+    """Return what a failure says before the stacks, without times."""
+    return re.sub(r" for \d+\.\d s", "", text.partition("\n---")[0]).strip()
