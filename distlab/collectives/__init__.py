@@ -2,11 +2,12 @@
 
 Begin with `ring.py`. `tree.py` takes fewer steps, `halving.py` few steps and few bytes, `hierarchical.py` spares slow
 links. All work in place on contiguous tensors, for any number of ranks and any length, and end with the same bits on
-every rank.
+every rank. `hook.py` lets data parallelism use the ring.
 """
 
 from distlab.collectives.halving import doubling_all_gather, halving_doubling_all_reduce, halving_reduce_scatter
 from distlab.collectives.hierarchical import hierarchical_all_reduce
+from distlab.collectives.hook import RingAllReduce
 from distlab.collectives.ring import (
     naive_ring_all_reduce,
     plain_ring_all_reduce,
@@ -18,6 +19,7 @@ from distlab.collectives.ring import (
 from distlab.collectives.tree import double_tree_all_reduce, tree_all_reduce, tree_broadcast, tree_reduce
 
 __all__ = [
+    "RingAllReduce",
     "double_tree_all_reduce",
     "doubling_all_gather",
     "halving_doubling_all_reduce",

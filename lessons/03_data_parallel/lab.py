@@ -7,14 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
+from distlab.collectives import RingAllReduce
+from distlab.comm import Records
 from distlab.data import ByteCorpus, python_documentation, read_text
-from distlab.data_parallel.steps import GradientBucket, wanting_gradients
+from distlab.data_parallel import DataParallel
+from distlab.data_parallel.steps import GradientBucket, in_buckets, wanting_gradients
 from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
@@ -26,12 +31,12 @@ UPDATES = 10
 TOLERANCE = 1e-5  # fp32, SGD with momentum
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
 Batch = tuple[Tensor, Tensor]
-Synchronize = Callable[[], None]
+Synchronize = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
 class Settings(CommonSettings):
-    """Train a small GPT: gradients averaged one by one, flat, in buckets, during backward, and by torch's DDP.
+    """Train a small GPT: gradients averaged one by one, flat, in buckets, during backward, and by two libraries.
 
     Attributes:
         steps: timed steps of each way; all take turns, and the median counts.
@@ -40,6 +45,7 @@ class Settings(CommonSettings):
         layers: blocks of the model.
         context: bytes in a sample.
         bucket_bytes: capacity of a gradient bucket.
+        all_reduce: how DataParallel averages a bucket: torch's all_reduce, or the library's own ring.
         data: a text file to train on instead of Python's documentation.
     """
 
@@ -49,6 +55,7 @@ class Settings(CommonSettings):
     layers: int = flag(4, least=1)
     context: int = flag(64, least=1)
     bucket_bytes: int = flag(250_000, least=1, size=True)
+    all_reduce: Literal["native", "ring"] = "native"
     data: Path | None = None
 
     def __post_init__(self) -> None:
@@ -66,15 +73,14 @@ class Rung:
 
     Attributes:
         name: what the table calls it.
-        prepare: takes a model whose replicas are equal; returns what to call on inputs, and what averages gradients
-            after backward.
-        gradient_sync: what the simulator calls it; None where nothing is sent.
+        prepare: takes a model whose replicas are equal; returns what to call, and what averages after backward, if any.
+        gradient_sync: what the simulator calls it; empty where nothing is sent.
         all_reduces: calls a step that it must make, or None where torch decides.
     """
 
     name: str
     prepare: Callable[[nn.Module], tuple[nn.Module, Synchronize]]
-    gradient_sync: str | None
+    gradient_sync: str
     all_reduces: int | None
     step_s: list[float] = field(default_factory=list)
     window_ns: tuple[int, int] = (0, 0)
@@ -101,7 +107,8 @@ class Trainer:
         with self._span("backward", "B"):
             loss.backward()
         with self._span("synchronize", "wait"):
-            self.synchronize()
+            if self.synchronize is not None:
+                self.synchronize()
         with self._span("optimizer", "optimizer"):
             self.optimizer.step()
         return float(loss.detach())
@@ -112,10 +119,6 @@ class Trainer:
             yield
             self.lab.now()
 
-    def weights(self) -> Tensor:
-        """Return all parameters in one row."""
-        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
-
 
 def run(lab: Lab[Settings]) -> None:
     """Train in one process, then with every rung; then time those that are right."""
@@ -125,11 +128,10 @@ def run(lab: Lab[Settings]) -> None:
     wanted = train_alone(lab, corpus)
     broadcast = lab.function("03.broadcast")
     right = [trainer for rung in ladder(lab) if (trainer := train(lab, corpus, rung, broadcast, wanted)) is not None]
-    alone = Trainer(lab, Rung("no averaging", lambda model: (model, lambda: None), None, 0), None)
+    alone = Trainer(lab, Rung("no averaging", lambda model: (model, None), "", 0), None)
     before = measure_round(lab.member.device)
     time_steps(lab, corpus, [alone, *right])
-    after = measure_round(lab.member.device)
-    report_times(lab, alone, right, median_round([before, after]))
+    report_times(lab, alone, right, median_round([before, measure_round(lab.member.device)]))
 
 
 def ladder(lab: Lab[Settings]) -> list[Rung]:
@@ -155,35 +157,45 @@ def ladder(lab: Lab[Settings]) -> list[Rung]:
 
         return model, synchronize
 
-    def ddp(model: nn.Module) -> tuple[nn.Module, Synchronize]:
-        return DistributedDataParallel(model, bucket_cap_mb=lab.settings.bucket_bytes / 2**20), lambda: None
-
+    cap_mb = lab.settings.bucket_bytes / 2**20
     return [
         Rung("one by one", lambda model: (model, lambda: average(model)), "per_parameter", len(parameters)),
         Rung("flat", lambda model: (model, lambda: flat(model)), "flat", 1),
         Rung("buckets", bucketed, "bucketed", num_buckets),
         Rung("overlap", lambda model: (model, overlap(buckets_of(model))), "overlapped", num_buckets),
-        Rung("torch DDP", ddp, "overlapped", None),
+        data_parallel(lab, parameters),
+        Rung("torch DDP", lambda m: (DistributedDataParallel(m, bucket_cap_mb=cap_mb), None), "overlapped", None),
     ]
+
+
+def data_parallel(lab: Lab[Settings], parameters: list[nn.Parameter]) -> Rung:
+    """Return the library's DataParallel as a rung, over torch's all_reduce or over the library's own ring."""
+    size, ring = lab.settings.bucket_bytes, lab.settings.all_reduce == "ring"
+
+    def prepare(model: nn.Module) -> tuple[nn.Module, Synchronize]:
+        hook = RingAllReduce() if ring else None
+        return model, DataParallel(model, bucket_bytes=size, first_bucket_bytes=size, hook=hook).synchronize
+
+    if ring:  # it runs after backward; the only all-reduce is a flag: has any rank a fault to tell?
+        return Rung("DataParallel", prepare, "bucketed", 1)
+    return Rung("DataParallel", prepare, "overlapped", len(in_buckets(parameters, size, size)))
 
 
 def batch_of(lab: Lab[Settings], corpus: ByteCorpus, step: int, *, whole: bool = False) -> Batch:
     """Return this rank's part of a step's batch, or the whole of it."""
-    ranks = lab.member.world_size
-    place = {"rank": 0, "world_size": 1} if whole else {"rank": lab.member.rank, "world_size": ranks}
-    inputs, targets = corpus.batch(step, lab.settings.samples * ranks, **place)
+    rank, ranks = (0, 1) if whole else (lab.member.rank, lab.member.world_size)
+    inputs, targets = corpus.batch(step, lab.settings.samples * lab.member.world_size, rank=rank, world_size=ranks)
     return inputs.to(lab.member.device), targets.to(lab.member.device)
 
 
 def train_alone(lab: Lab[Settings], corpus: ByteCorpus) -> Tensor:
     """Train on the whole batches in one process, rank 0; return its weights on every rank."""
-    trainer = Trainer(lab, Rung("one process", lambda model: (model, lambda: None), None, 0), None)
-    losses = []
+    trainer = Trainer(lab, Rung("one process", lambda model: (model, None), "", 0), None)
     if lab.member.rank == 0:
         losses = [trainer.step(batch_of(lab, corpus, update, whole=True)) for update in range(UPDATES)]
         lab.report.measured("one process: loss before the first update", losses[0])
         lab.report.measured(f"one process: loss before update {UPDATES}", losses[-1])
-    wanted = trainer.weights()
+    wanted = parameters_to_vector(trainer.model.parameters()).detach()
     dist.broadcast(wanted, 0)
     return wanted
 
@@ -200,7 +212,7 @@ def train(
         trainer.step(batch_of(lab, corpus, 1))
     for update in range(2, UPDATES):
         trainer.step(batch_of(lab, corpus, update))
-    mine = trainer.weights()
+    mine = parameters_to_vector(trainer.model.parameters()).detach()
     difference = lab.slowest(float((mine - wanted).abs().max()))
     first = mine.clone()
     dist.broadcast(first, 0)
@@ -209,19 +221,30 @@ def train(
     report.fact(f"{rung.name}: equal to one process after {UPDATES} updates", equal, True)
     report.measured(f"{rung.name}: largest difference of a weight", difference)
     report.fact(f"{rung.name}: all ranks hold the same bits", same, True)
-    records = seen.records
-    assert records is not None, "the block has ended"
-    calls = records.num_calls("all_reduce") // len(records.ranks)
-    sent = max(records.payload_bytes(rank, "all_reduce") for rank in records.ranks)
-    if rung.all_reduces is None:
-        report.measured(f"{rung.name}: all-reduces a step", calls)
-    else:
-        report.fact(f"{rung.name}: all-reduces a step", calls, rung.all_reduces)
-    report.fact(f"{rung.name}: gradient bytes all-reduced a step", sent, mine.nbytes, "B")
+    assert seen.records is not None, "the block has ended"
+    report_calls(lab, rung, seen.records, mine.nbytes)
     if not (equal and same):
         report.note(f"{rung.name} does not compute what one process computes, so it is not timed.")
         return None
     return trainer
+
+
+def report_calls(lab: Lab[Settings], rung: Rung, records: Records, gradient_bytes: int) -> None:
+    """Report calls and bytes of one step: all-reduces, and what the library's own ring sent."""
+    report, ranks = lab.report, records.ranks
+    calls = records.num_calls("all_reduce") // len(ranks)
+    sent = max(records.payload_bytes(rank, "all_reduce") for rank in ranks)
+    if rung.all_reduces is None:
+        report.measured(f"{rung.name}: all-reduces a step", calls)
+    else:
+        report.fact(f"{rung.name}: all-reduces a step", calls, rung.all_reduces)
+    if rung.name != "DataParallel":
+        report.fact(f"{rung.name}: gradient bytes all-reduced a step", sent, gradient_bytes, "B")
+    elif lab.settings.all_reduce == "native":  # its buckets are rounded up to cache lines
+        report.measured(f"{rung.name}: bytes all-reduced a step", sent, "B")
+    elif len(ranks) == lab.member.world_size:  # chunks differ by up to one element; their sum over ranks does not
+        sent = sum(records.sent_bytes(rank) for rank in ranks)
+        report.fact(f"{rung.name}: bytes sent by the ring, all ranks", sent, 2 * (len(ranks) - 1) * gradient_bytes, "B")
 
 
 def time_steps(lab: Lab[Settings], corpus: ByteCorpus, trainers: list[Trainer]) -> None:
@@ -241,46 +264,28 @@ def time_steps(lab: Lab[Settings], corpus: ByteCorpus, trainers: list[Trainer]) 
 
 
 def report_times(lab: Lab[Settings], alone: Trainer, right: list[Trainer], measured: Round) -> None:
-    """Report step time, exposed communication and samples a second, each beside the simulator's."""
-    num_ranks, settings = lab.member.world_size, lab.settings
-    workload = count(lab, alone)
-    local_s = statistics.median(alone.rung.step_s)
-    compute_only = predict(workload, measured, 1, "flat", settings.bucket_bytes)
-    lab.report.measured("no averaging: step", local_s, "s", predicted=compute_only.duration_s)
-    for trainer in right:
-        rung = trainer.rung
-        assert rung.gradient_sync is not None, "every rung averages"
-        expected = predict(workload, measured, num_ranks, rung.gradient_sync, settings.bucket_bytes)
-        step_s = statistics.median(rung.step_s)
-        exposed_s = statistics.median(
-            with_it - without for with_it, without in zip(rung.step_s, alone.rung.step_s, strict=True)
-        )
-        lab.report.measured(f"{rung.name}: step", step_s, "s", predicted=expected.duration_s)
-        lab.report.measured(
-            f"{rung.name}: exposed communication",
-            max(exposed_s, 0.0),
-            "s",
-            predicted=expected.duration_s - compute_only.duration_s,
-        )
-        lab.report.measured(f"{rung.name}: throughput", settings.samples * num_ranks / step_s, "samples/s")
+    """Report step time, exposed communication and samples a second, each with the simulator's prediction."""
+    num_ranks, settings, report = lab.member.world_size, lab.settings, lab.report
+    tokens = torch.zeros(settings.samples, settings.context, dtype=torch.int64, device=lab.member.device)
+    model, samples = alone.model, settings.samples
+    workload = workload_from_module(
+        model, lambda: GPT.loss(model(tokens), tokens), optimizer=alone.optimizer, samples=samples, name="small GPT"
+    )
+    local_s = predict(workload, measured, 1, "flat", settings.bucket_bytes).duration_s
+    report.measured("no averaging: step", statistics.median(alone.rung.step_s), "s", predicted=local_s)
+    for rung in (trainer.rung for trainer in right):
+        step = predict(workload, measured, num_ranks, rung.gradient_sync, settings.bucket_bytes)
+        said_s, step_s = step.duration_s, statistics.median(rung.step_s)
+        longer_s = statistics.median(a - b for a, b in zip(rung.step_s, alone.rung.step_s, strict=True))
+        report.measured(f"{rung.name}: step", step_s, "s", predicted=said_s)
+        report.measured(f"{rung.name}: exposed communication", max(longer_s, 0.0), "s", predicted=said_s - local_s)
+        report.measured(f"{rung.name}: throughput", settings.samples * num_ranks / step_s, "samples/s")
         if rung.name == "overlap":
-            lab.mark_step(*rung.window_ns, predicted=expected.trace.from_zero())
-    lab.report.note(
-        "Exposed communication is what a step takes longer than one without averaging, the median of the differences."
-    )
-    lab.report.note("Predictions come from a calibration in this run, before and after the timed steps.")
-
-
-def count(lab: Lab[Settings], alone: Trainer) -> Workload:
-    """Count the work of a rank's step on the model that nothing watches."""
-    tokens = torch.zeros(lab.settings.samples, lab.settings.context, dtype=torch.int64, device=lab.member.device)
-    return workload_from_module(
-        alone.model,
-        lambda: GPT.loss(alone.model(tokens), tokens),
-        optimizer=alone.optimizer,
-        samples=lab.settings.samples,
-        name="small GPT",
-    )
+            lab.mark_step(*rung.window_ns, predicted=step.trace.from_zero())
+    if settings.all_reduce == "ring":
+        report.note("The ring runs after backward; predictions of DataParallel use torch's all_reduce, in buckets.")
+    report.note("Exposed communication: how much longer a step takes than one without averaging (median difference).")
+    report.note("Predictions come from a calibration in this run, before and after the timed steps.")
 
 
 def predict(workload: Workload, measured: Round, num_ranks: int, gradient_sync: str, bucket_bytes: int) -> Step:

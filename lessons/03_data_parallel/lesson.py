@@ -53,7 +53,7 @@ def step_on(num_gpus, rung, samples=4):
 
 
 # %% [markdown]
-# A guide says that 64 H100s for a week cost 20,000 to 40,000 dollars (lesson 15 tests it). Take the middle, 30,000.
+# Guides repeat that 64 H100s for a week cost 20,000 to 40,000 dollars: 10,752 GPU-hours at 2 to 4 dollars. Take 30,000.
 # Speed-up is the work done in a second, against one GPU; what is missing to 64 was paid for and not used. The simplest
 # way makes one all-reduce for each of the model's 290 parameter tensors. Before you look: what speed-up do you expect
 # of it? Type a number into the box that the next cell shows, and press Commit.
@@ -589,7 +589,7 @@ for rung in RUNGS:
 # %% [markdown]
 # Read the errors before the times. Two calibrations, and one step of each rung, on a machine that other programs use
 # too: that is a rough measurement, and the error says how rough. (`distlab bench` does it properly: many windows, a
-# calibration around each, noisy ones dropped; its last run is in the README.) What the simulator leaves out is what
+# calibration around each, noisy ones dropped; `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out is what
 # the timelines showed: ranks that are late.
 #
 # On a laptop, communication is done *by the same cores* that compute. Hiding it behind compute then hides little, and

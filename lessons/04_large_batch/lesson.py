@@ -608,7 +608,7 @@ print(f"; half of the pairs: {low:.1f} to {high:.1f}")
 
 # %% [markdown]
 # The lengths of all tensors cost two reads of memory; whether that is seen beside Adam's own dozen depends on the
-# machine. (Against pytorch_optimizer's LAMB see the table of claims in the README.)
+# machine. (Against pytorch_optimizer's LAMB see `benchmarks/RESULTS.md`.)
 #
 # The same settings under other names:
 #

@@ -308,7 +308,7 @@ for name, dollars in rates.items():
 #
 # One trap. Query, key and value usually come out of *one fused* layer, whose features are all queries, then all keys,
 # then all values. Cut it like any other and rank 0 of two gets all queries and half of the keys. The shapes fit,
-# training runs, and the loss ends a bit higher: 3.48 instead of 3.26 in one public report.
+# training runs, and the loss ends a bit higher: 3.48 instead of 3.26 in PaddleFleetX (its pull request 492).
 #
 # ### Exercise: heads
 #

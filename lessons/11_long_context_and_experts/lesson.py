@@ -868,4 +868,4 @@ ranks.close()
 #   (`config/parallelism.py`) and DeepSpeed (`moe/layer.py`). Read 2026-11.
 # - In this repository: `distlab/context_parallel/` and `distlab/expert_parallel/`; both `__init__` say in which order.
 #
-# Next: lesson 12, where ranks fail.
+# This was the last lesson. `CONTRIBUTING.md` shows three ways through the code, if you want to go on.

@@ -1,10 +1,12 @@
-"""The README's tree of folders is the tree on disk."""
+"""The README: its tree of folders is the tree on disk, its rows are the last benchmark's, and it stays a front page."""
 
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_README_LINES = 250
 
 
 def documented_tree() -> set[str]:
@@ -45,3 +47,47 @@ def test_readme_tree_names_every_folder_and_no_other():
     assert not missing, f"add to README's tree: {sorted(missing)}"
     gone = {entry for entry in documented_tree() if not (ROOT / entry).exists()}
     assert not gone, f"README's tree names what is not there: {sorted(gone)}"
+
+
+def bench_table():
+    spec = importlib.util.spec_from_file_location("bench_table", ROOT / "tools" / "bench_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_bars_say_what_the_last_benchmark_measured():
+    for path, wanted in bench_table().files().items():
+        assert path.read_text() == wanted, f"{path.name} is not what results.json says; run tools/bench_table.py"
+
+
+def test_rows_that_miss_their_bar_come_first_then_those_nearest_to_it():
+    def row(claim, bar, measured, holds, ratio=None, peer=None):
+        kept = {"claim": claim, "bar": bar, "ours": measured, "ratio": ratio, "peer": peer, "holds": holds}
+        return table.Measured("bench", "2026-01-01 on a machine", kept)
+
+    table = bench_table()
+    rows = [
+        row("far below", "<= 1x", 9.0, True, ratio=0.5, peer=18.0),
+        row("misses a little", "<= 25 us", 26.0, False),
+        row("on a factor's lower edge", "within 1.25x", 0.8, True),
+        row("none of none", "<= 0 runs", 0.0, True),
+        row("misses by far", "<= 0.15 s", 0.3, False),
+        row("some of none", "<= 0 runs", 2.0, False),
+        row("half a digit away", "equal to 4 decimals", 0.243026, True, peer=0.2430),
+        row("near the published", "<= published + 0.0001", 0.0900, True, peer=0.1),
+    ]
+    order = [one.row["claim"] for one in table.worst_first(rows)]
+    assert order == [
+        *("some of none", "misses by far", "misses a little"),
+        *("on a factor's lower edge", "near the published", "half a digit away", "far below", "none of none"),
+    ]
+
+
+def test_readme_stays_a_front_page():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= MAX_README_LINES, f"README.md has {len(lines)} lines, more than {MAX_README_LINES}"
+    rows = [line for line in lines if line.endswith(("| yes |", "| **no** |"))]
+    assert 0 < len(rows) <= 12, (
+        f"README.md has {len(rows)} rows of bars; at most 12, the others in benchmarks/RESULTS.md"
+    )

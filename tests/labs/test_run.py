@@ -71,6 +71,14 @@ def test_plain_torchrun_does_the_same(number, num_ranks):
     assert facts(torchrun(number, num_ranks, "--json"))
 
 
+def test_lab_03_sends_gradients_by_the_own_ring():
+    found = facts(lab("03", 3, "--json", "--all-reduce", "ring"))
+    assert found["DataParallel: equal to one process after 10 updates"]
+    assert found["DataParallel: all-reduces a step"] == 1  # the flag
+    gradient_bytes = found["flat: gradient bytes all-reduced a step"]
+    assert found["DataParallel: bytes sent by the ring, all ranks"] == 2 * (3 - 1) * gradient_bytes
+
+
 def test_one_process_without_torchrun_will_do():
     command = [sys.executable, str(find_lab("01")[1]), *QUICK["01"].split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -1,0 +1,49 @@
+"""Cost and Error lines are claims: the registry names their tests, and these tests exist."""
+
+import ast
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("claims_table", ROOT / "tools" / "claims_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLE = load()
+
+
+def test_each_registered_claim_stands_in_a_docstring():
+    gone = set(TABLE.tests_of_claims()) - set(TABLE.claims_in_code())
+    assert not gone, f"tests/claims.toml names claims that no docstring makes: {sorted(gone)}"
+
+
+def test_each_named_test_exists():
+    for claim, tests in TABLE.tests_of_claims().items():
+        assert tests, f"{claim} has an empty list of tests"
+        for test in tests:
+            file, name = test.split("::")
+            path = ROOT / "tests" / file
+            assert path.is_file(), f"{claim}: there is no tests/{file}"
+            names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            assert name in names, f"{claim}: tests/{file} has no {name}"
+
+
+def test_complete_packages_have_a_test_for_every_claim():
+    missing = [claim for claim in TABLE.untied() if claim.package in TABLE.registry()["complete"]]
+    assert not missing, f"claims without a test; add them to tests/claims.toml: {missing}"
+
+
+def test_the_number_of_claims_without_a_test_only_falls():
+    missing, allowed = Counter(claim.package for claim in TABLE.untied()), TABLE.registry()["untied"]
+    more = {package: number for package, number in missing.items() if number > allowed.get(package, 0)}
+    assert not more, f"new claims without a test; name their tests in tests/claims.toml: {more}"
+
+
+def test_the_table_is_what_the_registry_says():
+    assert TABLE.TABLE.read_text() == TABLE.text(), "run tools/claims_table.py"
