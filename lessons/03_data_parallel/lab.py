@@ -30,6 +30,7 @@ from simulator import Step, simulate
 UPDATES = 10
 TOLERANCE = 1e-5  # fp32, SGD with momentum
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
+CONTEXT = 64  # bytes in a sample
 Batch = tuple[Tensor, Tensor]
 Synchronize = Callable[[], None] | None
 
@@ -43,7 +44,6 @@ class Settings(CommonSettings):
         samples: samples in a rank's batch.
         hidden: hidden size of the model, a multiple of 4.
         layers: blocks of the model.
-        context: bytes in a sample.
         bucket_bytes: capacity of a gradient bucket.
         all_reduce: how DataParallel averages a bucket: torch's all_reduce, or the library's own ring.
         data: a text file to train on instead of Python's documentation.
@@ -53,7 +53,6 @@ class Settings(CommonSettings):
     samples: int = flag(4, least=1)
     hidden: int = flag(128, least=4)
     layers: int = flag(4, least=1)
-    context: int = flag(64, least=1)
     bucket_bytes: int = flag(250_000, least=1, size=True)
     all_reduce: Literal["native", "ring"] = "native"
     data: Path | None = None
@@ -64,7 +63,7 @@ class Settings(CommonSettings):
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
-        return GPTConfig(context=self.context, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
+        return GPTConfig(context=CONTEXT, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
 
 
 @dataclass
@@ -123,8 +122,8 @@ class Trainer:
 def run(lab: Lab[Settings]) -> None:
     """Train in one process, then with every rung; then time those that are right."""
     settings = lab.settings
-    text = python_documentation() if settings.data is None else read_text(settings.data, settings.context)
-    corpus = ByteCorpus(text, settings.context)
+    text = python_documentation() if settings.data is None else read_text(settings.data, CONTEXT)
+    corpus = ByteCorpus(text, CONTEXT)
     wanted = train_alone(lab, corpus)
     broadcast = lab.function("03.broadcast")
     right = [trainer for rung in ladder(lab) if (trainer := train(lab, corpus, rung, broadcast, wanted)) is not None]
@@ -266,7 +265,7 @@ def time_steps(lab: Lab[Settings], corpus: ByteCorpus, trainers: list[Trainer]) 
 def report_times(lab: Lab[Settings], alone: Trainer, right: list[Trainer], measured: Round) -> None:
     """Report step time, exposed communication and samples a second, each with the simulator's prediction."""
     num_ranks, settings, report = lab.member.world_size, lab.settings, lab.report
-    tokens = torch.zeros(settings.samples, settings.context, dtype=torch.int64, device=lab.member.device)
+    tokens = torch.zeros(settings.samples, CONTEXT, dtype=torch.int64, device=lab.member.device)
     model, samples = alone.model, settings.samples
     workload = workload_from_module(
         model, lambda: GPT.loss(model(tokens), tokens), optimizer=alone.optimizer, samples=samples, name="small GPT"

@@ -3,7 +3,6 @@
 import grimp
 
 KNOWN = {  # must shrink to nothing; add none
-    frozenset({"distlab.comm.launch.forkserver", "distlab.comm.launch.worker"}),
     frozenset({"distlab.sharding.fsdp.fully_shard", "distlab.sharding.fsdp.hooks"}),
 }
 

@@ -14,7 +14,7 @@ from distlab.trace import load_folder, read_chrome
 QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
     "02": "--sizes 4096,65536 --blocks 1",
-    "03": "--steps 1 --hidden 16 --layers 1 --context 8 --bucket-bytes 4000",
+    "03": "--steps 1 --hidden 16 --layers 1 --bucket-bytes 4000",
     "04": "--batch 64 --epochs 1",
     "05": "--updates 5 --hidden 8 --samples 2",
     "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
