@@ -243,7 +243,7 @@ WORDS = {
     "full: other ranks": ["ranks disagree on the call of full_state_dict"],
     "full: on one rank": ["rank 0: head.weight is a tensor"],
     "full optimizer": ["exp_avg of token_embedding.weight is [31, 12] in the saved state and [31, 16] here"],
-    "full optimizer: none": ["no optimizer's state"],
+    "full optimizer: none": ["not an optimizer's state"],
 }
 
 
