@@ -55,7 +55,7 @@ def save(
     is still the newest.
 
     Args:
-        directory: where this run's checkpoints are; one run a directory.
+        directory: where this run's checkpoints are; one run per directory.
         step: updates made so far.
         parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
             draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its

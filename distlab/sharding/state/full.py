@@ -29,14 +29,14 @@ from distlab.sharding.state.model_tensors import (
     saved_buffers,
     shared_buffer,
 )
+from distlab.sharding.state.named_parts import PARAMETER
 from distlab.sharding.state.optimizer_parts import (
     Optimizer,
     as_one_shard,
     assemble_rows,
-    gather_buffer,
-    gather_optimizer,
-    kept_by,
+    gather_whole,
     prepare_optimizer,
+    save_parts,
 )
 
 
@@ -50,20 +50,20 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
         to_rank: the only rank of the group that keeps the result; the others get {}. None: all keep it.
 
     Shapes: shards [padded elements / n] -> each tensor in its whole shape.
-    Cost: one all-gather per unit; memory for the result and for one unit on the device.
+    Cost: one all-gather per unit, and of names; memory for the result, the shards and one unit.
     Error: exact.
 
     Raises:
-        ValueError: on every rank: ranks call it with other options, or there is no such rank.
+        ValueError: on every rank: ranks call it with other options, or `to_rank` is outside the group.
     """
     _check_rank(model, "full_state_dict", to_rank)
     keeps = to_rank in (None, dist.get_rank(model.group))
-    found: dict[str, Tensor] = {}
-    for unit in model.units:
-        found |= gather_buffer(shared_buffer(unit), unit.shard.detach(), model.group, keeps=keeps)
+    shared = [shared_buffer(unit) for unit in model.units]
+    parts, _ = save_parts(shared, None, parameters=True)
+    state, _ = gather_whole(shared, parts, None, model.group, keeps=keeps)
     if not keeps:
         return {}
-    found |= copied_buffers(model)
+    found = {name: values[PARAMETER] for name, values in state.items()} | copied_buffers(model)
     return {name: found[same] for name, same in aliases(model).items()}
 
 
@@ -82,13 +82,11 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
     _check_rank(model, "full_optimizer_state", to_rank)
     keeps = to_rank in (None, dist.get_rank(model.group))
     shared = [shared_buffer(unit) for unit in model.units]
-    rows = [row for one in shared for row in one.rows]
-    once = refuse_together(
-        model,
-        "gather the optimizer's state",
-        lambda: sorted({key for kept in kept_by(optimizer, rows).values() for key in kept.numbers}),
+    parts, groups = refuse_together(
+        model, "gather the optimizer's state", lambda: save_parts(shared, optimizer, parameters=False)
     )
-    state, groups = gather_optimizer(shared, optimizer, model.group, keeps=keeps)
+    once = sorted({key for part in parts.values() for key in part.numbers})
+    state, groups = gather_whole(shared, parts, groups, model.group, keeps=keeps)
     state = {name: kept for name, kept in state.items() if kept}
     return {"state": state, "groups": groups, "once": once} if keeps else {}
 

@@ -7,7 +7,7 @@ that it owns a part of. Everything here serves both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +68,8 @@ def kept_by(optimizer: Optimizer, rows: Iterable[HeldRow]) -> dict[int, Kept]:
                 found[id(parameter)] = Kept(index, *_split(known[id(parameter)], state["state"].get(number, {})))
             elif parameter.numel():  # an optimizer of a rank that owns nothing has an empty parameter
                 raise ValueError(
-                    f"the optimizer updates a parameter {list(parameter.shape)} that is no shard of the model; build "
-                    "it of model.parameters(), after FullyShard"
+                    f"the optimizer updates a parameter {list(parameter.shape)} that is not a shard of the model; "
+                    "build it of model.parameters(), after FullyShard"
                 )
     return found
 
@@ -182,77 +182,75 @@ def prepare_optimizer(
     return lambda: optimizer.load_state_dict(taken)
 
 
-def gather_buffer(
-    buffer: SharedBuffer, own: Tensor, group: ProcessGroup | None, *, keeps: bool = True
-) -> dict[str, Tensor]:
-    """Gather one buffer from the ranks' parts and cut it into its tensors, in host memory; {} where `keeps` is False.
-
-    Shapes: own [edges[r+1] - edges[r]] -> tensors of their whole shapes.
-    Cost: one all-gather of the largest part.
-    """
-    sizes = [stop - start for start, stop in zip(buffer.edges[:-1], buffer.edges[1:], strict=True)]
-    device = group_device(group)
-    everyone = torch.empty((len(sizes), max(sizes)), dtype=own.dtype, device=device)
-    row = torch.zeros(max(sizes), dtype=own.dtype, device=device)
-    row[: own.numel()] = own
-    gather_into(everyone.view(-1), row, group)
-    if not keeps:
-        return {}
-    equal = min(sizes) == max(sizes)
-    whole = everyone.view(-1) if equal else torch.cat([one[:size] for one, size in zip(everyone, sizes, strict=True)])
-    layout = buffer.layout
-    return {
-        name: whole[offset : offset + size].view(shape).to("cpu", copy=True)
-        for name, shape, offset, size in zip(layout.names, layout.shapes, layout.offsets, layout.sizes, strict=True)
-    }
-
-
-def gather_optimizer(
-    buffers: Sequence[SharedBuffer], optimizer: Optimizer, group: ProcessGroup | None, *, keeps: bool
+def gather_whole(
+    buffers: Sequence[SharedBuffer],
+    parts: Mapping[str, SavedPart],
+    groups: Sequence[Mapping[str, Any]] | None,
+    group: ProcessGroup | None,
+    *,
+    keeps: bool,
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return the optimizer's state of whole tensors, by their names, and its groups with the names of their tensors.
+    """Put the parts of all ranks together; every rank of the group calls this.
 
-    Every rank of the group calls this; a rank that does not keep the result gets empty tensors' entries.
+    Args:
+        buffers: what the ranks share.
+        parts: this rank's, of `save_parts`.
+        groups: this rank's, of `save_parts`.
+        group: the ranks that hold a part each.
+        keeps: this rank wants the whole tensors.
 
-    Cost: one all-gather per buffer and moment; and names, types and plain values.
+    Returns:
+        By tensor name its whole tensors and its numbers, by their keys; and the optimizer's groups with the names of
+        all their tensors.
+
+    Shapes: parts of [stop - start] -> tensors of their whole shapes, in host memory.
+    Cost: one all-gather per buffer and key, of the largest part; and names, types and numbers.
+    Error: exact: values are copied.
     """
-    rows = [row for buffer in buffers for row in buffer.rows]
-    kept = kept_by(optimizer, rows)
-    known: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
-    for row in rows:
-        of_row = kept.get(id(row.parameter))
-        if of_row is not None and (of_row.values or of_row.numbers):
-            dtypes = {key: value.dtype for key, value in of_row.values.items()}
-            known |= dict.fromkeys(row.names, (dtypes, of_row.numbers))
+    known = {
+        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers)
+        for name, part in parts.items()
+        if part.values or part.numbers
+    }
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (known, _groups(optimizer, rows, kept)), group=group)
+    dist.all_gather_object(everyone, (known, groups or ()), group=group)
     for others, _ in everyone:
         known = {**others, **known}
-    state: dict[str, dict[str, Any]] = {name: {} for buffer in buffers for name in buffer.layout.names}
+    names = [name for buffer in buffers for name in buffer.layout.names]
+    state: dict[str, dict[str, Any]] = {name: dict(known[name][1]) if name in known else {} for name in names}
     for buffer in buffers:
         kinds = {kind for name in buffer.layout.names if name in known for kind in known[name][0].items()}
         for key, dtype in sorted(kinds, key=str):
-            own = _own_part(buffer, kept, key, dtype, dist.get_rank(group))
-            for name, whole in gather_buffer(buffer, own, group, keeps=keeps).items():
+            for name, whole in _gather_key(buffer, parts, key, dtype, group, keeps=keeps):
                 if name in known and key in known[name][0]:
                     state[name][key] = whole
-    for name, (_, numbers) in known.items():
-        state[name].update(numbers)
-    return state, merge_groups([groups for _, groups in everyone])
+    return state, merge_groups([its_groups for _, its_groups in everyone])
 
 
-def _own_part(buffer: SharedBuffer, kept: Mapping[int, Kept], key: str, dtype: torch.dtype, rank: int) -> Tensor:
-    """Lay this rank's values of one moment out as they lie in the buffer."""
-    start, stop = buffer.edges[rank], buffer.edges[rank + 1]
-    own = torch.zeros(stop - start, dtype=dtype)
-    offsets = dict(zip(buffer.layout.names, buffer.layout.offsets, strict=True))
-    for row in buffer.rows:
-        if id(row.parameter) in kept and key in kept[id(row.parameter)].values:
-            values = kept[id(row.parameter)].values[key].detach().reshape(-1)
-            for piece in row.pieces:
-                at, size = offsets[row.names[piece.tensor]] + piece.start - start, piece.stop - piece.start
-                own[at : at + size] = values[piece.offset : piece.offset + size]
-    return own
+def _gather_key(
+    buffer: SharedBuffer,
+    parts: Mapping[str, SavedPart],
+    key: str,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+    *,
+    keeps: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather one value of all tensors of a buffer, and cut it into the tensors; nothing where `keeps` is False."""
+    layout, start = buffer.layout, buffer.edges[dist.get_rank(group)]
+    sizes = [stop - begin for begin, stop in zip(buffer.edges[:-1], buffer.edges[1:], strict=True)]
+    own = torch.zeros(max(sizes), dtype=dtype)
+    for name, offset in zip(layout.names, layout.offsets, strict=True):
+        if key in parts[name].values:
+            own[offset + parts[name].start - start : offset + parts[name].stop - start] = parts[name].values[key]
+    everyone = torch.empty((len(sizes), max(sizes)), dtype=dtype, device=group_device(group))
+    gather_into(everyone.view(-1), own.to(everyone.device), group)
+    if not keeps:
+        return
+    equal = min(sizes) == max(sizes)
+    whole = everyone.view(-1) if equal else torch.cat([one[:size] for one, size in zip(everyone, sizes, strict=True)])
+    for name, shape, offset, size in zip(layout.names, layout.shapes, layout.offsets, layout.sizes, strict=True):
+        yield name, whole[offset : offset + size].view(shape).to("cpu", copy=True)
 
 
 def as_one_shard(

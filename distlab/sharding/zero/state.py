@@ -21,7 +21,7 @@ from distlab.sharding.state.optimizer_parts import (
     SharedBuffer,
     as_one_shard,
     assemble_rows,
-    gather_optimizer,
+    gather_whole,
     prepare_optimizer,
     save_parts,
 )
@@ -93,7 +93,10 @@ class SavesShards:
         """
         agree("full_state_dict", self.group, what="the call that is made")
         keeps = to_rank in (None, dist.get_rank(self.group))
-        state, groups = gather_optimizer(self._shared(), self.optimizer, self.group, keeps=keeps)
+        shared = self._shared()
+        state, groups = gather_whole(
+            shared, *save_parts(shared, self.optimizer, parameters=False), self.group, keeps=keeps
+        )
         named = [{**{key: one[key] for key in one if key != "names"}, "params": one["names"]} for one in groups]
         return {"state": state, "param_groups": named} if keeps else None
 
