@@ -66,7 +66,7 @@ class Manifest:
             ) from None
         if facts.get("format") != FORMAT:
             raise ValueError(
-                f"is of the format {facts.get('format')!r}, expected {FORMAT!r}; load it with the program that wrote it"
+                f"is not of the format {FORMAT!r}, got {facts.get('format')!r}; load it with the program that wrote it"
             )
         if not intact:
             raise ValueError("was changed after it was written (its own SHA-256 differs); use another checkpoint")

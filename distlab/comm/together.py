@@ -31,12 +31,10 @@ def together(
     """Run an action on every rank and return the results of all ranks; every rank of the group calls this.
 
     Args:
-        action: may raise ValueError, OSError or RuntimeError; its result is pickled and sent to all ranks.
+        action: may raise ValueError, OSError or RuntimeError; its result is pickled, and one all-gather takes it to all.
         group: the ranks.
         what: what the ranks do, for the text of errors: "cannot {what}: rank 1: ...".
         failure: raised on every rank for an OSError or a RuntimeError.
-
-    Cost: one all-gather of the results.
 
     Raises:
         ValueError: on every rank, when the action raised ValueError on any rank; the text names the ranks.

@@ -150,7 +150,6 @@ class SplitBackward:
         """Run I: inputs that are leaves get their `.grad`, and parameters whose gradient cannot wait get theirs.
 
         Shapes: outputs [B, ...] and gradients of the same shapes -> `.grad` of each leaf, in its shape
-        Cost: a full backward without the weight products; the notes stay in memory until W.
 
         Args:
             outputs: what forward returned; those without a graph are passed over.
@@ -167,10 +166,7 @@ class SplitBackward:
         return work
 
     def weight_gradient(self, work: WeightWork) -> None:
-        """Run W: make the gradients that `input_gradient` put off.
-
-        Cost: one product per deferred layer; nothing is sent.
-        """
+        """Run W: make the gradients that `input_gradient` put off."""
         work.run()
 
     def full_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

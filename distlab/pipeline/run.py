@@ -136,7 +136,6 @@ class Pipeline:
             The mean loss over the batch on the last stage's rank, None elsewhere; see `mean_loss`.
 
         Shapes: inputs [m B, ...], targets [m B, ...] -> []
-        Cost: as the class; `evaluate` sends in one direction only.
 
         Raises:
             ValueError: on every rank, before anything runs: inputs or targets are missing or cannot be cut; a stage

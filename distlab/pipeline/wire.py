@@ -123,7 +123,6 @@ class Wire:
         """Start a send and go on; the tensors must not be written to until it is over.
 
         Shapes: tensors of the kinds that ranks agreed on.
-        Cost: one message per tensor, of its bytes.
         """
         peer = self._route.peer(send)
         tensors = [tensor.detach().contiguous() for tensor in tensors]

@@ -192,6 +192,8 @@ def gather_whole(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Put the parts of all ranks together; every rank of the group calls this.
 
+    There is one all-gather per buffer and key, as long as the largest part, and one of names, types and numbers.
+
     Args:
         buffers: what the ranks share.
         parts: this rank's, of `save_parts`.
@@ -204,8 +206,6 @@ def gather_whole(
         all their tensors.
 
     Shapes: parts of [stop - start] -> tensors of their whole shapes, in host memory.
-    Cost: one all-gather per buffer and key, of the largest part; and names, types and numbers.
-    Error: exact: values are copied.
     """
     known = {
         name: ({key: value.dtype for key, value in part.values.items()}, part.numbers)

@@ -89,7 +89,6 @@ class SavesShards:
 
         Shapes: pieces -> moments in the parameter's whole shape, in host memory.
         Cost: one all-gather per bucket and moment; and names and plain values.
-        Error: exact.
         """
         agree("full_state_dict", self.group, what="the call that is made")
         keeps = to_rank in (None, dist.get_rank(self.group))
