@@ -85,7 +85,7 @@ class Manifest:
         if [file.name for file in files] != expected or len(files) != world_size + 1:
             got = ", ".join(file.name for file in files)
             raise ValueError(
-                f"lists the files {got}, expected {SHARED} and one for each of {world_size} ranks; use "
+                f"lists other files than expected: {SHARED} and one for each of {world_size} ranks, got {got}; use "
                 "another checkpoint"
             )
         return cls(step, world_size, files)

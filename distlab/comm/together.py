@@ -31,7 +31,7 @@ def together(
     """Run an action on every rank and return the results of all ranks; every rank of the group calls this.
 
     Args:
-        action: may raise ValueError, OSError or RuntimeError; its result is pickled, and one all-gather takes it to all.
+        action: may raise ValueError, OSError or RuntimeError; one all-gather takes its pickled result to all ranks.
         group: the ranks.
         what: what the ranks do, for the text of errors: "cannot {what}: rank 1: ...".
         failure: raised on every rank for an OSError or a RuntimeError.

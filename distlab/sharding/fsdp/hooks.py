@@ -63,7 +63,7 @@ class ForwardCall:
         self.place = 0
 
     def begin_backward(self, views: list[tuple[Tensor, ...]]) -> None:
-        """A gradient of the output exists: the unit must be whole."""
+        """Gather the unit: a gradient of its output exists, so its backward begins now."""
         if self.running:
             return
         watched = self.watched
@@ -81,15 +81,16 @@ class ForwardCall:
             one.start_gather()
 
     def on_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """All gradients of a unit's parameters exist."""
+        """Reduce a unit's gradients: all of them exist."""
         self._done(unit)
         self.watched.model.take_gradients(unit, gradients)
 
     def on_inputs(self) -> None:
-        """The gradients of the inputs exist."""
+        """Note that the gradients of the inputs exist."""
         self._done("inputs")
 
     def _done(self, what: object) -> None:
+        """Note that a part of backward is done; free the unit after the last part of the last call."""
         self.remaining.discard(what)
         if self.running and not self.remaining:
             self.running = False
