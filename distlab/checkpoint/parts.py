@@ -143,7 +143,7 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
         saved |= {name for name, part in parts.items() if is_own(part)}
     if saved != set(parts):
         raise ValueError(
-            f"the checkpoint has parts {sorted(saved)}, got {sorted(parts)}; pass the parts that were saved"
+            f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}; pass the parts that were saved"
         )
     for name, part in parts.items():
         if owns and isinstance(part, Sharded) != (name in owns[0].get("shards", {})):
