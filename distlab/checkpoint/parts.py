@@ -1,10 +1,10 @@
 """The parts of a run: what each gives to a checkpoint, and how it takes it back.
 
-Two kinds of state: what all ranks share (weights, the optimizer's moments) is written once, by rank 0; what is a
-rank's own is written by each rank: generators of random numbers, the buffers of modules (running statistics of the
-samples that this rank saw), and what a GradientHook remembers (the error memory of a compressor: what this rank did
-*not* send), and of a sharded model the shard. Saved from rank 0 alone, they would come back as rank 0's on every rank,
-and nothing would complain. A sharded part can be more: shards of other ranks, cut anew, serve another number of ranks.
+There are two kinds of state. What all ranks share (weights, the optimizer's moments) is written once, by rank 0. Each
+rank writes its own: generators of random numbers, the buffers of modules (running statistics of the samples that this
+rank saw), what a GradientHook remembers (the error memory of a compressor: what this rank did *not* send), and the
+shard of a sharded model. Saved from rank 0 alone, these would come back as rank 0's on every rank, without any error.
+A sharded part can do more: shards of other ranks, cut anew, serve another number of ranks.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
     Args:
         parts: of this run.
         shared: what rank 0 wrote for all.
-        owns: what ranks wrote for themselves: this rank alone, all that saved, or none where nobody needs it.
+        owns: what ranks wrote for themselves: this rank alone, all that saved, or none where no part needs it.
     """
     saved = set(shared["parts"])
     for kind in ("generators", "hooks", "shards"):
@@ -142,7 +142,9 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
     if not owns:
         saved |= {name for name, part in parts.items() if is_own(part)}
     if saved != set(parts):
-        raise ValueError(f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}")
+        raise ValueError(
+            f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}; pass the parts that were saved"
+        )
     for name, part in parts.items():
         if owns and isinstance(part, Sharded) != (name in owns[0].get("shards", {})):
             here, there = ("sharded", "whole") if isinstance(part, Sharded) else ("whole", "sharded")
@@ -157,12 +159,17 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
             for key in [*then, *now]:
                 if now.get(key) != then.get(key):
                     there, here = then.get(key, "nothing"), now.get(key, "nothing")
-                    raise ValueError(f"{name}: {key} is {there} in the checkpoint and {here} in the model")
+                    raise ValueError(
+                        f"{name}: {key} is {there} in the checkpoint and {here} in the model; build the same model"
+                    )
         elif isinstance(part, torch.optim.Optimizer):
             now_sizes = [len(group["params"]) for group in part.param_groups]
             then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
             if now_sizes != then_sizes:
-                raise ValueError(f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here")
+                raise ValueError(
+                    f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here; build the same "
+                    "optimizer"
+                )
 
 
 def _shape(value: Any) -> str:

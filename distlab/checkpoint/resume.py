@@ -11,19 +11,18 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
 from distlab.checkpoint.parts import Parts, Sharded, check_fit, check_plain, own_state, shared_state, take_up
-
-Result = TypeVar("Result")
+from distlab.comm.together import place_in, together
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def save(
     is still the newest.
 
     Args:
-        directory: where this run's checkpoints are; one run a directory.
+        directory: where this run's checkpoints are; one run per directory.
         step: updates made so far.
         parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
             draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its
@@ -77,20 +76,20 @@ def save(
         raise ValueError(f"step is {step!r}; pass the number of updates made so far")
     if keep < 1:
         raise ValueError(f"keep is {keep}; pass at least 1, or every checkpoint would be deleted")
-    rank, world_size = _place(group)
+    rank, world_size = place_in(group)
     directory = Path(directory)
-    what = f"save step {step} in {str(directory)!r}"
-    _together(group, what, lambda: check_plain(parts, data_position))
-    places = _together(group, what, lambda: (step, repr(data_position)))
+    everywhere = partial(together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError)
+    everywhere(lambda: check_plain(parts, data_position))
+    places = everywhere(lambda: (step, repr(data_position)))
     if len(set(places)) > 1:
         differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
         raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
     try:
-        prepared = _together(group, what, lambda: files.begin(directory, step) if rank == 0 else None)[0]
+        prepared = everywhere(lambda: files.begin(directory, step) if rank == 0 else None)[0]
         assert prepared is not None
-        records = _together(group, what, lambda: _write(prepared, step, parts, data_position, rank))
+        records = everywhere(lambda: _write(prepared, step, parts, data_position, rank))
         manifest = Manifest(step, world_size, tuple(record for own in records for record in own))
-        path = _together(group, what, lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
+        path = everywhere(lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
     except CheckpointError:
         if rank == 0 and directory.is_dir():
             _quietly(lambda: files.discard(directory))
@@ -122,9 +121,9 @@ def load(
         ValueError: it was saved by another number of ranks, or the parts do not fit it. No part was changed.
         CheckpointError: on every rank, when any rank cannot read its files.
     """
-    rank, world_size = _place(group)
-    what = f"resume from {str(directory)!r}"
-    found = _together(group, what, lambda: newest(directory) if rank == 0 else None)[0]
+    rank, world_size = place_in(group)
+    everywhere = partial(together, group=group, what=f"resume from {str(directory)!r}", failure=CheckpointError)
+    found = everywhere(lambda: newest(directory) if rank == 0 else None)[0]
     if found is None:
         return None
     same_size = found.world_size == world_size
@@ -139,38 +138,11 @@ def load(
         wanted = any(isinstance(part, Sharded) for part in parts.values())
         names = [rank_file(other) for other in range(found.world_size if wanted else 0)]
     states: list[dict[str, Any]] = []
-    _together(group, what, lambda: states.extend(_read(found.path, [SHARED, *names])))
+    everywhere(lambda: states.extend(_read(found.path, [SHARED, *names])))
     shared, *owns = states
-    _together(group, what, lambda: check_fit(parts, shared, owns))
-    _together(group, what, lambda: take_up(parts, shared, owns, own=owns[0] if same_size else None))
+    everywhere(lambda: check_fit(parts, shared, owns))
+    everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same_size else None))
     return Resumed(shared["step"], shared["data_position"], found.path)
-
-
-def _place(group: ProcessGroup | None) -> tuple[int, int]:
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _together(group: ProcessGroup | None, what: str, action: Callable[[], Result]) -> list[Result]:
-    """Run an action on every rank and return all results; where it fails on one, fail on all with the same text."""
-    rank, world_size = _place(group)
-    outcome: tuple[str, Any]
-    try:
-        outcome = "done", action()
-    except ValueError as error:
-        outcome = "refused", str(error)
-    except (OSError, RuntimeError) as error:
-        outcome = "failed", str(error)
-    outcomes: list[tuple[str, Any]] = [outcome]
-    if world_size > 1:
-        outcomes = [outcome] * world_size
-        dist.all_gather_object(outcomes, outcome, group=group)
-    for kind, failure in (("refused", ValueError), ("failed", CheckpointError)):
-        texts = [f"rank {r}: {text}" for r, (outcome_kind, text) in enumerate(outcomes) if outcome_kind == kind]
-        if texts:
-            raise failure(f"cannot {what}: {'; '.join(texts)}")
-    return [result for _, result in outcomes]
 
 
 def _quietly(action: Callable[[], None]) -> None:

@@ -203,11 +203,11 @@ def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup |
             if not tensor.is_cpu:
                 landings.append((tensor.detach(), landing := torch.empty_like(tensor, device="cpu")))
                 tensor = landing
-            receives.append(_started(dist.irecv(tensor, group=group, group_src=operation.from_)))
+            receives.append(started(dist.irecv(tensor, group=group, group_src=operation.from_)))
         else:
             if not tensor.is_cpu:
                 tensor = tensor.cpu()  # waits for the kernels that write it
-            sends.append(_started(dist.isend(tensor, group=group, group_dst=operation.to)))
+            sends.append(started(dist.isend(tensor, group=group, group_dst=operation.to)))
     return Pending(receives, sends, landings)
 
 
@@ -225,7 +225,8 @@ def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup 
     return Pending(list(dist.batch_isend_irecv(batch)), [], [])
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
+    """Return the work of a call that this rank takes part in."""
     assert work is not None, "only ranks outside the group get no request, and those were refused"
     return work
 

@@ -128,8 +128,8 @@ class HybridState:
         """
         if len(states) != 1:
             raise ValueError(
-                f"it was saved by {len(states)} ranks, whose parts lie otherwise; resume with as many ranks, or load "
-                "full_state_dict() into another plan"
+                f"it was saved by {len(states)} ranks with another layout (expected {dist.get_world_size()} here): run "
+                f"{len(states)} ranks with the plan that it was saved with, or load full_state_dict() into this one"
             )
         saved, here = states[0]["place"], self._place()
         for what, value in here.items():

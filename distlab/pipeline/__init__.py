@@ -1,16 +1,25 @@
-"""Pipelines: the model cut into stages, one or several a rank, and micro-batches that flow through them.
+"""Pipelines: the model cut into stages, one or several per rank, and micro-batches that flow through them.
 
-Begin with `plain`, the whole idea by hand on one screen: GPipe for one stage a rank and fixed shapes.
+Begin with `plain`, the whole idea by hand on one screen: GPipe for one stage per rank and fixed shapes.
 
-Then any schedule (they are plans: see distlab.plan.schedules): `route` (what a rank must know of the plan), `execute`
-(a step: a walk through the plan with a table of eight lines), `stage` (one stage's forward and backward), `wire`
-(messages that nobody waits for longer than he must), and `run` (`Pipeline`, all of it for real models).
+Then any schedule (schedules are plans: see distlab.plan.schedules):
 
-What makes it safe: `shapes` (values of any nesting, taken apart), `batch` (cut into micro-batches), `negotiate` (is the
-schedule valid, are the stages here, do they fit?), `faults` (a stage that raises, told to all ranks).
+1. `route`: what a rank must know of the plan.
+2. `execute`: a step is a walk through the plan with a table of eight lines.
+3. `stage`: one stage's forward and backward.
+4. `wire`: messages, with receives posted early.
+5. `run`: `Pipeline`, all of it for real models.
 
-A backward pass in two parts for zero-bubble schedules: `backward` (`SplitBackward`) and `layers` (a rule for each kind
-of layer). Making stages of a model: `split`, and `tied` (a weight that several stages use). What a rank saves: `state`.
+What makes it safe:
+
+1. `shapes`: values of any nesting, taken apart into tensors.
+2. `batch`: a batch, cut into micro-batches.
+3. `negotiate`: is the schedule valid, are the stages here, do they fit?
+4. `faults`: a stage that raises, told to all ranks.
+
+Zero-bubble schedules need a backward pass in two parts: `backward` (`SplitBackward`) and `layers` (a rule for each kind
+of layer). `split` makes stages of a model, and `tied` is for a weight that several stages use. `state` is what a rank
+saves.
 """
 
 from distlab.pipeline.faults import StageError

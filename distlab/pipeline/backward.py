@@ -92,7 +92,7 @@ class WeightWork:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def run(self) -> None:
-        """Add the gradients to each parameter's `.grad`, letting go of each note as soon as it is used.
+        """Add the gradients to each parameter's `.grad`, and free each note as soon as it is used.
 
         Hooks on a parameter run here, once, however many layers share it.
         """
@@ -149,9 +149,11 @@ class SplitBackward:
     def input_gradient(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> WeightWork:
         """Run I: inputs that are leaves get their `.grad`, and parameters whose gradient cannot wait get theirs.
 
+        Shapes: outputs [B, ...] and gradients of the same shapes -> `.grad` of each leaf, in its shape
+
         Args:
             outputs: what forward returned; those without a graph are passed over.
-            gradients: one for each output; None for a scalar loss, or for an output that nobody used.
+            gradients: one for each output; None for a scalar loss, or for an output that was not used.
 
         Returns:
             What W has to do. Without it, the gradients of the deferred layers are lost.
@@ -168,7 +170,10 @@ class SplitBackward:
         work.run()
 
     def full_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Run B: I and W, one after the other."""
+        """Run B: I and W, one after the other.
+
+        Shapes: as `input_gradient`.
+        """
         self.input_gradient(outputs, gradients).run()
 
     def close(self) -> None:
@@ -190,8 +195,8 @@ class SplitBackward:
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run an ordinary backward pass from several outputs.
 
-    Outputs without a graph are passed over, and so are outputs that are no scalar and have no gradient: nobody used
-    them.
+    Outputs without a graph are passed over, and so are outputs that were not used: those without a gradient that are
+    not scalars.
     """
     pairs = [
         (output, gradient)
@@ -218,7 +223,7 @@ class _Part(NamedTuple):
 class _Layer(torch.autograd.Function):
     """A layer with a rule: forward as ever, backward only down to its input, and a note.
 
-    The weight is no input of this function: autograd would call the hooks on a parameter in I, before its gradient is
+    The weight is not an input of this function: autograd would call a parameter's hooks in I, before its gradient is
     there. `anchor` is a tensor that wants a gradient, so that backward comes here even where x wants none.
     """
 
@@ -227,7 +232,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(x, part.layer.weight.detach())
         ctx.split, ctx.part = split, part
         y = part.compute(x)
-        # Linear may return a view, which the next layer could not change in place; nobody else has what it views.
+        # Linear may return a view, which the next layer could not change in place; nothing else has what it views.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -242,9 +247,8 @@ class _Layer(torch.autograd.Function):
 
 def _forward(split: SplitBackward, part: _Part, x: Tensor) -> Any:
     """Stand in for a layer's forward, or its plain part."""
-    own = (
-        part.layer._parameters.values()
-    )  # this runs in every forward pass: parameters() takes longer than a small layer
+    # This runs in every forward pass, and parameters() takes longer than a small layer.
+    own = part.layer._parameters.values()
     if not (torch.is_grad_enabled() and any(parameter is not None and parameter.requires_grad for parameter in own)):
         return part.compute(x)
     anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)

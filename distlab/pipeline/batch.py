@@ -15,8 +15,8 @@ class Batch(NamedTuple):
     """What this rank was given for a step, cut into micro-batches.
 
     Attributes:
-        inputs: of stage 0, one value a micro-batch; empty on ranks without stage 0.
-        targets: what the loss compares the last stage's output to; empty where there is no loss.
+        inputs: of stage 0, one value per micro-batch; empty on ranks without stage 0.
+        targets: what the loss compares the last stage's output to; empty without a loss.
         layout: of one micro-batch of inputs.
         sizes: samples of inputs and of targets, as far as they are here.
     """
@@ -43,7 +43,9 @@ def cut_batch(inputs: Any, targets: Any, num_microbatches: int) -> Batch:
 
 
 def cut(value: Any, num_parts: int) -> list[Any]:
-    """Cut every tensor of a value into equal parts along its first dimension: one value a part.
+    """Cut every tensor of a value into equal parts along its first dimension: one value per part.
+
+    Shapes: [m B, ...] -> m values of [B, ...]
 
     Raises:
         ValueError: no tensor, tensors without or with different first dimensions, or one that the parts do not divide;
@@ -68,7 +70,10 @@ def cut(value: Any, num_parts: int) -> list[Any]:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Undo `cut`: put the values of all micro-batches end to end; tensors without dimensions are stacked."""
+    """Undo `cut`: put the values of all micro-batches end to end; tensors without dimensions are stacked.
+
+    Shapes: m values of [B, ...] -> [m B, ...]; m values of [] -> [m]
+    """
     apart = [take_apart(value) for value in values]
     joined = [
         torch.cat(same) if same[0].dim() else torch.stack(same)

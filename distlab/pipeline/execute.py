@@ -36,7 +36,7 @@ class Execution:
 
     Attributes:
         order: computations in the order in which they ended.
-        peak_in_flight: most micro-batches, counted once a stage, that the rank held at once.
+        peak_in_flight: most micro-batches, counted once per stage, that the rank held at once.
         results: by micro-batch, the loss or the output; on the last stage's rank.
         failure: the action that raised, and what; the rest of the route computes nothing.
         on_stage_complete: called with a stage's number when its last gradient of the step is there.
@@ -109,7 +109,7 @@ class Execution:
         return made
 
     def _finish(self, output: Any, microbatch: int) -> Any:
-        """Return the loss's part of the batch's mean, or the output where there is no loss."""
+        """Return the loss's part of the batch's mean, or the output without a loss."""
         if self._loss is None:
             return output
         loss = self._loss(output, self._batch.targets[microbatch])

@@ -1,13 +1,13 @@
 """A stage that raises, and what the other ranks hear of it.
 
-A rank that raised and left would leave its neighbours waiting for messages for ever. So it goes on to the end of the
-step without computing: it takes what it is sent, and sends zeros of the shapes that were agreed on. Nothing hangs on
-any backend and no message is left half said. At the end of each step all ranks tell each other whether they failed,
-and all raise the same error.
+If a rank raised and left, its neighbours would wait for its messages forever. So it goes on to the end of the step
+without computing: it takes what it is sent, and sends zeros of the shapes that were agreed on. Nothing hangs on any
+backend, and no message is cut off. At the end of each step all ranks tell each other whether they failed, and all
+raise the same error.
 
-Zeros can make another stage raise, too. The cause is told from its consequences by the plan: whatever a failure causes
-comes later in the order of dependencies. A process that is gone is another matter: its neighbours' messages fail, and
-the launcher ends the others.
+Zeros can make another stage raise, too. The plan tells the cause from its consequences: whatever a failure causes comes
+later in the order of dependencies. A process that has ended is another matter: its neighbours' messages fail, and the
+launcher ends the other processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageError(RuntimeError):
 def gather_numbers(number: int, group: ProcessGroup | None = None) -> list[int]:
     """Return every rank's number, below 2**63.
 
-    Cost: one all-reduce of 8 bytes a rank, each in a place of its own: on gloo a third faster than an all-gather.
+    Cost: one all-reduce of 8 bytes per rank, each in a place of its own: on gloo a third faster than an all-gather.
     """
     numbers = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=group_device(group))
     numbers[group_rank(group)] = number
@@ -98,7 +98,7 @@ def raise_together(
 def _left() -> str:
     """Say what the failure leaves behind."""
     if not torch.is_grad_enabled():
-        return "There is no output"
+        return "No output was made"
     return "The step's gradients are incomplete on every rank: call zero_grad() before the next one"
 
 

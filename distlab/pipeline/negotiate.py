@@ -1,4 +1,4 @@
-"""Before anything runs: does what each stage makes fit the next one? All ranks learn all layouts, or one error.
+"""Before anything runs: does the output of each stage fit the next one? All ranks learn all layouts, or one error.
 
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
 module, no numbers are computed and no memory is needed. A module that cannot run there (it reads a tensor's values, or
@@ -74,7 +74,7 @@ def negotiate(
         group: ranks of the pipeline.
         on_failure: called with what a stage raised on this rank, before the others hear of it.
 
-    Cost: two broadcasts a stage, of some hundred bytes; once for each set of shapes.
+    Cost: two broadcasts per stage, of some hundred bytes; once for each set of shapes.
 
     Raises:
         ValueError: on every rank: a stage that cannot run on what the one before makes.

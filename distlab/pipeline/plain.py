@@ -1,4 +1,4 @@
-"""The plainest pipeline: GPipe by hand, one stage a rank, all messages of one shape. Nothing is sent ahead of time.
+"""The plainest pipeline: GPipe by hand, one stage per rank, all messages of one shape. Nothing is sent ahead of time.
 
 The batch is cut into micro-batches. Each rank runs its stage forward on one after the other: while rank 1 works on
 micro-batch 0, rank 0 works on micro-batch 1. Then the gradients flow back the same way. At the start the last rank

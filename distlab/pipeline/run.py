@@ -61,25 +61,26 @@ class Pipeline:
 
     Attributes:
         order: computations of this rank's last step in the order in which they ended.
-        peak_in_flight: most micro-batches, counted once a stage, that this rank held at once in the last step.
-        on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete (those
-            of tied parameters are when `step` returns), so that they can be averaged over other pipelines while this
-            one goes on. After a failure it is called all the same, with incomplete ones: others wait for it.
+        peak_in_flight: most micro-batches, counted once per stage, that this rank held at once in the last step.
+        on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete, so
+            that they can be averaged over other pipelines while this one goes on. Those of tied parameters are complete
+            when `step` returns. After a failure it is called all the same, with incomplete ones: others wait for it.
         on_failure: set it to be called at once with what a stage of this rank raised. What it raises itself ends the
-            step here, and the other ranks are told nothing: for ranks whom others wait for inside of a stage.
+            step here, and the other ranks are told nothing. It is for ranks that others wait for inside a stage.
         splits: how each stage's backward pass is parted in I and W, where the schedule does that.
 
     Cost: B s h elements sent for each boundary between ranks and each micro-batch of B samples [s, h], in each
-        direction; beside it two all-reduces of 8 bytes a rank. Memory: the peak in flight of the plan, and 2 messages
-        a neighbour that arrive early.
+        direction; and two all-reduces of 8 bytes per rank. Memory: the peak in flight of the plan, and 2 messages per
+        neighbour that arrive early.
     Error: gradients equal one process's up to the order in which micro-batches are added up; repeats bit for bit.
         BatchNorm and dropout see micro-batches, and so differ from one process.
 
-    After an error: a ValueError found nothing run and left everything as it was. After a StageError the pipeline can be
-    used again at once, but `.grad` holds a part of the failed step on top of what it held before, a different part on
-    each rank: call `zero_grad`, and repeat the batches since the last update. (Tied parameters alone have their
-    gradients of before the step, so that their copies stay equal.) What forward passes wrote to buffers, and numbers
-    that they drew, stay written and drawn. `order` and `peak_in_flight` tell what the failed step did here.
+    After an error: a ValueError comes before anything has run, and everything is as it was. After a StageError the
+    pipeline can be used again at once. But `.grad` holds a part of the failed step on top of what it held before, and
+    each rank another part: call `zero_grad`, and repeat the batches since the last update. Only tied parameters have
+    the gradients that they had before the step, so that their copies stay equal. What forward passes wrote to buffers,
+    and random numbers that they drew, stay written and drawn. `order` and `peak_in_flight` tell what the failed step
+    did here.
 
     Raises:
         ValueError: on every rank, before any message of a step: an invalid schedule, ranks with different ones, stages
@@ -134,6 +135,8 @@ class Pipeline:
         Returns:
             The mean loss over the batch on the last stage's rank, None elsewhere; see `mean_loss`.
 
+        Shapes: inputs [m B, ...], targets [m B, ...] -> []
+
         Raises:
             ValueError: on every rank, before anything runs: inputs or targets are missing or cannot be cut; a stage
                 cannot run on what the one before makes.
@@ -161,6 +164,8 @@ class Pipeline:
 
         Returns:
             On the last stage's rank the outputs of the whole batch, or with targets the mean loss; None elsewhere.
+
+        Shapes: inputs [m B, ...] -> outputs [m B, ...], or [] with targets
 
         Raises:
             ValueError, StageError: as `step`.

@@ -59,11 +59,11 @@ class Layout(NamedTuple):
         return tuple(kind for kind in self.kinds if kind.wants_gradient)
 
     def without_gradients(self) -> Layout:
-        """The same where nobody will go backward."""
+        """Return the same layout for a value that no backward pass reaches."""
         return Layout(self.structure, tuple(kind._replace(wants_gradient=False) for kind in self.kinds))
 
     def to_json(self) -> list[Any]:
-        """Say it in what JSON holds."""
+        """Return it as lists, numbers and text, for JSON."""
         kinds = [[list(k.shape), str(k.dtype).removeprefix("torch."), k.wants_gradient] for k in self.kinds]
         return [self.structure, kinds]
 
@@ -77,8 +77,8 @@ class Layout(NamedTuple):
 def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
     """Return a value's tensors, in order, and its layout.
 
-    Tuples (a NamedTuple, too), lists and dicts may be nested; beside tensors they hold None, numbers, text and truth
-    values, which become part of the layout: they are the same in each micro-batch.
+    Tuples (also NamedTuples), lists and dicts may be nested. They may also hold None, numbers, text and truth values,
+    which become part of the layout: they are the same in each micro-batch.
 
     Raises:
         ValueError: it holds something else.

@@ -57,6 +57,8 @@ class Stage:
         """Run F and keep what backward needs; return what the module makes, or what `finish` makes of it (the loss).
 
         Nothing is kept where gradients are off.
+
+        Shapes: tensors of one micro-batch [B, ...] -> the module's outputs [B, ...], or the loss []
         """
         inputs = [
             tensor.detach().requires_grad_(kind.wants_gradient)
@@ -81,6 +83,8 @@ class Stage:
         Args:
             microbatch: which one.
             gradients: of the outputs that want one; None where the output is the loss.
+
+        Shapes: gradients [B, ...] like the outputs -> gradients [B, ...] like the inputs
         """
         kept = self.kept[microbatch]
         run = full_backward if self.split is None else self.split.full_backward
@@ -89,7 +93,10 @@ class Stage:
         return _gradients(kept.leaves)
 
     def input_gradient(self, microbatch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run I: return the gradients of the inputs that want one; what W will need stays."""
+        """Run I: return the gradients of the inputs that want one; what W will need stays.
+
+        Shapes: as `backward`.
+        """
         assert self.split is not None, "the stage was prepared for I and W where its schedule has them"
         kept = self.kept[microbatch]
         given = [None] * len(kept.outputs) if gradients is None else gradients
@@ -106,7 +113,7 @@ class Stage:
         del self.kept[microbatch]
 
     def forget(self) -> None:
-        """Let go of everything that is kept, after a step that failed."""
+        """Free everything that is kept, after a step that failed."""
         self.kept.clear()
 
     def close(self) -> None:

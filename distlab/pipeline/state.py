@@ -33,7 +33,8 @@ class StageState:
         """
         if len(states) != 1:
             raise ValueError(
-                f"the pipeline was saved by {len(states)} ranks, whose stages lie otherwise; resume with as many ranks"
+                f"the pipeline was saved by {len(states)} ranks, whose stages are on other ranks than here; "
+                f"resume with {len(states)} ranks and the same schedule"
             )
         saved = states[0]["stages"]
         if sorted(map(int, saved)) != list(self.stages):
@@ -47,7 +48,7 @@ class StageState:
             [len(group["params"]) for group in state["param_groups"]]
             for state in (self.optimizer.state_dict(), states[0]["optimizer"])
         ]
-        _require_same({"parameters a group": sizes[0]}, {"parameters a group": sizes[1]}, "the optimizer")
+        _require_same({"parameters per group": sizes[0]}, {"parameters per group": sizes[1]}, "the optimizer")
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what this rank saved."""

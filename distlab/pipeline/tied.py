@@ -3,7 +3,7 @@
 A GPT may use one matrix as token embedding and as output layer. In a pipeline the two uses lie on the first and on the
 last stage. Each computes its own part of the gradient; one process would have added them. So the holders exchange
 their parts and add them, in the same order everywhere: the sums are the same bits, and an optimizer that starts equal
-keeps the copies equal for ever.
+keeps the copies equal forever.
 
 Stages on one rank simply share the parameter, and autograd adds. That is so for GPT's two ends under a V placement.
 """
@@ -73,7 +73,7 @@ class TiedGradients:
         home: the rank of each stage of the pipeline.
         group: ranks of the pipeline.
 
-    Cost: for h ranks that hold a parameter of b bytes, each of them sends (h - 1) b bytes a step, in one step; at
+    Cost: for h ranks that hold a parameter of b bytes, each of them sends (h - 1) b bytes per step, in one exchange; at
         construction the first sends (h - 1) b.
     Error: the sum of the ranks' parts in the order of ranks; one process adds them by micro-batches.
 
@@ -153,7 +153,8 @@ def _check(
     for one in tied:
         if max(one.stages) >= len(home):
             raise ValueError(
-                f"tied parameter {one.name!r}: there is no stage {max(one.stages)}; the pipeline has {len(home)} stages"
+                f"tied parameter {one.name!r}: stage {max(one.stages)} is not in the pipeline; name stages of 0.."
+                f"{len(home) - 1}"
             )
     found = {
         (index, stage): _describe(modules[stage], name)

@@ -1,4 +1,4 @@
-"""The messages of one rank in one step: receives posted early, sends that nobody waits for.
+"""The messages of one rank in one step: receives posted early, sends that no action waits for.
 
 A receive that is posted when its message is needed makes the message wait for the receiver. So the next receives of
 each pair of ranks are always posted ahead: while a stage computes, its next input arrives. A send is started and left
@@ -120,7 +120,10 @@ class Wire:
         return tensors
 
     def send(self, send: Action, tensors: Sequence[Tensor]) -> None:
-        """Start a send and go on; nobody may write to the tensors."""
+        """Start a send and go on; the tensors must not be written to until it is over.
+
+        Shapes: tensors of the kinds that ranks agreed on.
+        """
         peer = self._route.peer(send)
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         with self._span(send, "send", tensors):

@@ -5,7 +5,7 @@
 Each rank has a place on all five. Along an axis the ranks that differ in that place alone form a group: those of one
 layer's parts (tensor), one sequence's (context), one set of experts' (expert), one model's stages (pipeline), or equal
 replicas (data). The last axis varies fastest, so its groups are neighbours and share a node where they fit: by default
-tensor, which speaks most often and cannot wait.
+tensor, which communicates most often and cannot wait.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Compression: how much smaller a bucket's gradients are made, and what that leaves to send.
 
 Bytes on the wire follow from shapes alone, so they are known before anything runs: `exchanges` lists the calls that
-one bucket costs a rank. Symbols: E elements of b bytes each, k elements kept, blocks of 1,024 elements with scales of
-s = max(b, 4) bytes.
+one bucket costs each rank. Symbols: E elements of b bytes each, k elements kept, blocks of 1,024 elements with scales
+of s = max(b, 4) bytes.
 
     top_k      one all_gather of k (b + 4)                        a value and a 32-bit index for each
     random_k   one all_reduce of k b                              every rank draws the same indices: none are sent
     quantize   one all_gather of ceil(E bits / 8) + 2 s blocks    codes, and each block's lowest value and step
-    sign       one all_gather of ceil(E / 8) + s blocks           one bit an element, and each block's scale
+    sign       one all_gather of ceil(E / 8) + s blocks           one bit per element, and each block's scale
     powersgd   one all_reduce of w b + all n r b, one of all m r b     factors of [n, m] matrices; w elements go whole
 
 An all_reduce moves the same bytes to and from a rank however many ranks there are; an all_gather hands every rank's
@@ -77,7 +77,7 @@ class Exchange(NamedTuple):
 def exchanges(
     compression: Compression, shapes: Sequence[Sequence[int]], bytes_per_element: int = 4
 ) -> tuple[Exchange, ...]:
-    """Return the calls that one bucket costs a rank in a step, in order.
+    """Return the calls that one bucket costs each rank in a step, in order.
 
     Args:
         compression: what is done to the bucket.
@@ -157,7 +157,7 @@ def check_bits(bits: int) -> int:
     """Return the bits.
 
     Raises:
-        ValueError: they are no whole number from 1 to 8.
+        ValueError: they are not whole numbers from 1 to 8.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits is {bits!r}; pass the bits of a code, a whole number from 1 to {MAX_BITS}")
@@ -168,7 +168,7 @@ def check_rank(rank: int) -> int:
     """Return the rank of powersgd's factors.
 
     Raises:
-        ValueError: it is no whole number of at least 1.
+        ValueError: it is not a whole number of at least 1.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank is {rank!r}; pass the rank of the factors, a whole number of at least 1, such as 4")

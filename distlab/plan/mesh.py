@@ -68,7 +68,7 @@ class Mesh:
         """Look up where a rank stands on each axis.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: no rank has this number.
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh {self}; pass a rank in 0..{self.size - 1}")
@@ -105,7 +105,7 @@ class Mesh:
         """List the group of a rank along an axis, the rank itself included.
 
         Raises:
-            ValueError: there is no such rank, or no such axis.
+            ValueError: the mesh has no such rank or axis.
         """
         place = self._place(axis)
         stride = math.prod(size for _, size in self.axes[place + 1 :])
@@ -116,7 +116,7 @@ class Mesh:
         """Tell whether some group of the axis has ranks in two nodes, where ranks fill the nodes in their order.
 
         Raises:
-            ValueError: there is no such axis, or less than one device in a node.
+            ValueError: no axis has this name, or less than one device in a node.
         """
         if devices_per_node < 1:
             raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1")

@@ -30,10 +30,10 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
     activations.
 
     Raises:
-        ValueError: fewer layers than stages, or a cost that is negative or no number.
+        ValueError: fewer layers than stages, or a cost that is negative or not a number.
 
     Source: dynamic program over prefixes: the best cut of the first i layers into k stages ends with some last stage
-        (j, i), and is the larger of that stage and the best cut of the first j layers into k - 1 stages.
+        (j, i). It costs the larger of that stage and of the best cut of the first j layers into k - 1 stages.
     """
     num_layers = len(costs)
     if not 1 <= stages <= num_layers:

@@ -37,7 +37,7 @@ class Work:
         )
 
     def without(self, part: Work) -> Work:
-        """Return what is left when a part is done elsewhere.
+        """Return the rest when a part is done elsewhere.
 
         Raises:
             ValueError: the part is larger in some way; a rounding error of sums is not.
@@ -45,7 +45,7 @@ class Work:
         left = (self.matmul_flops - part.matmul_flops, self.memory_bytes - part.memory_bytes)
         kernels, slack = self.num_kernels - part.num_kernels, 1e-9 * max(self.matmul_flops, self.memory_bytes, 1.0)
         if min(left) < -slack or kernels < 0:  # the text costs more than the check
-            raise ValueError(f"{part} is no part of {self}; pass at most all of it")
+            raise ValueError(f"{part} is not a part of {self}; pass at most all of it")
         return Work(max(0.0, left[0]), max(0.0, left[1]), kernels)
 
     def times(self, factor: float) -> Work:

@@ -47,8 +47,8 @@ class Device:
         memory_bytes_per_s: what elementwise kernels stream, read plus write.
         memory_bytes: capacity.
         kernel_s: fixed time of one kernel, whatever its size.
-        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what is left of the 32 GB/s each
-            way that PCIe 4.0 x16 has by its specification.
+        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
+            reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
         host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
             50e9 is an eighth of two sockets with eight channels of DDR4-3200 each, 410 GB/s by specification.
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.

@@ -1,8 +1,10 @@
-"""Checks of the fields of records: each refusal names the record, the field, the value and what to pass."""
+"""Checks of the fields of records and of counts: each refusal names the field, the value and what to pass."""
 
 from __future__ import annotations
 
 import math
+
+import numpy as np
 
 
 def require(ok: bool, text: str) -> None:
@@ -18,7 +20,18 @@ def require_positive(owner: str, **values: float) -> None:
 
 
 def require_count(owner: str, **values: int) -> None:
-    """Refuse a field that is no whole number of at least 1."""
+    """Refuse a field that is not a whole number of at least 1."""
     for name, value in values.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         require(whole and value >= 1, f"{owner}: {name} is {value!r}; pass a whole number of at least 1")
+
+
+def require_counts(**counts: int) -> None:
+    """Refuse a number of ranks, stages or micro-batches that is not a whole number of at least 1.
+
+    Raises:
+        ValueError: which one, and what it is.
+    """
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+            raise ValueError(f"{name} is {count!r}; pass a whole number of at least 1")

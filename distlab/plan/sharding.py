@@ -22,7 +22,7 @@ class Sharding:
 
     Attributes:
         stage: of ZeRO: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP).
-        unit_layers: layers that are gathered and let go together (stage 3).
+        unit_layers: layers that are gathered and freed together (stage 3).
         reshard_after_forward: let a unit's parameters go after its forward and gather them again for its backward.
         prefetch: units that are gathered ahead of the one that computes; 0 gathers when a unit is needed.
         replicas: groups of ranks that each hold a full set of shards (hybrid sharding); 1 shards over all.
@@ -73,7 +73,7 @@ class Precision:
 
     Attributes:
         compute: type of parameters and activations in forward and backward.
-        master: keep parameters in float32 beside it, for the update (no second copy where compute is float32).
+        master: also keep parameters in float32, for the update (no second copy where compute is float32).
         reduce: type in which gradients are summed over ranks.
         gradients: type in which gradients are kept until the update.
     """
@@ -130,7 +130,7 @@ class FlatLayout:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shapes) or not self.names:
             raise ValueError(
-                f"FlatLayout: {len(self.names)} names and {len(self.shapes)} shapes; pass one of each a tensor"
+                f"FlatLayout: {len(self.names)} names and {len(self.shapes)} shapes; pass one of each per tensor"
             )
         if self.num_shards < 1 or self.multiple_of < 1:
             raise ValueError(
@@ -167,10 +167,12 @@ class FlatLayout:
         """Return (start, stop) of a shard in the padded buffer.
 
         Raises:
-            ValueError: there is no such shard.
+            ValueError: no shard has this number.
         """
         if not 0 <= shard < self.num_shards:
-            raise ValueError(f"shard {shard} is not one of 0..{self.num_shards - 1}")
+            raise ValueError(
+                f"shard is {shard}, expected one of 0..{self.num_shards - 1}; pass a rank of the group that shards"
+            )
         return shard * self.shard_size, (shard + 1) * self.shard_size
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:

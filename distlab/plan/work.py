@@ -43,23 +43,23 @@ class Layer:
         activation_bytes: bytes kept from forward for backward, a micro-batch; the next four are parts of it or of what
             it becomes, and 0 where they are not known.
         output_bytes: bytes of the layer's output, a micro-batch: what a pipeline sends when the stage ends here.
-        parameter_shapes: shape of each parameter tensor; what is left out counts as a vector. Only compression by
-            low rank looks at shapes.
+        parameter_shapes: shape of each parameter tensor; a tensor without a shape counts as a vector. Only low-rank
+            compression looks at shapes.
         tensor_activation_bytes: the part of activation_bytes that tensor-parallel ranks divide, logits apart.
         score_bytes: the part of activation_bytes that selective recompute drops: attention scores and what is made of
             them. Where tensor parallelism divides them they are in tensor_activation_bytes too.
         input_bytes: what full recompute keeps of the layer; 0: it is never recomputed.
         logits_bytes: the part of activation_bytes that is logits and their copies.
         tensor_parameters: elements that tensor-parallel ranks divide.
-        widest_bytes: the widest tensor inside the layer that is no logits: in backward its gradient lives beside all
-            that forward kept; 0 where it is not known.
+        widest_bytes: the widest tensor inside the layer, logits apart: in backward its gradient is held together with
+            everything that forward kept; 0 where it is not known.
         score_forward: the part of forward that selective recompute runs again.
         regions: the parts that tensor-parallel ranks divide, in forward order; see `distlab.plan.regions`.
         experts: the experts of a mixture layer, behind its regions, or None.
         splits_positions: ranks can each do their own positions of what is outside of regions, and inside too where the
             sequence is split.
         parameter_axes: which ranks divide each parameter tensor: "tensor", "expert" (whole experts), or "" for none.
-            What is left out is not divided, unless tensor_parameters says that all or none are.
+            A tensor that is not named is not divided, unless tensor_parameters says that all or none are.
         sequence_calls: kind and elements of the calls in backward with which ranks of sequence parallelism combine
             gradients of parameters that they all hold.
     """
@@ -200,7 +200,7 @@ class Workload:
 
     @cached_property
     def columns(self) -> NDArray[np.float64]:
-        """Sizes of all layers as numbers in columns, for counts over many plans: one row a name in COLUMNS."""
+        """Sizes of all layers as numbers in columns, for counts over many plans: one row per name in COLUMNS."""
         rows = [[getattr(layer, name) for name in COLUMNS] for layer in self.layers]
         table = np.array(rows, np.float64).T
         table.flags.writeable = False

@@ -1,19 +1,11 @@
 """Sharding: optimizer state, gradients and parameters, each held once in a group of ranks.
 
 Begin with `plain`, the whole idea by hand on one screen. All of it sends with `calls` (the two halves of an all-reduce:
-`gather_into`, `scatter_sum`) and `direct` (the same, going on by themselves while a rank computes).
+`gather_into`, `scatter_sum`) and `direct` (the same, while a rank computes).
 
-Stages 1 and 2: `optimizer_state` (`PlainSharded`, then `ShardedOptimizer`), `scattered` (when buckets are sent),
-`shard_bucket` (one bucket's way), `buffers` (what it is lent), `faults` (one error on all ranks), `consolidate` and
-`own_state` (what is saved of it).
-
-Stage 3: `flat_unit` (parameters that are whole only while they are used), `hooks` (when they come and go), `prefetch`
-(which comes next), `wrapping` (what belongs to a unit), and `unit` (`FullyShard`, all of it for real models).
-
-State of stage 3: `model_state` (it by tensor names), `saved` (what a rank writes, and how shards are cut anew),
-`state_dict` (`ShardedState`, `sharded_state_dict` and `load_sharded_state_dict`: in shards), `full_state`
-(`full_state_dict`, `full_optimizer_state` and what loads them: whole). `construct` builds a model that no rank could
-hold (`build_sharded`, `draw_weights`), `offload` updates in the host's memory (`OffloadedOptimizer`, `offloaded`).
+1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
+2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
+3. `state`: what both save, in shards or whole, for any number of ranks.
 """
 
 from distlab.sharding.calls import gather_into, scatter_sum

@@ -120,6 +120,6 @@ def test_tied_parameters_start_equal_and_sum_their_gradients(ranks):
         assert shared
         assert torch.equal(seen[0], torch.full((3, 3), 1.0 + 2 + 3))
         assert torch.equal(seen[1], torch.full((3, 3), 6.0 + 11 + 12 + 13)), "an earlier step's sum counts once"
-        assert "no stage 5" in errors[0]
+        assert "stage 5 is not in the pipeline" in errors[0]
         assert "stage 0 on rank 0 has no parameter 'bias'" in errors[1]
         assert "stage 1 has [2, 3] torch.float32" in errors[3]

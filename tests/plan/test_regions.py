@@ -11,7 +11,7 @@ def test_a_part_and_the_rest_make_the_whole():
     part = Work(30.0, 40.0, 2)
     assert WORK.without(part) + part == WORK
     assert WORK.times(0.5) == Work(50.0, 20.0, 6)
-    with pytest.raises(ValueError, match="is no part of"):
+    with pytest.raises(ValueError, match="is not a part of"):
         part.without(WORK)
 
 

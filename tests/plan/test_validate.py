@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "B and W": (
         "0F0 0B0 0W0",
-        "rank 0, step 2, 0W0: expected no W beside 0B0, which computes the weight gradient too; got both; "
+        "rank 0, step 2, 0W0: expected no W next to 0B0, which computes the weight gradient too; got both; "
         "remove the W, or make the B an I",
     ),
     "a forward is missing": (

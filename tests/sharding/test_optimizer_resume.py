@@ -130,3 +130,33 @@ def test_owners_are_even():
     owners = owners_of([7, 1, 5, 5, 1, 2, 3], load)
     assert sorted(load) == [8, 8, 8]
     assert len(owners) == 7
+
+
+def save_and_cut_anew(directory, num_ranks, split, stage, bucket_bytes):
+    """Save this rank's shard; or take up the shards of other ranks: return the whole state."""
+    model = Net()
+    optimizer = ShardedOptimizer(model, adam, stage=stage, split=split, bucket_bytes=bucket_bytes)
+    if num_ranks is None:
+        run_steps(model, optimizer, range(2))
+        torch.save(optimizer.state_dict(), directory / f"shard {dist.get_rank()}")
+    else:
+        states = [torch.load(directory / f"shard {rank}", weights_only=True) for rank in range(num_ranks)]
+        optimizer.check_shards(states)
+        with pytest.raises(ValueError, match=r"the state's number of ranks is 3, expected"):
+            optimizer.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=r"shards \[1, 2\] of 3 are missing"):
+            optimizer.check_shards(states[:1])
+        optimizer.load_shards(states)
+    full = optimizer.full_state_dict()
+    optimizer.close()
+    return full
+
+
+def test_shards_of_any_number_of_ranks_are_cut_anew(ranks, tmp_path):
+    saved = ranks(3).run(save_and_cut_anew, tmp_path, None, "elements", 1, 1_000)[0]
+    assert all(entry["step"] == 2 for name, entry in saved["state"].items())
+    for world_size, split, stage in ((1, "elements", 2), (2, "tensors", 1), (4, "elements", 2)):
+        for full in ranks(world_size).run(save_and_cut_anew, tmp_path, 3, split, stage, 700):
+            assert full["state"].keys() == saved["state"].keys()
+            for name, entry in saved["state"].items():
+                assert all(torch.equal(value, full["state"][name][key]) for key, value in entry.items()), name

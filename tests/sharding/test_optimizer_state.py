@@ -172,7 +172,7 @@ def fail_in_many_ways():
 
     attempt("sparse", embed)
     state = build().state_dict()
-    state["of"]["rank"] = 5
+    state["shard"] = 5
     attempt("other rank's state", lambda: build().load_state_dict(state))
     attempt("no state", lambda: build().load_state_dict({"state": {}, "param_groups": []}))
     full = build().full_state_dict()
@@ -193,7 +193,7 @@ EXPECTED = {
     "whole tensors": 'Adafactor looks at whole tensors, and split="elements" cuts them',
     "sparse": "0.weight (rank 0, 1). Build the layer with sparse=False",
     "other rank's state": "the state's rank is 5, expected",
-    "no state": "this is no state of a sharded optimizer",
+    "no state": "this is not a saved shard",
     "full state without a parameter": "nothing for first.weight",
 } | {
     f"{name} {stage}": text

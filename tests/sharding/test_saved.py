@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from distlab.plan import FlatLayout
-from distlab.sharding.state.shard_format import (
-    PARAMETER,
-    SavedPart,
-    SavedShard,
-    assemble,
-    check_one_save,
-    check_tensors,
-    plan_copies,
-)
+from distlab.sharding.state.assemble import HeldRow, assemble, covering
+from distlab.sharding.state.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -58,11 +51,15 @@ def layouts(tensors, cuts, num_shards, multiple_of=1):
     ]
 
 
+def row_of(layout, shard):
+    return HeldRow(torch.empty(layout.shard_size), layout.names, layout.shapes, layout.pieces(shard))
+
+
 def put_together(saved, tensors, cuts, num_shards, multiple_of=1):
     """Assemble every shard of the new layouts, and the tensors from those; padding must be zero."""
     found = {PARAMETER: {}, "momentum": {}}
     for layout in layouts(tensors, cuts, num_shards, multiple_of):
-        shards = [assemble(saved, layout, shard) for shard in range(num_shards)]
+        shards = [assemble(saved, row_of(layout, shard)) for shard in range(num_shards)]
         assert all(numbers == {"step": 3.0} for _, numbers in shards)
         for key, whole in found.items():
             flat = torch.cat([values[key] for values, _ in shards])
@@ -98,16 +95,14 @@ def test_copies_cover_each_element_once_or_name_what_is_missing(held, stop):
     covered = {element for low, high in held for element in range(low, high)}
     if covered >= set(range(stop)):
         got = []
-        for copy in plan_copies(0, stop, held):
-            low, high = held[copy.source]
-            assert low + copy.source_start + copy.size <= high
-            assert copy.target_start == len(got)
-            got += range(low + copy.source_start, low + copy.source_start + copy.size)
+        for source, low, high in covering(0, stop, held):
+            assert held[source][0] <= low < high <= held[source][1]
+            got += range(low, high)
         assert got == list(range(stop))
     else:
         first = min(set(range(stop)) - covered)
         with pytest.raises(ValueError, match=f"elements {first} to "):
-            plan_copies(0, stop, held)
+            list(covering(0, stop, held))
 
 
 TENSORS = numbered([(5, 3), (7,), (2, 2)])
@@ -135,7 +130,7 @@ def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
 def test_the_own_shard_alone_is_enough_where_nothing_moved():
     saved = cut(TENSORS, [1], 3)
     for layout in layouts(TENSORS, [1], 3):
-        assert all(assemble([saved[shard]], layout, shard) for shard in range(3))
+        assert all(assemble([saved[shard]], row_of(layout, shard)) for shard in range(3))
 
 
 def changed(saved, name, **how):
@@ -146,9 +141,9 @@ def test_missing_shards_are_named():
     saved = cut(TENSORS, [], 4)
     layout = layouts(TENSORS, [], 1)[0]
     with pytest.raises(ValueError, match=r"layer 0: elements 14 to 15 were not given: shards \[2\] of 4 are missing"):
-        assemble([saved[0], saved[1], saved[3]], layouts(TENSORS, [], 1)[0], 0)
+        assemble([saved[0], saved[1], saved[3]], row_of(layout, 0))
     with pytest.raises(ValueError, match=r"layer 0: elements 7 to 15 were not given: shards \[1, 2, 3\] of 4"):
-        assemble(saved[:1], layout, 0)
+        assemble(saved[:1], row_of(layout, 0))
 
 
 def test_shards_of_different_saves_are_refused():
@@ -204,5 +199,5 @@ def test_different_step_counts_cannot_share_a_shard():
     saved = cut(TENSORS, [1], 2)
     saved = [changed(one, "layer 0", numbers={"step": 9.0}) for one in saved]
     with pytest.raises(ValueError, match=r"step is 9.0 for layer 0 and 3.0 for layer 1"):
-        assemble(saved, layouts(TENSORS, [], 1)[0], 0)
-    assert assemble(saved, layouts(TENSORS, [1], 1)[0], 0)[1] == {"step": 9.0}
+        assemble(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
+    assert assemble(saved, row_of(layouts(TENSORS, [1], 1)[0], 0))[1] == {"step": 9.0}

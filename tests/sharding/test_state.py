@@ -233,7 +233,7 @@ WORDS = {
     "no optimizer saved": ["no optimizer was saved with these"],
     "no shard": ["not a saved shard", "load_full_state_dict"],
     "on one rank": ["rank 1: no saved shard was given"],
-    "foreign optimizer": ["a parameter [3] that is no shard of the model"],
+    "foreign optimizer": ["a parameter [3] that is not a shard of the model"],
     "full: another model": ["head.weight is a tensor in the state and nothing in the model"],
     "full: another shape": ["token_embedding.weight is [31, 12] in the state and [31, 16] in the model"],
     "full: another precision": ["is torch.float32 in the state and torch.bfloat16 in the model; pass convert=True"],
@@ -243,7 +243,7 @@ WORDS = {
     "full: other ranks": ["ranks disagree on the call of full_state_dict"],
     "full: on one rank": ["rank 0: head.weight is a tensor"],
     "full optimizer": ["exp_avg of token_embedding.weight is [31, 12] in the saved state and [31, 16] here"],
-    "full optimizer: none": ["no optimizer's state"],
+    "full optimizer: none": ["not an optimizer's state"],
 }
 
 

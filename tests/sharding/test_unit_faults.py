@@ -30,7 +30,7 @@ def test_units_that_cannot_be():
     assert automatic_units(module) == ["0", "2", "3"]  # an activation owns nothing and is no unit
     with pytest.raises(ValueError, match=r"'1' \(Tanh\) owns no parameters.*leave it out"):
         check_units(module, ["0", "1"])
-    with pytest.raises(ValueError, match="'blocks.0' is no submodule; there are 0"):
+    with pytest.raises(ValueError, match="'blocks.0' is not a submodule; there are 0"):
         check_units(module, ["blocks.0"])
     with pytest.raises(ValueError, match="2 named twice"):
         check_units(module, ["2", "2"])

@@ -1,4 +1,4 @@
-"""The first three schedules, one stage a rank: naive model parallelism, GPipe and 1F1B.
+"""The first three schedules, one stage per rank: naive model parallelism, GPipe and 1F1B.
 
 With p stages and m micro-batches, naive model parallelism takes m p slots of (F + B) when communication is free: one
 rank computes while the others wait. GPipe and 1F1B take m + p - 1 slots: the bubble is (p - 1) slots. They differ in
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.counts import require_counts
+from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import B, F, Schedule
 
 

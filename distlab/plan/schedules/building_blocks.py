@@ -2,7 +2,7 @@
 
 Where F, I and W take one slot each, a rank with two half-stages starts a micro-batch every 6 slots. A micro-batch that
 is held for n slots then costs n / 6 of a half-stage. Down the V and up again, forward and then backward, its passes can
-move on by one slot a rank, or by more: 1 + 1 + 1 + 1 slots a rank make V-Min, 2 + 1 + 2 + 1 V-Half.
+move on by one slot per rank, or by more: 1 + 1 + 1 + 1 slots per rank make V-Min, 2 + 1 + 2 + 1 V-Half.
 
 The price is a bubble. With F = I = W the authors state about two thirds of 1F1B's 6 (p - 1) slots for V-Min, half of it
 for V-Half. Simulated, the pattern alone leaves 4 p - 5 slots in V-Min and 3.25 p - 2 in V-Half (4, 8, 16 and 32 ranks).
@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.counts import require_counts
+from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import F, I, Schedule, W
 from distlab.plan.schedules.rows import join_rows
 from distlab.plan.schedules.v_shaped import v_stage
@@ -75,7 +75,7 @@ def _block(num_ranks: int, hops: tuple[int, int, int, int]) -> NDArray[np.int64]
         beats = np.sort(passes % BEAT, axis=1)
         if (beats[:, 1:] != beats[:, :-1]).all():
             return np.concatenate([passes, [_weight_slots(slots) for slots in passes]], axis=1)
-    raise AssertionError(f"no pattern of {hops} slots a rank fits {num_ranks} ranks")
+    raise AssertionError(f"no pattern of {hops} slots per rank fits {num_ranks} ranks")
 
 
 def _weight_slots(passes: NDArray[np.int64]) -> list[int]:

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
-from distlab.plan.schedules.grammar import Schedule
+from distlab.plan.schedules.grammar import ActionTimes, Schedule
 from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
 from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
-from distlab.plan.schedules.times import ActionTimes
 from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
 from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -24,7 +23,7 @@ class Family(NamedTuple):
         name: what plans, programs and the command line call it: the name of its function.
         title: what people and pictures call it.
         make: its function, from numbers of ranks and of micro-batches (and what else it takes) to a Schedule.
-        placement: stages on ranks: "one" stage a rank; in a "loop", stage s on rank s mod p; as a "v", stages s and
+        placement: stages on ranks: "one" stage per rank; in a "loop", stage s on rank s mod p; as a "v", stages s and
             2p - 1 - s on rank s; or two "copies" of the model, stage s on ranks s and p - 1 - s.
         splits_backward: whether it has I and W.
         source: who described it.
@@ -48,7 +47,7 @@ class Family(NamedTuple):
         needed = 2 if self.placement == "v" else 1
         if wanted not in (None, needed):
             raise ValueError(
-                f"{self.name} needs {needed} stage{'s' * (needed > 1)} a rank, got stages_per_rank={wanted}; pass "
+                f"{self.name} needs {needed} stage{'s' * (needed > 1)} per rank, got stages_per_rank={wanted}; pass "
                 f"stages_per_rank={needed}, or choose one of {', '.join(_with_placement('loop'))}"
             )
         return needed
@@ -110,7 +109,7 @@ def make_schedule(
         memory_limit: of "automatic": micro-batches that a rank may hold; as many as 1F1B if not told.
 
     Raises:
-        ValueError: an unknown name, a count below 1, or stages a rank that the schedule has no form for.
+        ValueError: an unknown name, a count below 1, or stages per rank that the schedule has no form for.
     """
     family = SCHEDULES.get(name)
     if family is None:

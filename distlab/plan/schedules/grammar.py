@@ -9,7 +9,8 @@ An action is a stage, a kind and a micro-batch. It prints in the letters of torc
     1SEND_F1  stage 1 sends the output of its forward pass to stage 2;  2RECV_F1 receives it
     1SEND_B1  stage 1 sends the gradient of its input to stage 0;       0RECV_B1 receives it
 
-A schedule is the list of actions that each rank runs, in order: one line a rank, actions separated by commas or blanks.
+A schedule is the list of actions that each rank runs, in order: one line per rank, with commas or blanks between the
+actions.
 """
 
 from __future__ import annotations
@@ -50,21 +51,39 @@ def parse_action(text: str) -> Action:
     """Parse one action; the exact inverse of `str`.
 
     Raises:
-        ValueError: the text is no action; the message says the grammar.
+        ValueError: the text is not an action; the message says the grammar.
     """
     match = _ACTION.fullmatch(text)
     if match is None:
         meant = f"; did you mean {text.upper()}?" if _ACTION.fullmatch(text.upper()) else ""
-        raise ValueError(f"{text!r} is no action; write {GRAMMAR}{meant}")
+        raise ValueError(f"{text!r} is not an action; write {GRAMMAR}{meant}")
     stage, kind, microbatch = match.groups()
     if max(len(stage), len(microbatch)) > 10 or max(int(stage), int(microbatch)) >= _LIMIT:
         raise ValueError(f"{text!r}: stages and micro-batches are numbered below 2**31; use a smaller number")
     return Action(int(stage), kind, int(microbatch))
 
 
+class ActionTimes(NamedTuple):
+    """Times of a pipeline's actions, in any one unit: each is one number, or one number per stage.
+
+    The zero-bubble papers call `input_gradient` B. A full backward pass takes `input_gradient + weight_gradient`.
+
+    Attributes:
+        forward: of F.
+        input_gradient: of I.
+        weight_gradient: of W.
+        communication: from the end of an action to the start of the one on another rank that needs it.
+    """
+
+    forward: float | Sequence[float]
+    input_gradient: float | Sequence[float]
+    weight_gradient: float | Sequence[float]
+    communication: float | Sequence[float] = 0.0
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """What every rank runs, in order, as columns: one row an action, the ranks one after the other.
+    """What every rank runs, in order, as columns: one row per action, the ranks one after the other.
 
     Build one with `from_actions`, `from_columns` or `parse_schedule`. Two schedules are equal when every rank runs the
     same actions in the same order.
@@ -88,7 +107,7 @@ class Schedule:
         """Build a schedule from columns and the number of actions of each rank.
 
         Raises:
-            ValueError: no rank, columns of different lengths, a code that is no kind, a negative number.
+            ValueError: no rank, columns of different lengths, a code that is not a kind, a negative number.
         """
         stage_column = np.ascontiguousarray(stage, np.int32).ravel()
         kind_column = np.ascontiguousarray(kind, np.int8).ravel()
@@ -121,7 +140,7 @@ class Schedule:
             for step, (stage, kind, microbatch) in enumerate(actions):
                 if kind not in _CODES or not (0 <= stage < _LIMIT and 0 <= microbatch < _LIMIT):
                     raise ValueError(
-                        f"rank {rank}, step {step}: {(stage, kind, microbatch)} is no action; use {GRAMMAR}"
+                        f"rank {rank}, step {step}: {(stage, kind, microbatch)} is not an action; use {GRAMMAR}"
                     )
         flat = [action for actions in rows for action in actions]
         return cls.from_columns(
@@ -188,7 +207,7 @@ class Schedule:
         """List what a rank runs, in order.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: no rank has this number.
         """
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is outside the schedule; it has ranks 0..{self.num_ranks - 1}")
@@ -220,14 +239,14 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Parse a schedule, one line a rank; `parse_schedule(str(schedule)) == schedule`.
+    """Parse a schedule, one line per rank; `parse_schedule(str(schedule)) == schedule`.
 
     Reads what torch.distributed.pipelining dumps as CSV too. Its empty cells are idle steps and are passed over, like
     lines that are blank; its UNSHARD, RESHARD and REDUCE_GRAD act on parameters, not on a micro-batch, and are left
     out; a pair `(0F1;3B0)OVERLAP_F_B` becomes its two actions. A line of commas alone is a rank with nothing to do.
 
     Raises:
-        ValueError: some text is no action; the message names line and column and says the grammar.
+        ValueError: some text is not an action; the message names line and column and says the grammar.
     """
     ranks = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -245,5 +264,5 @@ def parse_schedule(text: str) -> Schedule:
                 raise ValueError(f"line {number}, column {cell.start() + 1}: {error}") from None
         ranks.append(actions)
     if not ranks:
-        raise ValueError(f"the text holds no schedule; write one line a rank, each action {GRAMMAR}")
+        raise ValueError(f"the text holds no schedule; write one line per rank, each action {GRAMMAR}")
     return Schedule.from_actions(ranks)

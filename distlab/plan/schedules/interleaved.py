@@ -1,15 +1,15 @@
-"""Several stages a rank, dealt out in a loop: stage s is on rank s mod p.
+"""Several stages per rank, dealt out in a loop: stage s is on rank s mod p.
 
-A micro-batch goes round the ranks once for each stage that a rank has. With v stages a rank the last rank starts after
-a v-th of the time: the bubble shrinks to (p - 1) / v slots of (F + B), counted for all of a rank's stages. In exchange
-each micro-batch is handed on v times as often.
+A micro-batch goes round the ranks once for each stage that a rank has. With v stages per rank the last rank starts
+after a v-th of the time: the bubble shrinks to (p - 1) / v slots of (F + B), counted for all of a rank's stages. In
+exchange each micro-batch is sent on v times as often.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from distlab.plan.schedules.counts import require_counts
+from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import B, F, Schedule
 from distlab.plan.schedules.turns import depth_first, rounds_of, take_turns
 
@@ -17,9 +17,9 @@ from distlab.plan.schedules.turns import depth_first, rounds_of, take_turns
 def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """Plan interleaved 1F1B: 1F1B whose ranks go through all their stages with a round of micro-batches at a time.
 
-    Rank 0 holds v p + p - 1 micro-batches of a stage at its peak (v stages a rank), 1 + (p - 1) / (p v) times what 1F1B
-    holds. The rounds have p micro-batches where these divide; others are spread over the rounds. With one stage a rank
-    it warms up twice as long as 1F1B, for nothing: give each rank at least two.
+    With v stages per rank, rank 0 holds v p + p - 1 micro-batches of a stage at its peak: 1 + (p - 1) / (p v) times
+    what 1F1B holds. The rounds have p micro-batches where these divide; others are spread over the rounds. With one
+    stage per rank it warms up twice as long as 1F1B, for nothing: give each rank at least two.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2. They ask for a multiple of p micro-batches; torch's
         ScheduleInterleaved1F1B for equal rounds. Unequal rounds, the larger ones first, are this project's.
@@ -34,7 +34,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, *, stages_per
     """Plan interleaved 1F1B with a split backward pass, whose weight gradients fill the end of the step.
 
     Rank r starts with p - 1 - r forward passes fewer than in `interleaved`, since I takes less than B, and puts off the
-    weight gradients of r passes. With one stage a rank it is ZB-H1.
+    weight gradients of r passes. With one stage per rank it is ZB-H1.
 
     Source: torch's ScheduleInterleavedZeroBubble, after Qi et al. 2023 (arXiv:2401.10241), which has no such schedule.
     """
@@ -49,7 +49,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 
     """Plan looped breadth-first: a rank runs all micro-batches through one of its stages, then through the next.
 
     It is GPipe with the short bubble of interleaving, and holds everything: m micro-batches of v stages. In exchange a
-    stage's gradients are whole early, and with sharded parameters each stage is gathered once a direction.
+    stage's gradients are whole early, and with sharded parameters each stage is gathered once per direction.
 
     Source: Lamy-Poirier 2022 (arXiv:2211.05953); the backward passes run from the last micro-batch to the first, as in
         torch's ScheduleLoopedBFS.

@@ -1,8 +1,8 @@
-"""Two stages a rank, laid out as a V: down the ranks and up again. Stage s and stage 2p - 1 - s are on rank s.
+"""Two stages per rank, laid out as a V: down the ranks and up again. Stage s and stage 2p - 1 - s are on rank s.
 
 The first rank has the last stage too: a micro-batch's backward pass starts where its forward pass began, and nothing
 waits for the far end of the pipeline. Every rank holds about the same at its peak. A stage is half of what it is with
-one stage a rank: "p half-stages" is as much memory as p / 2 micro-batches of 1F1B.
+one stage per rank: "p half-stages" is as much memory as p / 2 micro-batches of 1F1B.
 
 zb_v and dualpipe_v are told step by step; v_half and v_min, in building_blocks, repeat one pattern; dualpipe has the
 model twice and runs it from both ends.
@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from distlab.plan.schedules.counts import require_counts
+from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.rows import Ints, Row, join_rows
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distlab.plan.schedules.counts import require_counts
+from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import Schedule
 from distlab.plan.schedules.turns import depth_first, take_turns
 
@@ -20,7 +20,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Plan ZB-H1: 1F1B's warm-up and 1F1B's memory, a third of its bubble.
 
     Rank r puts off the W of its first r micro-batches, so that every rank holds up to min(m, p), what 1F1B's first rank
-    holds; the W left over run while the last I travel back.
+    holds; the remaining W run while the last I travel back.
 
     Source: Qi et al. 2023 (arXiv:2401.10241), section 2.1.
     """
@@ -33,7 +33,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """Plan ZB-H2: twice the warm-up fills the wait for the first I too; every rank holds up to min(m, 2p - 1).
 
     Ranks start one after the other and end one after the other, each without a gap: counted from a rank's own start to
-    its own end there is no bubble where F = I = W. For that the optimizer's step must not wait for all ranks at once.
+    its own end it has no bubble where F = I = W. For that the optimizer's step must not wait for all ranks at once.
 
     Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2.
     """

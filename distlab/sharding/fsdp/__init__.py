@@ -1,6 +1,13 @@
 """Fully sharded parameters (ZeRO-3, FSDP): whole only while their unit is at work.
 
-Read `flat_unit` (one unit: gather, free, scatter), `hooks` (when), `prefetch` (which comes next), `wrapping` (what
-belongs to a unit) and `fully_shard` (`FullyShard`, all of it for real models). `construct` builds a model that no rank
-could hold.
+Read in this order:
+
+1. `flat_unit`: one unit. `Unit.start_gather` and `finish_gather` make its parameters whole, `Unit.free` frees them, and
+   `start_scatter` reduces their gradients.
+2. `hooks`: when. `_before` and `_after` stand around a unit's forward, `ForwardCall` around its backward.
+3. `prefetch`: which unit is gathered next.
+4. `wrapping`: which parameters belong to a unit.
+5. `fully_shard`: `FullyShard`, all of it for real models.
+
+`construct` builds a model that no rank could hold whole.
 """

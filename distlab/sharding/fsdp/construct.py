@@ -2,7 +2,7 @@
 
 `FullyShard(GPT(config))` needs the whole model in every rank's memory for a moment: exactly what sharding is to avoid.
 Here the module is made on the "meta" device, where tensors have shapes and no memory, and its shards are laid out. Then
-every rank draws every weight, one layer after the other, copies its own part and lets the rest go. All ranks draw the
+every rank draws every weight, one layer after the other, copies its own part and frees the rest. All ranks draw the
 same numbers, so nothing is sent.
 
 Which numbers? Where one generator serves all weights, the order of drawing is part of what a seed means. Two ways:
@@ -106,8 +106,8 @@ def check_drawable(module: nn.Module, draw: Draw | None) -> None:
     for path, layer, _ in _layers(module):
         if not hasattr(layer, "reset_parameters"):
             raise ValueError(
-                f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters(), so nobody "
-                "knows how to draw them; pass draw=, or give the module a draw_weight(name, parameter, generator)"
+                f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters() that "
+                "draws them; pass draw=, or give the module a draw_weight(name, parameter, generator)"
             )
 
 
@@ -142,7 +142,7 @@ def _filled(draw: Draw, name: str, like: Tensor | None, source: torch.Generator)
 
 
 def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """Let a layer draw its parameters itself, from `source`."""
+    """Have a layer draw its own parameters, from `source`."""
     with _in_memory(layer), torch.random.fork_rng(devices=[]):
         torch.set_rng_state(source.get_state())
         layer.reset_parameters()  # type: ignore[operator]
@@ -168,7 +168,7 @@ def _in_memory(layer: nn.Module) -> Iterator[None]:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return memory that shows whether anybody has written to it."""
+    """Return memory that shows whether it was written to."""
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     memory.view(-1).view(torch.uint8).fill_(0xA5)
     return memory

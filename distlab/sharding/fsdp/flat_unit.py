@@ -1,12 +1,13 @@
 """Unit: parameters that are whole only while they are used.
 
 Between uses a rank keeps its shard: one part of a flat buffer in which all parameters of the unit lie end to end. To
-use them, the ranks gather their shards into a full buffer, and the module's parameters are views of it. To let them go,
-the *storage* of the full buffer shrinks to nothing. The views stay: what autograd saved for backward are such views,
-and they are right again as soon as the storage has been gathered anew. No tensor is copied, none has to be found.
+use them, the ranks gather their shards into a full buffer, and the module's parameters are views of it
+(`Unit.start_gather`, `Unit.finish_gather`). To free them (`Unit.free`), the *storage* of the full buffer shrinks to
+nothing. The views stay: autograd saved such views for backward, and they are right again as soon as the storage has
+been gathered again. No tensor is copied.
 
-The autograd part is one function. Its forward hands out the views, so the graph of backward ends there; its backward is
-called when the gradients of all of them exist, which is exactly when the unit is done, and starts their reduce-scatter.
+The autograd part is one function (`_Whole`). Its forward returns the views, so the graph of backward ends there. Its
+backward is called when the gradients of all views exist: the unit is done, and their reduce-scatter starts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Options:
 
 
 class Unit:
-    """Parameters that are gathered, and let go, together.
+    """Parameters that are gathered, and freed, together.
 
     Attributes:
         index: its number in the model.
@@ -65,7 +66,7 @@ class Unit:
         layout: where each parameter lies, and who has which part.
         shard: this rank's part; what optimizers update. Its padding is zero and stays zero.
         members: names, and the modules that use the parameters.
-        reshard_after_forward: let go after forward and gather again for backward; may be changed between steps.
+        reshard_after_forward: free after forward and gather again for backward; may be changed between steps.
         sends: whether gradients are reduced as backward brings them (no_sync keeps them whole).
     """
 
@@ -95,9 +96,9 @@ class Unit:
         self._start_ns = 0
         self._whole_gradient: Tensor | None = None
         self._scatter: DirectScatter | None = None
-        self._crossing: tuple[Tensor, dist.Work] | None = None
+        self._replica_sum: tuple[Tensor, dist.Work] | None = None
 
-    # Parameters
+    # Parameters: gather, use, free
 
     @property
     def is_whole(self) -> bool:
@@ -115,7 +116,7 @@ class Unit:
     def start_gather(self) -> None:
         """Begin to make the parameters whole, unless they are; do not wait.
 
-        Cost: one all-gather of a shard, in the type of compute: (n-1)/n of the unit's padded bytes sent a rank.
+        Cost: one all-gather of a shard, in the type of compute: (n-1)/n of the unit's padded bytes sent per rank.
         """
         if self._version == self.shard._version:
             return
@@ -135,6 +136,12 @@ class Unit:
         self._gathering = None
         self._draw("all_gather", "gather", self._start_ns)
 
+    def free(self) -> None:
+        """Free the whole parameters; the shard stays."""
+        self.finish_gather()
+        self._full.untyped_storage().resize_(0)
+        self._version = -1
+
     def views(self, on_gradients: OnGradients | None = None) -> tuple[Tensor, ...]:
         """Return the whole parameters.
 
@@ -147,13 +154,13 @@ class Unit:
         return self._make_views()
 
     def _make_views(self) -> tuple[Tensor, ...]:
-        # Of an alias with a version of its own: a gather is no change that autograd should complain of.
+        # Of an alias with a version of its own: autograd must not take a gather for a change of the parameters.
         parts = self._full.detach().data.split(self._parts)[:-1]
         return tuple([part.view(shape) for part, shape in zip(parts, self.layout.shapes, strict=True)])
 
     @property
     def buffer(self) -> Tensor:
-        """Where the whole parameters lie end to end; without memory while the unit is let go."""
+        """Where the whole parameters lie end to end; without memory while the unit is freed."""
         return self._full
 
     @property
@@ -167,22 +174,16 @@ class Unit:
         """The whole parameters by name.
 
         Raises:
-            RuntimeError: the unit is let go, so they are not there.
+            RuntimeError: the unit is freed, so they are not there.
         """
         if not self.is_whole:
             raise RuntimeError(
-                f"unit {self.name or 'root'!r} is let go, so its whole parameters are not here; read them inside "
+                f"unit {self.name or 'root'!r} is freed, so its whole parameters are not here; read them inside "
                 "`with model.summon():`"
             )
         return dict(zip(self.layout.names, self._make_views(), strict=True))
 
-    def free(self) -> None:
-        """Let the whole parameters go; the shard stays."""
-        self.finish_gather()
-        self._full.untyped_storage().resize_(0)
-        self._version = -1
-
-    # Gradients
+    # Gradients: sum over the ranks, keep the own part
 
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -205,10 +206,10 @@ class Unit:
     def start_scatter(self, flat: Tensor) -> None:
         """Begin to sum a flat gradient over the group.
 
-        Cost: (n-1)/n of the unit's padded bytes, in the type of the sum, sent a rank.
+        Cost: (n-1)/n of the unit's padded bytes, in the type of the sum, sent per rank.
         """
         self.finish_scatter()
-        self.finish_crossing()
+        self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
             flat.div_(self.options.num_gradients)
         self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
@@ -216,7 +217,7 @@ class Unit:
 
     @torch.no_grad()
     def finish_scatter(self) -> None:
-        """Wait for the sum; with replicas, send it across to them."""
+        """Wait for the sum; with replicas, begin to sum it over them too."""
         if self._scatter is None:
             return
         total = self._scatter.finish()
@@ -227,16 +228,16 @@ class Unit:
             return
         total = total.contiguous()
         self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
-        self._crossing = total, dist.all_reduce(total, group=self.options.replicas, async_op=True)
+        self._replica_sum = total, dist.all_reduce(total, group=self.options.replicas, async_op=True)
 
     @torch.no_grad()
-    def finish_crossing(self) -> None:
-        """Wait for the replicas."""
-        if self._crossing is None:
+    def finish_replica_sum(self) -> None:
+        """Wait for the sum over the replicas."""
+        if self._replica_sum is None:
             return
-        total, work = self._crossing
+        total, work = self._replica_sum
         work.wait()
-        self._crossing = None
+        self._replica_sum = None
         self._draw("all_reduce", "scatter", self._scatter_ns)
         self._keep(total)
 
@@ -253,7 +254,7 @@ class Unit:
     def forget_gradients(self) -> None:
         """Drop what was accumulated, also what is on its way."""
         self.finish_scatter()
-        self.finish_crossing()
+        self.finish_replica_sum()
         self.shard.grad = self._whole_gradient = None
 
     def _draw(self, kind: str, lane: str, start_ns: int) -> None:
@@ -271,7 +272,7 @@ class Unit:
 
 
 class _Whole(torch.autograd.Function):
-    """Forward: the whole parameters. Backward: their gradients, all there, to the unit."""
+    """Forward: return the whole parameters. Backward: hand their gradients, which all exist now, to the unit."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:

@@ -1,9 +1,9 @@
 """FullyShard: every rank holds a part of everything, and whole parameters only of the units at work (ZeRO-3, FSDP).
 
-A unit is a submodule, such as a block of a transformer. Its life in a step: gathered, forward, let go; gathered again,
-backward, let go, and its gradient reduced to shards. The gather of the next unit travels while this one computes, and
-so does the reduce-scatter of the last. See `wrapping` for what a unit is, `flat_unit` for how its parameters come and
-go, `hooks` for when, `prefetch` for the order.
+A unit is a submodule, such as a block of a transformer. Its life in a step: gather, forward, free; gather again,
+backward, free, and reduce its gradient to shards. The gather of the next unit travels while this one computes, and so
+does the reduce-scatter of the last. See `flat_unit` for how parameters are gathered and freed, `hooks` for when,
+`prefetch` for the order, and `wrapping` for what a unit is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.plan import Precision
 from distlab.sharding.fsdp.flat_unit import Options, Unit
-from distlab.sharding.fsdp.hooks import Hooked, put
+from distlab.sharding.fsdp.hooks import WatchedModule, put
 from distlab.sharding.fsdp.prefetch import Order
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, check_options, check_units
 from distlab.trace import SpanWriter
@@ -44,11 +44,11 @@ class FullyShard(nn.Module):
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
-            device none are, and shards are zeros until somebody fills them.
+            device none are, and shards are zeros until the caller fills them.
         group: ranks that hold a shard each; None is all.
         units: names of the submodules to gather one by one; None takes the items of each ModuleList and Sequential.
             What no unit holds belongs to the root, and so does what several automatic units share.
-        reshard_after_forward: let each unit, the root too, go after forward, and gather it again for backward. False
+        reshard_after_forward: free each unit, the root too, after forward, and gather it again for backward. False
             keeps all whole from forward to backward: a third less traffic, and the memory of all parameters.
         prefetch: units gathered ahead of the one that computes.
         replicas: hybrid sharding: the ranks with the same shard in other groups; gradients are averaged over both.
@@ -60,8 +60,8 @@ class FullyShard(nn.Module):
         units: all flat shards, in order of use as registered.
         step: number of the next `synchronize()`, from 0.
 
-    Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent a step (two all-gathers, one
-        reduce-scatter), 2 Psi (n-1)/n where nothing is let go after forward, 1 Psi (n-1)/n in evaluation.
+    Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
+        reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation.
         With r replicas and a ring: 2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
     Error: as one process up to the order of additions; repeats bit for bit.
 
@@ -105,16 +105,16 @@ class FullyShard(nn.Module):
         self.step = 0
         self.is_summoned = False
         self.units: list[Unit] = []
-        hooked = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
-        self._hooked = hooked
-        self.order = Order(list(hooked), prefetch)
+        watched = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
+        self._watched = watched
+        self.order = Order(list(watched), prefetch)
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         for unit in self.units:
             unit.reshard_after_forward = reshard_after_forward
         _broadcast_buffers(module, (group, replicas))
 
-    def _wrap(self, module: nn.Module, name: str, found: dict[tuple[str, bool], Members]) -> Hooked:
+    def _wrap(self, module: nn.Module, name: str, found: dict[tuple[str, bool], Members]) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
         units = []
         for frozen in (False, True):
@@ -128,34 +128,34 @@ class FullyShard(nn.Module):
             members.parameters.clear()
             units.append(unit)
             self.units.append(unit)
-        return Hooked(name, module, units, self)
+        return WatchedModule(name, module, units, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. An error in it leaves nothing gathered."""
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._let_all_go()
+            self._free_all()
             raise
 
     def start_pass(self) -> None:
-        """A forward pass begins: what an abandoned one left is let go."""
+        """Begin a forward pass: free what an abandoned one left whole."""
         if next(self.module.parameters(), None) is not None:
             name = next(name for name, _ in self.module.named_parameters())
             raise RuntimeError(
                 f"rank {dist.get_rank()}: {name} was added after FullyShard was built, so it is in no shard and ranks "
                 "do not average its gradient; add it before, or build another FullyShard"
             )
-        for one in self._hooked:
+        for one in self._watched:
             if one.open:
                 one.abandon()
         self.order.start_pass()
 
     def end_pass(self) -> None:
-        """A forward pass ended: ranks must have run the same units, or their gathers do not belong together."""
+        """End a forward pass: ranks must have run the same units, or their gathers do not belong together."""
         if self.order.end_pass():
             agree([one.name for one in self.order.begun], self.group, what="units run in this forward pass, in order")
-        for one in self._hooked:  # gathered ahead, and not used
+        for one in self._watched:  # gathered ahead, and not used
             if one not in self.order.begun:
                 one.free()
 
@@ -168,16 +168,16 @@ class FullyShard(nn.Module):
 
     def synchronize(self) -> None:
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
-        self._let_all_go()
+        self._free_all()
         for unit in self.units:
             unit.finish_scatter()
         for unit in self.units:
-            unit.finish_crossing()
+            unit.finish_replica_sum()
         self._last = None
         self.step += 1
 
-    def _let_all_go(self) -> None:
-        for one in self._hooked:
+    def _free_all(self) -> None:
+        for one in self._watched:
             one.abandon()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -189,7 +189,7 @@ class FullyShard(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate: backward passes in this block keep whole gradients on the rank; the next one reduces their sum.
 
-        It saves a reduce-scatter a pass and costs the memory of whole gradients. Without it passes accumulate too, in
+        It saves a reduce-scatter per pass and costs the memory of whole gradients. Without it passes accumulate too, in
         shards. Put backward inside; where forward runs does not matter.
         """
         before = [unit.sends for unit in self.units]
@@ -210,7 +210,7 @@ class FullyShard(nn.Module):
             NotFiniteError: on every rank: a gradient is NaN or infinite.
         """
         named = [(f"unit {unit.name or 'root'}", unit.shard) for unit in self.units]
-        group = dist.group.WORLD if self.group is None else self.group  # None there means that nobody else has a part
+        group = dist.group.WORLD if self.group is None else self.group  # None there means that no other rank has a part
         return clip_gradients_(named, max_norm, group=group, check_finite=check_finite)
 
     @contextmanager
@@ -220,7 +220,7 @@ class FullyShard(nn.Module):
         Args:
             write: keep what the block writes to the parameters; the same on every rank.
         """
-        self._let_all_go()
+        self._free_all()
         for unit in self.units:
             unit.start_gather()
         for unit in self.units:
@@ -238,7 +238,7 @@ class FullyShard(nn.Module):
             for unit in self.units:
                 for place in unit.members.places:
                     place.module._parameters.pop(place.attribute, None)
-            self._let_all_go()
+            self._free_all()
 
     def _place(self, whole: list[list[nn.Parameter]]) -> None:
         for unit, tensors in zip(self.units, whole, strict=True):
@@ -248,9 +248,9 @@ class FullyShard(nn.Module):
                 place.module._parameters[place.attribute] = tensors[place.tensor]
 
     def close(self) -> None:
-        """Take the hooks off and let everything go; the shards stay."""
-        self._let_all_go()
-        for one in self._hooked:
+        """Remove the hooks and free everything; the shards stay."""
+        self._free_all()
+        for one in self._watched:
             for hook in one.hooks:
                 hook.remove()
 

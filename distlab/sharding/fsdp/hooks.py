@@ -1,12 +1,13 @@
 """What happens around one unit's forward and backward.
 
     forward     before   gather (it was started one unit ago), start the next; the module gets the whole parameters
-                after    let go
+                after    free
     backward    before   gather again, start the one before; reached when a gradient of the unit's output exists
-                after    let go, reduce-scatter; reached when the gradients of all its parameters exist
+                after    free, reduce-scatter; reached when the gradients of all its parameters exist
 
-A `Call` is one run of the unit's forward. A unit may be called several times in a pass, or again before backward; it
-stays whole until the last call whose backward has begun is done.
+The two lines of forward are `WatchedModule._before` and `_after`; those of backward are `ForwardCall.begin_backward`
+and `_done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
+before backward; it stays whole until the last call whose backward has begun is done.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from distlab.sharding.fsdp.flat_unit import Unit
-from distlab.sharding.fsdp.prefetch import Order, Wrapped
+from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
 
 if TYPE_CHECKING:
     from distlab.sharding.fsdp.fully_shard import FullyShard
 
 
-class LetGo:
-    """Stands in a module where a parameter was, while it is not there: using it says so, and reads no freed memory."""
+class FreedParameter:
+    """Stands in a module for a parameter that was freed: using it says so, and reads no freed memory."""
 
     def __init__(self, name: str, unit: str) -> None:
         self.__dict__["_text"] = (
-            f"{name} is not here now: its unit {unit or 'root'!r} lets its parameters go outside its own forward. Call "
+            f"{name} is not here now: its unit {unit or 'root'!r} frees its parameters outside its own forward. Call "
             "the unit's module instead of reading its parameters, name another unit that holds all who read them "
             "(units=[...]), or look at them inside `with model.summon():`"
         )
@@ -45,60 +46,61 @@ class LetGo:
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = tree_flatten((list(args), kwargs or {}))[0]
-        raise RuntimeError(next(one._text for one in given if isinstance(one, LetGo)))
+        raise RuntimeError(next(one._text for one in given if isinstance(one, FreedParameter)))
 
 
-class Call:
+class ForwardCall:
     """One run of a unit's forward, and what of its backward is still to come."""
 
-    __slots__ = ("ended", "hooked", "left", "place", "running", "versions")
+    __slots__ = ("ended", "watched", "remaining", "place", "running", "versions")
 
-    def __init__(self, hooked: Hooked) -> None:
-        self.hooked = hooked
+    def __init__(self, watched: WatchedModule) -> None:
+        self.watched = watched
         self.running = False
-        self.left: set[object] = set()
-        self.versions = [unit.shard._version for unit in hooked.units]
-        self.ended: list[Wrapped] = []
+        self.remaining: set[object] = set()
+        self.versions = [unit.shard._version for unit in watched.units]
+        self.ended: list[SubmoduleUnits] = []
         self.place = 0
 
     def begin_backward(self, views: list[tuple[Tensor, ...]]) -> None:
-        """A gradient of the output exists: the unit must be whole."""
+        """Gather the unit: a gradient of its output exists, so its backward begins now."""
         if self.running:
             return
-        hooked = self.hooked
-        if self.versions != [unit.shard._version for unit in hooked.units]:
+        watched = self.watched
+        if self.versions != [unit.shard._version for unit in watched.units]:
             raise RuntimeError(
-                f"unit {hooked.name or 'root'!r}: its shard was changed between forward and backward, so backward "
+                f"unit {watched.name or 'root'!r}: its shard was changed between forward and backward, so backward "
                 "would use other parameters than forward; update after backward"
             )
         self.running = True
-        self.left = {unit for unit in hooked.units if unit.shard.requires_grad} | (self.left & {"inputs"})
-        hooked.open += 1
-        hooked.finish_gather()
-        hooked.show(views)
-        for one in Order.before(self.ended, self.place, hooked.model.order.prefetch):
+        self.remaining = {unit for unit in watched.units if unit.shard.requires_grad} | (self.remaining & {"inputs"})
+        watched.open += 1
+        watched.finish_gather()
+        watched.show(views)
+        for one in Order.before(self.ended, self.place, watched.model.order.prefetch):
             one.start_gather()
 
     def on_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """All gradients of a unit's parameters exist."""
+        """Reduce a unit's gradients: all of them exist."""
         self._done(unit)
-        self.hooked.model.take_gradients(unit, gradients)
+        self.watched.model.take_gradients(unit, gradients)
 
     def on_inputs(self) -> None:
-        """The gradients of the inputs exist."""
+        """Note that the gradients of the inputs exist."""
         self._done("inputs")
 
     def _done(self, what: object) -> None:
-        self.left.discard(what)
-        if self.running and not self.left:
+        """Note that a part of backward is done; free the unit after the last part of the last call."""
+        self.remaining.discard(what)
+        if self.running and not self.remaining:
             self.running = False
-            self.hooked.open -= 1
-            if self.hooked.open == 0:
-                self.hooked.hide()
-                self.hooked.free()
+            self.watched.open -= 1
+            if self.watched.open == 0:
+                self.watched.hide()
+                self.watched.free()
 
 
-class Hooked(Wrapped):
+class WatchedModule(SubmoduleUnits):
     """A submodule with hooks that keep its parameters whole while it runs, and only then.
 
     Attributes:
@@ -109,8 +111,8 @@ class Hooked(Wrapped):
         super().__init__(name, units)
         self.module, self.model = module, model
         self.open = 0
-        self._calls: list[tuple[Call, list[tuple[Tensor, ...]]]] = []
-        self._let_go = [[LetGo(name_, unit.name) for name_ in unit.layout.names] for unit in units]
+        self._calls: list[tuple[ForwardCall, list[tuple[Tensor, ...]]]] = []
+        self._freed = [[FreedParameter(name_, unit.name) for name_ in unit.layout.names] for unit in units]
         self.hooks = [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._after),
@@ -124,11 +126,11 @@ class Hooked(Wrapped):
                 put(place.module, place.attribute, tensors[place.tensor])
 
     def hide(self) -> None:
-        """Put a sign there that the parameters are not there."""
-        self.show(self._let_go)
+        """Put a `FreedParameter` where the modules look for each parameter."""
+        self.show(self._freed)
 
     def abandon(self) -> None:
-        """Let go of everything, after an error or at the end of a step."""
+        """Free everything, after an error or at the end of a step."""
         self._calls.clear()
         self.open = 0
         self.hide()
@@ -145,7 +147,7 @@ class Hooked(Wrapped):
         self.finish_gather()
         for one in ahead:
             one.start_gather()
-        call = Call(self)
+        call = ForwardCall(self)
         views = [unit.views(call.on_gradients) for unit in self.units]
         self._calls.append((call, views))
         self.show(views)
@@ -156,12 +158,12 @@ class Hooked(Wrapped):
             args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
 
-    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, call: ForwardCall, args: Any, kwargs: Any) -> Any:
         """Learn when backward has passed the inputs: frozen parameters are needed until then, and get no gradient."""
         found = [one for one in tree_flatten((args, kwargs))[0] if _wants_gradient(one)]
         if not found:
             return args, kwargs
-        call.left.add("inputs")
+        call.remaining.add("inputs")
         watched = dict(zip(map(id, found), _Inputs.apply(call, *found), strict=True))  # type: ignore[no-untyped-call]
         return tree_map(lambda one: watched.get(id(one), one), (args, kwargs))
 
@@ -183,7 +185,7 @@ class Hooked(Wrapped):
         if self.name == "":
             model.end_pass()
 
-    def _watch_outputs(self, call: Call, views: list[tuple[Tensor, ...]], leaves: list[Any]) -> None:
+    def _watch_outputs(self, call: ForwardCall, views: list[tuple[Tensor, ...]], leaves: list[Any]) -> None:
         strange = [type(one).__name__ for one in leaves if not isinstance(one, (Tensor, int, float, str, type(None)))]
         if strange:
             raise RuntimeError(
@@ -196,10 +198,10 @@ class Hooked(Wrapped):
 
 
 class _Inputs(torch.autograd.Function):
-    """Change nothing, and say when backward comes by."""
+    """Return the inputs unchanged, and say when backward has computed their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         return tuple(one.view_as(one) for one in inputs)
 
@@ -210,9 +212,9 @@ class _Inputs(torch.autograd.Function):
 
 
 def put(module: nn.Module, attribute: str, value: object) -> None:
-    """Set a parameter's place to something that is no parameter."""
+    """Put a plain tensor, or something else that is not a parameter, where a module looks for its parameter."""
     if isinstance(module, nn.RNNBase) and isinstance(value, Tensor):
-        setattr(module, attribute, value)  # it keeps a list of its weights beside their names
+        setattr(module, attribute, value)  # it also keeps a list of its weights
     else:
         module.__dict__[attribute] = value
 

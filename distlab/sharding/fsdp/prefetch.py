@@ -1,8 +1,8 @@
 """Which unit comes next, so that its gather is on the wire while the one before it computes.
 
-Nobody tells us the order in which a model calls its units; it is noted while it happens. Forward: as in the last pass
-(in the first: as the units were registered). Backward: the reverse of this pass's forward. A wrong guess costs a gather
-that is not used and is never wrong in its numbers.
+A model does not say in which order it calls its units, so the order is noted while it happens. Forward: as in the last
+pass (in the first: as the units were registered). Backward: the reverse of this pass's forward. A wrong guess costs a
+gather that is not used; the numbers stay right.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from distlab.sharding.fsdp.flat_unit import Unit
 
 
-class Wrapped:
-    """What the order is about: the units of one submodule (one, and one more where parameters are frozen).
+class SubmoduleUnits:
+    """The units of one submodule: one, and one more where parameters are frozen.
 
     Attributes:
         name: of the submodule; "" is the root.
-        units: gathered and let go together.
+        units: gathered and freed together.
     """
 
     def __init__(self, name: str, units: list[Unit]) -> None:
@@ -33,7 +33,7 @@ class Wrapped:
             unit.finish_gather()
 
     def free(self) -> None:
-        """Let the units go."""
+        """Free the whole parameters of the units."""
         for unit in self.units:
             unit.free()
 
@@ -47,17 +47,17 @@ class Order:
         ended: units whose forward has ended in this pass, in order; backward takes them from the end.
     """
 
-    def __init__(self, wrapped: list[Wrapped], prefetch: int) -> None:
+    def __init__(self, wrapped: list[SubmoduleUnits], prefetch: int) -> None:
         self.prefetch = prefetch
-        self.begun: list[Wrapped] = []
-        self.ended: list[Wrapped] = []
+        self.begun: list[SubmoduleUnits] = []
+        self.ended: list[SubmoduleUnits] = []
         self._expected = wrapped
 
     def start_pass(self) -> None:
         """Begin a forward pass."""
         self.begun, self.ended = [], []
 
-    def begin(self, one: Wrapped) -> list[Wrapped]:
+    def begin(self, one: SubmoduleUnits) -> list[SubmoduleUnits]:
         """Note that a unit's forward begins; return those to gather ahead."""
         place = len(self.begun)
         self.begun.append(one)
@@ -65,7 +65,7 @@ class Order:
             return []
         return self._expected[place + 1 : place + 1 + self.prefetch]
 
-    def end(self, one: Wrapped) -> int:
+    def end(self, one: SubmoduleUnits) -> int:
         """Note that a unit's forward ends; return its place among those that ended."""
         self.ended.append(one)
         return len(self.ended) - 1
@@ -77,6 +77,6 @@ class Order:
         return changed
 
     @staticmethod
-    def before(ended: list[Wrapped], place: int, prefetch: int) -> list[Wrapped]:
+    def before(ended: list[SubmoduleUnits], place: int, prefetch: int) -> list[SubmoduleUnits]:
         """Return the units to gather ahead when backward reaches the one at `place`: the nearest first."""
         return ended[max(0, place - prefetch) : place][::-1]

@@ -1,7 +1,7 @@
 """Which parameters belong to which unit: decided once, alike on all ranks, before anything is sent.
 
-A unit is a submodule whose parameters are gathered and let go together. A parameter belongs to the innermost unit that
-holds it; one that two units share (tied weights) is needed by both, so it moves to the root, which is there all the
+A unit is a submodule whose parameters are gathered and freed together. A parameter belongs to the innermost unit that
+holds it; one that two units share (tied weights) is needed by both, so it moves to the root, which is whole all the
 time. Frozen parameters get a flat shard of their own, so that no optimizer touches them.
 """
 
@@ -62,7 +62,7 @@ def automatic_units(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def check_units(module: nn.Module, units: Sequence[str]) -> None:
-    """Refuse names that are no units.
+    """Refuse names that cannot be units.
 
     Raises:
         ValueError: a name that comes twice, that no submodule has, or whose submodule owns no parameter.
@@ -71,7 +71,7 @@ def check_units(module: nn.Module, units: Sequence[str]) -> None:
     for name in units:
         if name == ROOT or name not in known:
             near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
-            raise ValueError(f"units: {name!r} is no submodule; there are {', '.join(near)}, ...")
+            raise ValueError(f"units: {name!r} is not a submodule; there are {', '.join(near)}, ...")
         if next(known[name].parameters(), None) is None:
             raise ValueError(
                 f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
@@ -86,7 +86,7 @@ def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precisio
     """Refuse options and parameters that no units can be made of.
 
     Raises:
-        ValueError: no parameters, parameters on several devices, a prefetch that is no count, or types that clash.
+        ValueError: no parameters, parameters on several devices, a prefetch that is not a count, or types that clash.
     """
     if not named:
         raise ValueError("the module has no parameters; there is nothing to shard")
@@ -132,7 +132,7 @@ def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[
             paths = " and ".join(path for _, _, path in uses[parameter])
             both = " and ".join(repr(user) for user in dict.fromkeys(users))
             raise ValueError(
-                f"units: {paths} are one tied parameter, which the units {both} would both gather and let go; leave "
+                f"units: {paths} are one tied parameter, which the units {both} would both gather and free; leave "
                 "one of the two out of units, and the parameter stays whole with the root while both use it"
             )
         members = found[owner, not parameter.requires_grad]

@@ -1,4 +1,12 @@
-"""The state of a sharded model: in shards or whole.
+"""The state of a sharded model and its optimizer: in shards or whole. One format serves `FullyShard` and ZeRO.
 
-Read `model_state` (tensors by name), `shard_format` (what a rank writes), `sharded` (`ShardedState`) and `full`.
+Read in this order:
+
+1. `named_parts`: the format, which is what each rank writes.
+2. `assemble`: rows are cut into parts, and put together from parts that any number of ranks wrote.
+3. `optimizer_parts`: what an optimizer keeps, as parts, and the whole of it.
+4. `model_tensors`: a `FullyShard` model by tensor names.
+5. `sharded` (`ShardedState`) and `full` (`full_state_dict`): what programs call.
+
+`ShardedOptimizer`'s side is `distlab.sharding.zero.state`.
 """

@@ -1,45 +1,34 @@
 """The state of a sharded model and its optimizer in shards: saved by one number of ranks and loaded by another.
 
-1. `shard_state`: this rank's shard, self-describing (see `saved`). No rank speaks to another.
+1. `shard_state`: this rank's shard, which says what it holds (see `named_parts`). Ranks exchange nothing.
 2. `sharded_state_dict`: the same, and the ranks' digests, so that shards of two saves are never taken for one.
 3. `load_sharded_state_dict`: from the shards that *any* number of ranks saved.
-4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file a rank.
+4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file per rank.
 
-Whole tensors, as the module has them without sharding, are in `full_state`. Functions that speak to other ranks
-are collective: every rank of the group calls them. What one rank must refuse, all refuse, before anything has changed.
+Whole tensors, as the module has them without sharding, are in `full`. Functions that communicate are collective: every
+rank of the group calls them. What one rank must refuse, all refuse, before anything has changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distlab.comm import agree
-from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.state.model_state import (
-    Optimizer,
+from distlab.sharding.state.model_tensors import (
     check_buffers,
+    copied_buffers,
     expected_tensors,
-    kept_by,
-    prepare_optimizer,
-    saved_buffers,
-    split,
-    together,
+    refuse_together,
+    shared_buffer,
 )
-from distlab.sharding.state.shard_format import (
-    PARAMETER,
-    SavedPart,
-    SavedShard,
-    assemble,
-    check_one_save,
-    check_tensors,
-)
+from distlab.sharding.state.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
+from distlab.sharding.state.optimizer_parts import Optimizer, assemble_rows, prepare_optimizer, save_parts
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -48,52 +37,24 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     Raises:
         ValueError: the optimizer is of another model, or keeps what cannot be cut.
     """
-    kept = {} if optimizer is None else kept_by(optimizer, model)
-    shard = dist.get_rank(model.group)
-    parts: dict[str, SavedPart] = {}
-    for unit in model.units:
-        moments, numbers = split(unit, kept[unit.name][1] if unit.name in kept else {})
-        parts |= _cut(unit.layout, shard, {PARAMETER: unit.shard.detach(), **moments}, numbers)
-    groups = None
-    if optimizer is not None:
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "names": [
-                    name for unit in model.units if kept.get(unit.name, (-1,))[0] == index for name in unit.layout.names
-                ],
-            }
-            for index, group in enumerate(optimizer.param_groups)
-        ]
-    buffers = {name: value.detach().to("cpu", copy=True) for name, value in saved_buffers(model).items()}
-    return SavedShard(shard, dist.get_world_size(model.group), parts, groups, buffers).to_dict()
-
-
-def _cut(
-    layout: FlatLayout, shard: int, values: Mapping[str, Tensor], numbers: Mapping[str, Any]
-) -> Iterator[tuple[str, SavedPart]]:
-    """Cut a shard's values into parts of named tensors; copies, since training goes on."""
-    held = {piece.tensor: piece for piece in layout.pieces(shard)}
-    for index, (name, shape) in enumerate(zip(layout.names, layout.shapes, strict=True)):
-        start = stop = offset = 0
-        if index in held:
-            _, start, stop, offset = held[index]
-        mine = {key: value[offset : offset + stop - start].to("cpu", copy=True) for key, value in values.items()}
-        yield name, SavedPart(shape, start, stop, mine, dict(numbers))
+    parts, groups = save_parts([shared_buffer(unit) for unit in model.units], optimizer, parameters=True)
+    shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
+    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model)).to_dict()
 
 
 def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Return this rank's shard, with the digests of all shards of this save; every rank of the group calls it.
 
-    The dictionary holds plain values and tensors in host memory: save it with torch.save, one file a rank.
+    The dictionary holds plain values and tensors in host memory: save it with torch.save, one file per rank.
 
-    Cost: one all-gather of 64 bytes a rank; this rank's shards are hashed.
+    Cost: one all-gather of 64 bytes per rank; this rank's shards are hashed.
 
     Raises:
         ValueError: on every rank, when any rank has an optimizer of another model, or one whose state cannot be cut.
     """
     agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
-    saved = SavedShard.from_dict(together(model, "save the shards", lambda: shard_state(model, optimizer)))
+    state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
+    saved = SavedShard.from_dict(state)
     digests = [""] * saved.num_shards
     dist.all_gather_object(digests, saved.digest(), group=model.group)
     return dataclasses.replace(saved, digests=tuple(digests)).to_dict()
@@ -123,7 +84,7 @@ def load_sharded_state_dict(
             shard, shards of two saves, or an optimizer of other groups.
     """
     agree(["load_sharded_state_dict", optimizer is not None, convert], model.group, what="load_sharded_state_dict")
-    apply = together(model, "load the shards", lambda: prepare(model, states, optimizer, convert=convert))
+    apply = refuse_together(model, "load the shards", lambda: prepare(model, states, optimizer, convert=convert))
     apply()
 
 
@@ -138,22 +99,17 @@ def prepare(
     saved = [SavedShard.from_dict(state) for state in states]
     check_one_save(saved)
     check_tensors(saved, expected_tensors(model), convert=convert)
-    shard = dist.get_rank(model.group)
-    mine = {unit.name: assemble(saved, unit.layout, shard) for unit in model.units}
-    own = min(saved, key=lambda one: (one.shard != shard, one.shard))  # buffers: its own, or those of the first shard
-    take_state = None
-    if optimizer is not None:
-        kept = {
-            name: {**{k: v for k, v in values.items() if k != PARAMETER}, **numbers}
-            for name, (values, numbers) in mine.items()
-        }
-        take_state = prepare_optimizer(model, optimizer, kept, saved[0].groups)
+    shared = [shared_buffer(unit) for unit in model.units]
+    mine = assemble_rows(shared, saved)
+    rank = dist.get_rank(model.group)
+    own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or those of the first shard
     buffers = check_buffers(model, own.buffers or {})
+    take_state = None if optimizer is None else prepare_optimizer(optimizer, shared, saved, mine)
 
     def apply() -> None:
         with torch.no_grad():
             for unit in model.units:
-                unit.shard.copy_(mine[unit.name][0][PARAMETER])
+                unit.shard.copy_(mine[id(unit.shard)][0][PARAMETER])
             for here, there in buffers:
                 here.copy_(there)
         if take_state is not None:

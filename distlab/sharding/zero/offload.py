@@ -1,11 +1,11 @@
 """Offload: keep the optimizer's state, and do the update, in the host's memory.
 
-Adam keeps 8 bytes a parameter and reads them once a step. A GPU's memory is dear and the host's is cheap, and the bus
-between them is slow: moving gradients there and parameters back costs 8 bytes a parameter and step, moving Adam's state
-would cost 16. So the state never moves, and the update is made where the state is.
+Adam keeps 8 bytes per parameter and reads them once per step. A GPU's memory is dear, the host's is cheap, and the bus
+between them is slow. Moving gradients there and parameters back costs 8 bytes per parameter and step; moving Adam's
+state would cost 16. So the state never moves, and the update is made where the state is.
 
-1. `OffloadedOptimizer`: the update of any optimizer, made on copies in the host's memory. Whole parameters or pieces of
-   them, it does not matter: `ShardedOptimizer(module, offloaded(AdamW, lr=1e-3))` offloads the optimizer alone.
+1. `OffloadedOptimizer`: the update of any optimizer, made on copies in the host's memory, of whole parameters or of
+   pieces: `ShardedOptimizer(module, offloaded(AdamW, lr=1e-3))` offloads the optimizer alone.
 2. `FullyShard(module, offload=True)` keeps the shards themselves there: its optimizer is offloaded as it is.
 
 On a machine without a GPU device and host are the same memory: nothing is saved then, and all bits stay the same.

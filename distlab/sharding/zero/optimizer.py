@@ -12,7 +12,7 @@ the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, nobody needs its gradients any more. They are let go during
    backward, so whole gradients never lie in memory at once.
 
-Then `scattered` (when buckets are sent), `shard_bucket` (one bucket's way), `consolidate` (one state of all parts).
+Then `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
@@ -33,10 +33,9 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.sharding.direct import DirectGather
-from distlab.sharding.zero import consolidate
 from distlab.sharding.zero.faults import find_faults
-from distlab.sharding.zero.own_state import SavesOwnState
 from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets
+from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -72,7 +71,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(SavesOwnState):
+class ShardedOptimizer(SavesShards):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -246,26 +245,6 @@ class ShardedOptimizer(SavesOwnState):
         raise ValueError(
             "ShardedOptimizer cuts its buckets at construction and takes no further parameters; build it again"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to resume at the same number of ranks; every rank saves its own."""
-        return consolidate.own_state(self.optimizer, self.buckets)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned on this rank.
-
-        Raises:
-            ValueError: it is of another model, another rank or another number of ranks.
-        """
-        consolidate.load_own_state(self.optimizer, self.buckets, state_dict)
-
-    def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
-        """Return the whole state by parameter names; every rank calls this. See `consolidate`."""
-        return consolidate.full_state(self.optimizer, self.buckets, self.group, to_rank=to_rank)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks."""
-        consolidate.load_full_state(self.optimizer, self.buckets, state_dict)
 
     def close(self) -> None:
         """Let go of the module: its backward passes are nobody's business any more."""

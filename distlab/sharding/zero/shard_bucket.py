@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.comm.p2p import started
 from distlab.plan import FlatLayout
 from distlab.sharding.direct import DirectGather, DirectScatter
 from distlab.sharding.zero.buffers import Buffers, Kind
@@ -173,7 +174,7 @@ class ShardBucket:
             self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
             return
         for owner, part in self._parts(buffer):
-            self._reduces.append(_started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
+            self._reduces.append(started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
 
     def finish(self, buffers: Buffers, landings: Buffers, spans: SpanWriter | None) -> None:
         """Wait for the sum, add it to what `shard` holds, and let the rest go."""
@@ -206,7 +207,7 @@ class ShardBucket:
         if self.equal:
             return [DirectGather(self.whole, self.whole[slice(*self.bounds)], self.group)]
         return [
-            _started(dist.broadcast(part, group_src=owner, group=self.group, async_op=True))
+            started(dist.broadcast(part, group_src=owner, group=self.group, async_op=True))
             for owner, part in self._parts(self.whole)
         ]
 
@@ -281,8 +282,3 @@ class ShardBucket:
                 piece.origin = Origin(self.names[slot], shape)  # type: ignore[attr-defined]
                 found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, piece))
         return found
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "only ranks outside the group get no work"
-    return work

@@ -122,11 +122,11 @@ REFUSED = {
     "no stages": (lambda: interleaved(2, 2, stages_per_rank=0), "stages_per_rank is 0; pass a whole number"),
     "a V of three": (
         lambda: make_schedule("v_half", 2, 2, stages_per_rank=3),
-        "v_half needs 2 stages a rank, got stages_per_rank=3; pass stages_per_rank=2, or choose one of interleaved",
+        "v_half needs 2 stages per rank, got stages_per_rank=3; pass stages_per_rank=2, or choose one of interleaved",
     ),
     "two stages for one": (
         lambda: make_schedule("gpipe", 2, 2, stages_per_rank=2),
-        "gpipe needs 1 stage a rank, got stages_per_rank=2; .* choose one of interleaved, looped_bfs, interleaved_zero",
+        "gpipe needs 1 stage per rank, got stages_per_rank=2; .* choose one of interleaved, looped_bfs, interleaved_z",
     ),
     "an odd middle": (lambda: make_schedule("dualpipe", 3, 8), "3 ranks are odd, use 4 ranks"),
     "two copies for one": (lambda: validate(make_schedule("dualpipe", 2, 4)), "expected all actions of stage"),

@@ -42,14 +42,14 @@ def test_all_kinds(kind):
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "02F0", "2F00", "-1F0", " 2F0", "2F0 ", "2 F 0", "²F0"])
 def test_what_is_no_action(text):
-    with pytest.raises(ValueError, match=r"is no action; write STAGE KIND MICROBATCH .*F B I W SEND_F"):
+    with pytest.raises(ValueError, match=r"is not an action; write STAGE KIND MICROBATCH .*F B I W SEND_F"):
         parse_action(text)
 
 
 def test_lower_case_is_told_from_nonsense():
-    with pytest.raises(ValueError, match=r"line 2, column 5: '1b0' is no action; .*; did you mean 1B0\?"):
+    with pytest.raises(ValueError, match=r"line 2, column 5: '1b0' is not an action; .*; did you mean 1B0\?"):
         parse_schedule("0F0,0B0\n1F0,1b0,")
-    with pytest.raises(ValueError, match="is no action") as caught:
+    with pytest.raises(ValueError, match="is not an action") as caught:
         parse_action("1x0")
     assert "did you mean" not in str(caught.value)
 
@@ -87,14 +87,14 @@ def test_torch_extras_are_read():
     ],
 )
 def test_a_mistake_is_told_with_its_place(text, place):
-    with pytest.raises(ValueError, match="is no action") as caught:
+    with pytest.raises(ValueError, match="is not an action") as caught:
         parse_schedule(text)
     assert str(caught.value).startswith(place)
 
 
 @pytest.mark.parametrize("text", ["", " \n\n"])
 def test_no_schedule(text):
-    with pytest.raises(ValueError, match="holds no schedule; write one line a rank"):
+    with pytest.raises(ValueError, match="holds no schedule; write one line per rank"):
         parse_schedule(text)
 
 
@@ -127,9 +127,9 @@ def test_a_rank_outside():
 
 
 def test_building_checks_what_it_is_given():
-    with pytest.raises(ValueError, match="rank 1, step 0: .*is no action"):
+    with pytest.raises(ValueError, match="rank 1, step 0: .*is not an action"):
         Schedule.from_actions([[], [Action(0, "X", 0)]])
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         Schedule.from_actions([[Action(-1, "F", 0)]])
     with pytest.raises(ValueError, match="at least one rank"):
         Schedule.from_actions([])

@@ -88,7 +88,7 @@ def test_the_editor_starts_right_and_points_at_a_fault_under_the_last_good_pictu
     assert "<-- rank 2: 2B0" in editor.timeline.problem
     assert editor.timeline.packet == before
     editor.controls["text"].value = "0F0 0X0"
-    assert editor.timeline.problem.startswith("line 1, column 5: '0X0' is no action")
+    assert editor.timeline.problem.startswith("line 1, column 5: '0X0' is not an action")
     editor.controls["text"].value = "0F0 0I0 0W0"
     assert editor.timeline.problem == ""
     assert editor.error is None

@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
     Attributes:
         rank: rank of the fault, or None where no rank runs the stage.
         step: place in that rank's order, from 0, or None where something is missing.
-        near: the step that the grid points at: `step`, or one that the missing action belongs beside, if there is one.
+        near: the step that the grid points at: `step`, or the step next to which the missing action belongs, if any.
         action: the action at fault, or the one that is missing.
         expected: what a right schedule has there.
         got: what this one has.
@@ -59,7 +59,7 @@ class ScheduleError(ValueError):
 def text_grid(
     schedule: Schedule, fault: ScheduleError | tuple[int, int] | None = None, *, context: int | None = None
 ) -> str:
-    """Print a schedule as a grid: a column a rank, a row a step, and an arrow at the row of the fault.
+    """Print a schedule as a grid: one column per rank, one row per step, and an arrow at the row of the fault.
 
     A step is a place in a rank's order, not a time: ranks do not run their steps in lockstep. The fault is a
     ScheduleError or a pair (rank, step); with `context`, only that many rows before and after it are printed.

@@ -11,7 +11,7 @@ from distlab.plan.schedules.grammar import B, F, I, Schedule
 
 
 class Messages(NamedTuple):
-    """What stages hand to their neighbours: one entry a hand-over, in the order of the makers' rows.
+    """What stages hand to their neighbours: one entry per hand-over, in the order of the makers' rows.
 
     Attributes:
         producer: row of the action that makes it.

@@ -1,4 +1,4 @@
-"""The parts of `validate` that ask which rank runs what: one rank a stage, or one for each copy of the model."""
+"""The parts of `validate` that ask which rank runs what: one rank per stage, or one for each copy of the model."""
 
 from __future__ import annotations
 

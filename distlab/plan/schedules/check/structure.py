@@ -80,7 +80,7 @@ def check_backward_once(schedule: Schedule, forward_only: bool) -> None:
         raise ScheduleError(
             schedule,
             row,
-            expected=f"no W beside {_action(schedule, key[row], B)}, which computes the weight gradient too",
+            expected=f"no W next to {_action(schedule, key[row], B)}, which computes the weight gradient too",
             got="both",
             advice="remove the W, or make the B an I",
         )

@@ -25,12 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan.schedules.counts import require_counts
-from distlab.plan.schedules.grammar import Schedule
+from distlab.plan.require import require_counts
+from distlab.plan.schedules.grammar import ActionTimes, Schedule
 from distlab.plan.schedules.search.clock import span_and_end
 from distlab.plan.schedules.search.rules import Costs, Draft, Rules, follow_rules
 from distlab.plan.schedules.search.tiling import Kinds, Steady, can_run, find_steady, schedule_of, tile
-from distlab.plan.schedules.times import ActionTimes
 
 RESOLUTION = 1_000_000  # the longest time, in the whole numbers that the search counts with
 WORK = 150_000  # actions that a search may plan once it has a first schedule
@@ -51,7 +50,7 @@ class Setting(NamedTuple):
     patience: float
 
 
-SETTINGS = tuple(  # the ones that win most often, alone and beside those before them, come first
+SETTINGS = tuple(  # the ones that win most often, alone and together with those before them, come first
     Setting(filled, patience)
     for filled, patience in (
         *((0, 0.5), (1, 0.5), (0.5, 1), (1.25, 0.5), (0.25, 0.5), (0.75, 0.5), (1, 1), (0, 1)),
@@ -68,7 +67,7 @@ def automatic(
     *,
     held_after_input_gradient: float = 1.0,
 ) -> Schedule:
-    """Plan a zero-bubble schedule of one stage a rank for these times, with at most this much memory on every rank.
+    """Plan a zero-bubble schedule of one stage per rank for these times, with at most this much memory on every rank.
 
     Args:
         num_ranks: stages of the pipeline.
@@ -83,7 +82,7 @@ def automatic(
         planned whole.
 
     Raises:
-        ValueError: a count below 1, a time that is negative or not one a stage, a limit below 1, a part outside 0..1.
+        ValueError: a count below 1, a time that is negative or not one per stage, a limit below 1, a part outside 0..1.
     """
     require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if not memory_limit >= 1:
@@ -118,7 +117,7 @@ def zb_2p(num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES
 
 
 def _whole_numbers(times: ActionTimes, num_ranks: int) -> Costs:
-    """Scale the times to whole numbers, one a stage.
+    """Scale the times to whole numbers, one per stage.
 
     Raises:
         ValueError: a time is negative or not finite, or there are not as many as stages.

@@ -1,4 +1,4 @@
-"""When the actions of a schedule of one stage a rank would run: what the search trusts in the end.
+"""When the actions of a schedule of one stage per rank would run: what the search trusts in the end.
 
 The cost of a tiled schedule is first guessed from its draft. Before one is chosen, this runs it.
 """

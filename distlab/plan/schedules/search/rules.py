@@ -27,7 +27,7 @@ UNKNOWN = 1 << 62  # the time of what no neighbour has started yet
 
 
 class Costs(NamedTuple):
-    """Times in whole numbers, one a stage, so that a steady state repeats exactly."""
+    """Times in whole numbers, one per stage, so that a steady state repeats exactly."""
 
     forward: list[int]
     input_gradient: list[int]
@@ -54,7 +54,7 @@ class Rules(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A schedule of one stage a rank: kinds alone, since each kind goes through the micro-batches in order.
+    """A schedule of one stage per rank: kinds alone, since each kind goes through the micro-batches in order.
 
     Attributes:
         kinds: for each rank, the codes of what it runs.
@@ -72,7 +72,7 @@ class Draft(NamedTuple):
 def follow_rules(num_microbatches: int, costs: Costs, rules: Rules) -> Draft:
     """Plan the micro-batches by the rules.
 
-    Cost: one to two microseconds an action.
+    Cost: one to two microseconds per action.
     """
     walk = _Walk(num_microbatches, costs, rules)
     walk.run()
@@ -143,7 +143,7 @@ class _Walk:
         soonest = UNKNOWN
         if num_i < len(self.gradients[rank]):
             soonest = self.gradients[rank][num_i]
-        elif num_f > num_i:  # nobody has started it, so that it takes that long at least
+        elif num_f > num_i:  # no rank has started it, so it takes at least that long
             soonest = now + costs.input_gradient[rank + 1] + costs.communication[rank + 1]
         if room:
             known = num_f < len(self.inputs[rank])

@@ -85,7 +85,7 @@ def can_run(kinds: Kinds) -> bool:
 
 
 def schedule_of(kinds: Kinds) -> Schedule:
-    """Number the micro-batches of each kind in order, one stage a rank."""
+    """Number the micro-batches of each kind in order, one stage per rank."""
     num_ranks, length = kinds.shape
     microbatch = np.empty(kinds.shape, np.int32)
     for kind in (F, I, W):

@@ -1,0 +1,120 @@
+"""Cut what a rank holds into named parts, and put rows together again from parts that were cut in any other way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distlab.plan.sharding import Piece
+from distlab.sharding.state.named_parts import SavedPart, SavedShard
+
+
+class HeldRow(NamedTuple):
+    """One tensor that this rank holds and an optimizer updates: elements of named tensors, end to end.
+
+    Attributes:
+        parameter: the tensor; elements that no piece covers are padding.
+        names: of the tensors that the row belongs to.
+        shapes: of those tensors.
+        pieces: which elements of which tensor lie where in the row.
+    """
+
+    parameter: Tensor
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
+
+
+def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Iterator[tuple[str, SavedPart]]:
+    """Cut values that are shaped like a row into parts of named tensors, in host memory: copies, as training goes on.
+
+    Shapes: values [row elements] each -> parts of [stop - start] each.
+    """
+    held = {piece.tensor: piece for piece in row.pieces}
+    for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
+        _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
+        own = {
+            key: value.detach().reshape(-1)[offset : offset + stop - start].to("cpu", copy=True)
+            for key, value in values.items()
+        }
+        yield name, SavedPart(shape, start, stop, own, dict(numbers))
+
+
+def covering(start: int, stop: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Cover elements [start, stop) of a tensor from pieces that hold [low, high) of it each, with the fewest copies.
+
+    Yields:
+        (piece, first element, one past the last) of each copy.
+
+    Raises:
+        ValueError: some elements are in no piece; the text says which.
+    """
+    while start < stop:
+        reach = [(min(high, stop), -index) for index, (low, high) in enumerate(held) if low <= start < high]
+        if not reach:
+            until = min((low for low, high in held if start < low < high), default=stop)
+            raise ValueError(f"elements {start} to {min(until, stop)}")
+        end, index = max(reach)
+        yield -index, start, end
+        start = end
+
+
+def assemble(saved: Sequence[SavedShard], row: HeldRow) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Put the values of one row together from shards that were cut in any way.
+
+    Shapes: saved parts [stop - start] -> values [row elements] each, padding zero.
+
+    Returns:
+        The values by key: the parameter and the optimizer's moments; and what the optimizer keeps once per row.
+
+    Raises:
+        ValueError: a part is in none of the saved shards, or the tensors of the row have different numbers.
+    """
+    # A rank that holds nothing of a tensor may know nothing of its state either.
+    parts = {
+        name: [(one.shard, part) for one in saved if (part := one.parts[name]).stop > part.start or part.values]
+        for name in row.names
+    }
+    first = next((part for found in parts.values() for _, part in found), None)
+    kinds = {} if first is None else {key: value.dtype for key, value in first.values.items()}
+    for name, found in parts.items():
+        for shard, part in found:
+            if part.values.keys() != kinds.keys():
+                raise ValueError(
+                    f"{name} has {sorted(part.values)} in shard {shard} and {row.names[0]} has {sorted(kinds)}: "
+                    "tensors of one unit must have the same optimizer state"
+                )
+    values = {key: torch.zeros(row.parameter.numel(), dtype=dtype) for key, dtype in kinds.items()}
+    for piece in row.pieces:
+        name = row.names[piece.tensor]
+        try:
+            copies = [*covering(piece.start, piece.stop, [(part.start, part.stop) for _, part in parts[name]])]
+        except ValueError as gap:
+            have = sorted({one.shard for one in saved})
+            missing = [index for index in range(saved[0].num_shards) if index not in have]
+            which = f"shards {missing} of {saved[0].num_shards} are missing" if missing else "no shard has them"
+            raise ValueError(f"{name}: {gap} were not given: {which}; pass the saved shards of all ranks") from None
+        for source, low, high in copies:
+            part, at = parts[name][source][1], piece.offset + low - piece.start
+            for key, whole in values.items():
+                whole[at : at + high - low] = part.values[key][low - part.start : high - part.start]
+    return values, _common_numbers([(name, part) for name, found in parts.items() for _, part in found])
+
+
+def _common_numbers(parts: Sequence[tuple[str, SavedPart]]) -> dict[str, Any]:
+    """Return the numbers that all tensors of a row share, and refuse those in which they differ."""
+    if not parts:
+        return {}
+    first, numbers = parts[0][0], parts[0][1].numbers
+    for name, part in parts:
+        for key in {**numbers, **part.numbers}:
+            mine, its = (str(one.get(key, "nothing")) for one in (numbers, part.numbers))
+            if mine != its:
+                raise ValueError(
+                    f"{key} is {mine} for {first} and {its} for {name}, which share a shard, and a shard has one "
+                    f"{key}: wrap them in different units"
+                )
+    return dict(numbers)

@@ -1,0 +1,146 @@
+"""What `ShardedOptimizer` saves: each rank its own parts by tensor names, or the whole state for any program.
+
+Both load at any number of ranks, with any buckets and at either stage. See `distlab.sharding.state` for the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distlab.comm import agree
+from distlab.plan.sharding import Piece
+from distlab.sharding.state.assemble import HeldRow
+from distlab.sharding.state.named_parts import SavedShard, check_one_save, check_tensors
+from distlab.sharding.state.optimizer_parts import (
+    SharedBuffer,
+    as_one_shard,
+    assemble_rows,
+    gather_whole,
+    prepare_optimizer,
+    save_parts,
+)
+from distlab.sharding.zero.shard_bucket import ShardBucket
+
+
+class SavesShards:
+    """The states of an optimizer that works on this rank's pieces of buckets.
+
+    As a part of a checkpoint each rank writes its own shard; another number of ranks takes the shards of all.
+    """
+
+    optimizer: torch.optim.Optimizer
+    buckets: Sequence[ShardBucket]
+    group: ProcessGroup | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
+        first = self.buckets[0]
+        parts, groups = save_parts(self._shared(), self.optimizer, parameters=False)
+        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is of another model, another rank or another number of ranks.
+        """
+        first = self.buckets[0]
+        saved = SavedShard.from_dict(state_dict)
+        for what, got, expected in (
+            ("number of ranks", saved.num_shards, first.num_ranks),
+            ("rank", saved.shard, first.rank),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
+                    "model, rank and number of ranks, or a full one with load_full_state_dict"
+                )
+        self._prepare([saved])()
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's shard, for a checkpoint."""
+        return self.state_dict()
+
+    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the shards of another model; change nothing.
+
+        Raises:
+            ValueError: they do not fit, or shards are missing.
+        """
+        self._prepare([SavedShard.from_dict(state) for state in states])
+
+    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up this rank's parts of what all ranks saved, or its own state as it saved it."""
+        self._prepare([SavedShard.from_dict(state) for state in states])()
+
+    def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
+        """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
+
+        Every rank calls this.
+
+        Args:
+            to_rank: the only rank of the group that wants it; others get None. None: every rank does.
+
+        Shapes: pieces -> moments in the parameter's whole shape, in host memory.
+        Cost: one all-gather per bucket and moment; and names and plain values.
+        """
+        agree("full_state_dict", self.group, what="the call that is made")
+        keeps = to_rank in (None, dist.get_rank(self.group))
+        shared = self._shared()
+        state, groups = gather_whole(
+            shared, *save_parts(shared, self.optimizer, parameters=False), self.group, keeps=keeps
+        )
+        named = [{**{key: one[key] for key in one if key != "names"}, "params": one["names"]} for one in groups]
+        return {"state": state, "param_groups": named} if keeps else None
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
+
+        Raises:
+            ValueError: a parameter is missing, or has another shape; nothing was loaded then. The same on every rank.
+        """
+        state, shapes = state_dict["state"], self._shapes()
+        for name in shapes:
+            if name not in state:
+                raise ValueError(f"the full state has nothing for {name}; load the state of this model")
+        once = {
+            key
+            for name, kept in state.items()
+            for key, value in kept.items()
+            if not isinstance(value, Tensor) or (value.dim() == 0 and shapes.get(name) != ())
+        }
+        named = [
+            {**{key: one[key] for key in one if key != "params"}, "names": one["params"]}
+            for one in state_dict["param_groups"]
+        ]
+        self._prepare([as_one_shard(state, named, shapes, once)])()
+
+    def _shared(self) -> list[SharedBuffer]:
+        shapes = self._shapes()
+        return [
+            SharedBuffer(
+                bucket.layout,
+                bucket.edges,
+                [
+                    HeldRow(one.parameter, (one.name,), (shapes[one.name],), (Piece(0, one.start, one.stop, 0),))
+                    for one in bucket.pieces
+                ],
+            )
+            for bucket in self.buckets
+        ]
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        layouts = [bucket.layout for bucket in self.buckets]
+        return {name: shape for one in layouts for name, shape in zip(one.names, one.shapes, strict=True)}
+
+    def _prepare(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        check_one_save(saved)
+        check_tensors(saved, {name: (shape, None) for name, shape in self._shapes().items()})
+        shared = self._shared()
+        return prepare_optimizer(self.optimizer, shared, saved, assemble_rows(shared, saved))
