@@ -6,11 +6,22 @@ views of the buffer nothing has to be packed before the send, nor unpacked after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """Split tensors into lists of one dtype on one device, in order of first appearance."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
 
 
 class FlatBuffer:

@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from distlab.comm import agree
-from distlab.data_parallel.steps import same_kind
-from distlab.flat import FlatBuffer
+from distlab.replicate import broadcast_flat
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -38,11 +37,7 @@ def broadcast_buffers(module: nn.Module, group: ProcessGroup | None = None) -> N
 
     Cost: one broadcast for each data type, of that type's buffer bytes; none when there are no buffers.
     """
-    for tensors in same_kind(module.buffers()):  # a batch norm has two: running statistics, and a count of batches
-        flat = FlatBuffer(tensors)
-        flat.pack(tensors)
-        dist.broadcast(flat.buffer.view(torch.uint8), group=group, group_src=0)
-        flat.unpack(tensors)
+    broadcast_flat(module.buffers(), group)  # a batch norm has two dtypes: running statistics, and a count of batches
 
 
 class BatchStatistics(NamedTuple):

@@ -21,18 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.flat import FlatBuffer
+from distlab.flat import FlatBuffer, same_kind
 from distlab.plan import assign_buckets
+from distlab.replicate import broadcast_flat
 from distlab.trace import SpanWriter
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def broadcast_parameters(module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -40,11 +39,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup | None = None) -
 
     Cost: one broadcast for each data type, of that type's parameter and buffer bytes.
     """
-    for tensors in same_kind([*module.parameters(), *module.buffers()]):  # a tied parameter comes once
-        flat = FlatBuffer(tensors)
-        flat.pack(tensors)
-        dist.broadcast(flat.buffer.view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of type bool
-        flat.unpack(tensors)
+    broadcast_flat([*module.parameters(), *module.buffers()], group)  # a tied parameter comes once
 
 
 def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> None:
@@ -167,14 +162,6 @@ class Overlapped(Bucketed):
 def wanting_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are not frozen."""
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Split tensors into lists of one dtype on one device, in order of first appearance."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
 
 
 def in_buckets(

@@ -35,6 +35,7 @@ from distlab.models import GPT
 from distlab.pipeline import TiedParameter, find_tied, split_gpt
 from distlab.plan import Plan, Schedule, make_schedule
 from distlab.recompute import recompute_blocks
+from distlab.replicate import broadcast_each
 from distlab.tensor_parallel import parallelize, splits_of, vocabulary_parallel_cross_entropy
 
 
@@ -83,7 +84,7 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     """
     plan = layout.plan
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    share_weights(model, layout.everyone)
+    broadcast_each(model.parameters(), layout.everyone)
     if mixtures_in(model) and plan.copies > 1:
         expert_parallel(model, layout.groups["expert"], balance_over=layout.beside)
     if balance:
@@ -104,20 +105,6 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     loss = _loss_of(model, layout)
     built = Built({0: model}, loss, holdings=holdings, shapes=shapes)
     return built if plan.pipeline == 1 else _keep_stages(model, layout, built)
-
-
-@torch.no_grad()
-def share_weights(model: nn.Module, group: ProcessGroup) -> None:
-    """Give all ranks the first one's parameters; nothing is sent in a group of one.
-
-    Cost: a broadcast of each parameter, once.
-    """
-    if dist.get_world_size(group) == 1:
-        return
-    for parameter in model.parameters():
-        values = parameter.contiguous()  # a backend sends one block of memory
-        dist.broadcast(values, group=group, group_src=0)
-        parameter.copy_(values)
 
 
 def _spread_positions(model: GPT, group: ProcessGroup, plan: Plan) -> None:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer
 from distlab.pipeline import Pipeline
+from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter
 
 
@@ -140,9 +140,8 @@ def _ends(pipeline: Pipeline, stages: Mapping[int, nn.Module]) -> list[int]:
     return sorted(stages, key=lambda stage: last[stage])
 
 
-@torch.no_grad()
 def share_states(stages: Mapping[int, nn.Module], groups: Mapping[bool, ProcessGroup], apart: set[int]) -> None:
     """Give all copies the first one's parameters and buffers: of what is apart, in the group for that."""
     for module in stages.values():
         for tensor in module.state_dict(keep_vars=True).values():
-            dist.broadcast(tensor.detach(), group=groups[id(tensor) in apart], group_src=0)
+            broadcast_each([tensor], groups[id(tensor) in apart])

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.plain_part import is_replaced
+from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
     copy_to_ranks,
@@ -225,8 +226,7 @@ def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost: a broadcast; nothing in a group of one.
     """
     full = full.detach().clone(memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(full, group_src=0, group=group)
+    broadcast_each([full], group)
     return full
 
 

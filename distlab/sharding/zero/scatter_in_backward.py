@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.plan import assign_buckets
+from distlab.replicate import broadcast_each
 from distlab.sharding.zero.buffers import Buffers, Kind
 from distlab.sharding.zero.shard_bucket import TWICE, USED, ShardBucket
 from distlab.trace import SpanWriter
@@ -164,9 +165,4 @@ def broadcast_start(module: nn.Module, buckets: Sequence[ShardBucket], group: Pr
     """
     in_buckets = {parameter for bucket in buckets for parameter in bucket.parameters}
     others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in in_buckets]
-    for tensor in [*(bucket.whole for bucket in buckets), *others]:
-        flat = tensor.detach().contiguous()
-        if flat.numel():
-            dist.broadcast(flat.view(-1).view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of bool
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
+    broadcast_each([*(bucket.whole for bucket in buckets), *others], group)
