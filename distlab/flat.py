@@ -29,13 +29,13 @@ class FlatBuffer:
 
     Attributes:
         buffer: the whole, one dimension.
-        views: one tensor a given tensor, of its shape, that shares the buffer's memory.
+        views: one tensor per given tensor, of its shape, that shares the buffer's memory.
         offsets: first element of each view in the buffer.
 
     Args:
         tensors: give shapes, dtype and device; their values are not copied (see `pack`).
         multiple_of: the buffer's length is rounded up to a multiple of this many bytes. Libraries cut a buffer into
-            equal parts, one a rank, and add parts that begin on a cache line faster than others.
+            equal parts, one per rank, and add parts that begin on a cache line faster than others.
 
     Raises:
         ValueError: no tensors, or tensors that differ in dtype or device.

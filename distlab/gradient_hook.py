@@ -22,7 +22,7 @@ class GradientBucket(NamedTuple):
         gradients: views of the buffer, one a parameter, each of its parameter's shape.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     buffer: Tensor
     gradients: tuple[Tensor, ...]
 
@@ -30,7 +30,7 @@ class GradientBucket(NamedTuple):
 class Pending(Protocol):
     """An exchange under way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Finish it: afterwards the bucket's buffer holds the mean over ranks, the same bits on each."""
 
 

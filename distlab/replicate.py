@@ -1,4 +1,4 @@
-"""Replicate: give every rank the first rank's tensors, so that all ranks start equal.
+"""Replicate: make sure that all ranks hold the same model, and give them the first rank's values.
 
 Replicas that start equal and apply equal updates stay equal. This is the start.
 """
@@ -9,10 +9,27 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.comm import agree
 from distlab.flat import FlatBuffer, same_kind
+
+
+def parameter_facts(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Return what must be equal on all ranks of a model's parameters, apart from their values."""
+    return [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
+
+
+def agree_on_parameters(named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup | None = None) -> None:
+    """Make sure that all ranks have the same parameters, apart from their values.
+
+    Cost: as `distlab.comm.agree`: one all-gather of 40 bytes per rank.
+
+    Raises:
+        ValueError: on every rank: names, shapes, dtypes or frozen parameters differ.
+    """
+    agree(parameter_facts(named), group, what="parameters (name, shape, dtype, wants a gradient)")
 
 
 @torch.no_grad()

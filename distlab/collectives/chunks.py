@@ -1,6 +1,6 @@
 """What every algorithm here starts with: a tensor seen as one flat row, cut into chunks, and a way to combine two.
 
-A collective never looks at a tensor's shape. It sees `L` elements in a row and cuts them into one chunk a rank,
+A collective never looks at a tensor's shape. It sees `L` elements in a row and cuts them into one chunk per rank,
 `L // n` elements each and one more in the first `L % n`. So any length works: with fewer elements than ranks some
 chunks are empty, and an empty chunk is not sent.
 """
@@ -36,7 +36,7 @@ class Reduction(NamedTuple):
     divide: bool
 
     def finish(self, tensor: torch.Tensor, num_ranks: int) -> None:
-        """Turn the sum into the mean, where that is asked for; one rank does it per chunk and everybody copies."""
+        """Turn the sum into the mean, where that is asked for; one rank does it per chunk and all others copy."""
         if self.divide and num_ranks > 1:
             tensor.div_(num_ranks)
 

@@ -2,14 +2,15 @@
 
 Every rank has the whole model and its own part of the batch. After backward each rank holds the gradient of its own
 part; the mean over ranks is the gradient of the whole batch. So all ranks average gradients, apply the same update, and
-stay equal for ever, provided that they started equal (`broadcast_parameters`).
+stay equal forever, provided that they started equal (`broadcast_parameters`).
 
-1. `average_per_parameter`: one all-reduce a parameter. Correct; pays one latency for each.
+1. `average_per_parameter`: one all-reduce per parameter. Correct; pays one latency for each.
 2. `average_flat`: one all-reduce for all. One latency; copies everything, and nothing is sent while it copies.
 3. `Bucketed`: some all-reduces of some megabytes. Packs one bucket while another is on the wire.
 4. `Overlapped`: the same buckets, sent *during* backward as soon as their gradients exist.
 
-`distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need.
+`distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need. This file keeps its
+own small version of what `distlab.flat_gradients` does for the whole library, so that one screen shows all of it.
 
 All four send a mean, not a sum: a sum makes the learning rate grow with the number of ranks. They divide before the
 all-reduce and not after, so that half-precision gradients cannot overflow while they are summed.
@@ -35,9 +36,9 @@ from distlab.trace import SpanWriter
 
 
 def broadcast_parameters(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of the group's first rank.
+    """Give every rank the parameters and buffers of the group's first rank, by broadcasts of flat buffers.
 
-    Cost: one broadcast for each data type, of that type's parameter and buffer bytes.
+    Cost: one broadcast per dtype, of that dtype's parameter and buffer bytes.
     """
     broadcast_flat([*module.parameters(), *module.buffers()], group)  # a tied parameter comes once
 
@@ -60,15 +61,15 @@ def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGrou
 def average_flat(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> None:
     """Average all gradients with one all-reduce of one flat buffer.
 
-    Cost: one all-reduce for each data type, together of G bytes; every gradient is copied in and out.
+    Cost: one all-reduce per dtype, together of G bytes; every gradient is copied in and out.
     """
     for same in same_kind(wanting_gradients(parameters)):
-        bucket = GradientBucket(same)
+        bucket = FlatBucket(same)
         bucket.start(group)
         bucket.finish()
 
 
-class GradientBucket:
+class FlatBucket:
     """Gradients that travel together: pack them, send them, unpack the mean."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -82,6 +83,7 @@ class GradientBucket:
         self.flat.buffer.div_(dist.get_world_size(group))
         self._work = dist.all_reduce(self.flat.buffer, group=group, async_op=True)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Wait for the all-reduce and copy the mean out.
 
@@ -95,10 +97,11 @@ class GradientBucket:
             )
         self._work.wait()
         self._work = None
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        self.flat.unpack([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        for parameter, mean in zip(self.parameters, self.flat.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean)
+            elif parameter.requires_grad:  # this rank did not use it; and it was not frozen since
+                parameter.grad = mean.clone()
 
 
 class Bucketed:
@@ -107,13 +110,13 @@ class Bucketed:
     Buckets hold the parameters in reverse order, since backward produces the last layer's gradients first. Here that
     does not matter yet; on the next rung it does.
 
-    Cost: one all-reduce a bucket, about G / bucket_bytes, together of G bytes.
+    Cost: one all-reduce per bucket, about G / bucket_bytes, together of G bytes.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None, bucket_bytes: int = 25_000_000) -> None:
         self.group = group
         parameters = wanting_gradients(module.parameters())
-        self.buckets = [GradientBucket(members) for members in in_buckets(parameters, bucket_bytes)]
+        self.buckets = [FlatBucket(members) for members in in_buckets(parameters, bucket_bytes)]
 
     def synchronize(self) -> None:
         """Average the gradients: bucket 1 is packed while bucket 0 travels."""

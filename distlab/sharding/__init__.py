@@ -1,7 +1,7 @@
 """Sharding: optimizer state, gradients and parameters, each held once in a group of ranks.
 
 Begin with `plain`, the whole idea by hand on one screen. All of it sends with `calls` (the two halves of an all-reduce:
-`gather_into`, `scatter_sum`) and `direct` (the same, going on by themselves while a rank computes).
+`gather_into`, `scatter_sum`) or with `distlab.collectives.direct` (the same, while a rank computes).
 
 Stages 1 and 2: `optimizer_state` (`PlainSharded`, then `ShardedOptimizer`), `scattered` (when buckets are sent),
 `shard_bucket` (one bucket's way), `buffers` (what it is lent), `faults` (one error on all ranks), `consolidate` and

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.data_parallel.steps import GradientBucket
+from distlab.data_parallel.steps import FlatBucket
 from distlab.grading.values import seeded
 
 SLEEP_S = 0.004
@@ -125,12 +125,12 @@ def orders(rank: int, world_size: int) -> Iterator[tuple[str, list[int]]]:
     yield UNUSED, forward[1:] if rank == 0 and world_size > 1 else forward
 
 
-def drive_overlap(fn: Callable[[list[GradientBucket]], Callable[[], Any]]) -> dict[str, Any]:
+def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[str, Any]:
     """Run four steps on layers that sleep in backward; two buckets of two layers each, the last layers first."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, alone = Layers(), Layers()
     members = [[*model.layers[a].parameters(), *model.layers[b].parameters()] for a, b in ((3, 2), (1, 0))]
-    synchronize = fn([GradientBucket(parameters) for parameters in members])
+    synchronize = fn([FlatBucket(parameters) for parameters in members])
     if not callable(synchronize):
         return {"returned": repr(synchronize)}
     runs = {}

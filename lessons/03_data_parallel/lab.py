@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data import ByteCorpus, python_documentation, read_text
-from distlab.data_parallel.steps import GradientBucket, wanting_gradients
+from distlab.data_parallel.steps import FlatBucket, wanting_gradients
 from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
@@ -140,9 +140,9 @@ def ladder(lab: Lab[Settings]) -> list[Rung]:
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     num_buckets = len(fill(sizes, lab.settings.bucket_bytes))
 
-    def buckets_of(model: nn.Module) -> list[GradientBucket]:
+    def buckets_of(model: nn.Module) -> list[FlatBucket]:
         own = wanting_gradients(model.parameters())
-        return [GradientBucket([own[i] for i in members]) for members in fill(sizes, lab.settings.bucket_bytes)]
+        return [FlatBucket([own[i] for i in members]) for members in fill(sizes, lab.settings.bucket_bytes)]
 
     def bucketed(model: nn.Module) -> tuple[nn.Module, Synchronize]:
         buckets = buckets_of(model)

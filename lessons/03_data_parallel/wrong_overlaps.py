@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.data_parallel.steps import GradientBucket
+from distlab.data_parallel.steps import FlatBucket
 
 
 def buckets_from_the_front(sizes_bytes: list[int], bucket_bytes: int) -> list[list[int]]:
@@ -60,7 +60,7 @@ def buckets_never_above(sizes_bytes: list[int], bucket_bytes: int) -> list[list[
     return [*buckets, members] if members else buckets
 
 
-def overlap_after_backward(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_after_backward(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Start everything after backward."""
 
     def synchronize() -> None:
@@ -73,7 +73,7 @@ def overlap_after_backward(buckets: list[GradientBucket]) -> Callable[[], None]:
 
 
 def _overlap(
-    buckets: list[GradientBucket], *, in_order: bool = True, wait: bool = False, reset: bool = True, rest: bool = True
+    buckets: list[FlatBucket], *, in_order: bool = True, wait: bool = False, reset: bool = True, rest: bool = True
 ) -> Callable[[], None]:
     """Build an overlap of which one thing may be wrong."""
     missing = [len(bucket.parameters) for bucket in buckets]
@@ -109,27 +109,27 @@ def _overlap(
     return synchronize
 
 
-def overlap_waits_in_hook(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_waits_in_hook(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Wait where the bucket is started."""
     return _overlap(buckets, wait=True)
 
 
-def overlap_first_full_first(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_first_full_first(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Start whichever bucket is full first."""
     return _overlap(buckets, in_order=False)
 
 
-def overlap_never_reset(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_never_reset(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Never set the counts back."""
     return _overlap(buckets, reset=False)
 
 
-def overlap_forgets_unused(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_forgets_unused(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Leave out buckets that never became full."""
     return _overlap(buckets, rest=False)
 
 
-def overlap_last_of_the_loop(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_last_of_the_loop(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Make hooks in a loop that all see its last bucket."""
     for bucket in buckets:
         missing = len(bucket.parameters)
@@ -145,7 +145,7 @@ def overlap_last_of_the_loop(buckets: list[GradientBucket]) -> Callable[[], None
     return lambda: [bucket.finish() for bucket in buckets] and None
 
 
-def overlap_one_hook_a_bucket(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap_one_hook_a_bucket(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Watch one parameter of each bucket."""
     started: list[int] = []
 

@@ -21,7 +21,7 @@ from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.plan import Precision
-from distlab.replicate import broadcast_each
+from distlab.replicate import agree_on_parameters, broadcast_each
 from distlab.sharding.fsdp.flat_unit import Options, Unit
 from distlab.sharding.fsdp.hooks import Hooked, put
 from distlab.sharding.fsdp.prefetch import Order
@@ -88,10 +88,9 @@ class FullyShard(nn.Module):
     ) -> None:
         super().__init__()
         named = list(module.named_parameters())
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
         options = [units if units is None else list(units), reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):
-            agree(facts, ranks, what="parameters (name, shape, dtype, wants a gradient)")
+            agree_on_parameters(named, ranks)
             agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
         check_options(named, prefetch, precision)
         names = automatic_units(module) if units is None else list(units)

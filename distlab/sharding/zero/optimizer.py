@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -31,12 +32,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
+from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.sharding.direct import DirectGather
+from distlab.gradient_status import find_faults
+from distlab.replicate import agree_on_parameters
 from distlab.sharding.zero import consolidate
-from distlab.sharding.zero.faults import find_faults
 from distlab.sharding.zero.own_state import SavesOwnState
-from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets
+from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -135,17 +137,17 @@ class ShardedOptimizer(SavesOwnState):
         self.unused, self.check_finite, self.spans = unused, check_finite, spans
         self.step_number = 0
         named = list(module.named_parameters())
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
-        agree(facts, group, what="parameters (name, shape, dtype, wants a gradient)")
+        agree_on_parameters(named, group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
         wanting = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not wanting:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to update")
         self.buckets = make_buckets(wanting, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(make_optimizer)
-        self._scattered = ScatteredGradients(self.buckets, group, stage=stage, spans=spans, on_fault=self.synchronize)
+        self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -160,8 +162,8 @@ class ShardedOptimizer(SavesOwnState):
     @property
     def gradient_tensors(self) -> list[Tensor]:
         """All buffers for gradients: those of buckets, those lent while they travel, and those where others' arrive."""
-        lent = [*self._scattered.buffers.made, *self._scattered.landings.made]
-        return [*(bucket.shard for bucket in self.buckets), *lent]
+        lent = self.buckets[0].lent
+        return [*(bucket.shard for bucket in self.buckets), *lent.gradients.made, *lent.landings.made]
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank owns: a parameter's name, and a piece of it whose gradient is the mean."""
@@ -184,7 +186,7 @@ class ShardedOptimizer(SavesOwnState):
         whole gradients: each pass is summed over the ranks at its end and added to the shards, as DeepSpeed does, so
         M micro-batches cost M reduce-scatters. All ranks must then run the same number of passes.
         """
-        with self._scattered.accumulating():
+        with self._scattering.accumulating():
             yield
 
     def synchronize(self) -> None:
@@ -196,19 +198,21 @@ class ShardedOptimizer(SavesOwnState):
                 before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
                 nothing of use: `zero_grad()` to go on.
         """
-        self._scattered.finish_pass()
+        self._scattering.finish_pass()
         try:
             if self.check_finite:
                 for bucket in self.buckets:
                     bucket.note_not_finite()
-            found = find_faults(self.buckets, self.group, unused=self.unused, step=self.step_number)
+            statuses = [status for bucket in self.buckets for status in bucket.statuses]
+            found = find_faults(statuses, self._names, self.group, unused=self.unused, step=self.step_number)
         finally:
             for bucket in self.buckets:
                 bucket.reset()
         if isinstance(found, RuntimeError):
             raise found
-        for bucket, used in zip(self.buckets, found, strict=True):
-            bucket.hand_out(used)
+        used = iter(found)
+        for bucket in self.buckets:
+            bucket.hand_out(list(islice(used, len(bucket.names))))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -269,7 +273,7 @@ class ShardedOptimizer(SavesOwnState):
 
     def close(self) -> None:
         """Let go of the module: its backward passes are nobody's business any more."""
-        self._scattered.close()
+        self._scattering.close()
 
     def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Build the optimizer of the own pieces, and make sure that all ranks built the same."""
