@@ -3,7 +3,7 @@
 Backward brings one gradient after the other, the last layer's first. A bucket collects some of them (`GradientSlots`),
 and is sent when all are there. `SendInBackward` does that for a list of buckets. It starts them in order, even when a
 later bucket is full first: all ranks must make the same calls in one order, and ranks may run their hooks in different
-orders. `Travel` is one bucket under way, and remembers when.
+orders. `TimedWork` is one bucket under way, and remembers when.
 
 How a bucket packs and sends is each technique's own: all-reduce (data parallelism) or reduce-scatter (sharding).
 """
@@ -137,7 +137,7 @@ class SendInBackward(Generic[Slots]):
         self._hooks = []
 
 
-class Travel:
+class TimedWork:
     """An exchange under way: made when it starts, and over with `wait()`."""
 
     def __init__(self, start: Callable[[], Pending | None]) -> None:

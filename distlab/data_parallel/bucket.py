@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer
-from distlab.flat_gradients import GradientSlots, Travel
+from distlab.flat_gradients import GradientSlots, TimedWork
 from distlab.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.trace import SpanWriter
@@ -63,7 +63,7 @@ class Bucket(GradientSlots):
         """Be ready for the next step."""
         super().reset()
         self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._travel: Travel | None = None
+        self._work: TimedWork | None = None
 
     def pack(self, slot: int) -> None:
         """Copy a parameter's gradient to its place and make that place the gradient; where there is none, zeros."""
@@ -89,7 +89,7 @@ class Bucket(GradientSlots):
         """Begin to exchange the bucket; do not wait."""
         if self.hook is not None and self._check_finite:
             self._leave_out_not_finite()
-        self._travel = Travel(lambda: self._send(group))
+        self._work = TimedWork(lambda: self._send(group))
 
     def _send(self, group: ProcessGroup | None) -> Pending | None:
         if self.hook is None:
@@ -99,8 +99,8 @@ class Bucket(GradientSlots):
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean."""
-        assert self._travel is not None, "a bucket is started before anything waits for it"
-        self._travel.wait()
+        assert self._work is not None, "a bucket is started before anything waits for it"
+        self._work.wait()
 
     def nan_flag(self) -> torch.Tensor:
         """Return 0, or NaN if a gradient on this rank is not finite. It stays on the device: the CPU does not wait.
@@ -136,11 +136,11 @@ class Bucket(GradientSlots):
 
     def note_end(self) -> None:
         """Remember when the exchange was first seen to be over."""
-        if self._travel is not None:
-            self._travel.note_end()
+        if self._work is not None:
+            self._work.note_end()
 
     def mark(self, spans: SpanWriter) -> None:
         """Draw the bucket's exchange on the communication lane."""
-        assert self._travel is not None, "only what was started is drawn"
+        assert self._work is not None, "only what was started is drawn"
         name = f"{'all_reduce' if self.hook is None else 'exchange'} bucket {self.index}"
-        self._travel.mark(spans, name, self.flat.num_bytes)
+        self._work.mark(spans, name, self.flat.num_bytes)

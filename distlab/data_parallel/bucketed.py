@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
-from distlab.data_parallel.steps import broadcast_parameters, in_buckets, wanting_gradients
+from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
 from distlab.flat_gradients import SendInBackward
 from distlab.gradient_hook import GradientHook
 from distlab.gradient_status import UNUSED, Reports, gather_reports
@@ -100,7 +100,7 @@ class DataParallel:
         if unused not in WAYS_WITH_UNUSED:
             raise ValueError(f"unused is {unused!r}; choose one of {', '.join(WAYS_WITH_UNUSED)}")
         self._refuse_crossing_calls()
-        parameters = wanting_gradients(self._names)
+        parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to average")
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]

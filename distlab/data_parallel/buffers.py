@@ -221,7 +221,9 @@ class SyncBatchNorm(_BatchNorm):
         with torch.no_grad():
             statistics = group_statistics(exact, self.group)
             self._track(statistics)
-        result: Tensor = _Normalize.apply(exact, self.weight, statistics, self.eps, self.group)
+        result: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            exact, self.weight, statistics, self.eps, self.group
+        )
         if self.bias is not None:
             result = result + _by_channel(self.bias, x)
         return result.to(x.dtype)

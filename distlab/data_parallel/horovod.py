@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.data_parallel.steps import FlatBucket, in_buckets, wanting_gradients
+from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
 from distlab.flat_gradients import GradientSlots, SendInBackward
 from distlab.replicate import parameter_facts
 
@@ -95,7 +95,7 @@ class HorovodOptimizer:
         self.backward_passes_per_step = backward_passes_per_step
         self._rank = dist.get_rank(group)
         self._names = _names_of(optimizer, named_parameters)
-        parameters = wanting_gradients(self._names)
+        parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the optimizer wants a gradient; there is nothing to average")
         self._buffers = [FusionBuffer(members) for members in in_buckets(parameters, fusion_bytes)]
@@ -145,7 +145,7 @@ class HorovodOptimizer:
         self._averaged = True
 
     def _check_parameters(self) -> None:
-        for parameter in wanting_gradients(_parameters_of(self.optimizer)):
+        for parameter in trainable(_parameters_of(self.optimizer)):
             if parameter not in self._num_passes:
                 name = self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")
                 raise RuntimeError(

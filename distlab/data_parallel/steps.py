@@ -51,7 +51,7 @@ def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGrou
     Cost: P all-reduces, together of G bytes.
     """
     num_ranks = dist.get_world_size(group)
-    for parameter in wanting_gradients(parameters):
+    for parameter in trainable(parameters):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         gradient.div_(num_ranks)
         dist.all_reduce(gradient, group=group)
@@ -63,7 +63,7 @@ def average_flat(parameters: Iterable[nn.Parameter], group: ProcessGroup | None 
 
     Cost: one all-reduce per dtype, together of G bytes; every gradient is copied in and out.
     """
-    for same in same_kind(wanting_gradients(parameters)):
+    for same in same_kind(trainable(parameters)):
         bucket = FlatBucket(same)
         bucket.start(group)
         bucket.finish()
@@ -115,7 +115,7 @@ class Bucketed:
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None, bucket_bytes: int = 25_000_000) -> None:
         self.group = group
-        parameters = wanting_gradients(module.parameters())
+        parameters = trainable(module.parameters())
         self.buckets = [FlatBucket(members) for members in in_buckets(parameters, bucket_bytes)]
 
     def synchronize(self) -> None:
@@ -162,7 +162,7 @@ class Overlapped(Bucketed):
         self._num_started = 0
 
 
-def wanting_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are not frozen."""
     return [parameter for parameter in parameters if parameter.requires_grad]
 

@@ -123,7 +123,7 @@ def exchange_rows(rows: Tensor, give: Sequence[int], take: Sequence[int], group:
     Cost: one all-to-all of the rows forward and one of the arrived rows backward; what stays here is part of both.
     Error: exact: bytes are copied.
     """
-    arrived: Tensor = _Exchange.apply(rows, _anchor(rows), list(give), list(take), group)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _TokenExchange.apply(rows, _anchor(rows), list(give), list(take), group)  # type: ignore[no-untyped-call]
     return arrived
 
 
@@ -150,7 +150,7 @@ def _send(rows: Tensor, give: list[int], take: list[int], group: ProcessGroup | 
     return arrived
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Rows forward, their gradients the same way back."""
 
     @staticmethod

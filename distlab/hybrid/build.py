@@ -86,7 +86,7 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     broadcast_each(model.parameters(), layout.everyone)
     if mixtures_in(model) and plan.copies > 1:
-        expert_parallel(model, layout.groups["expert"], balance_over=layout.beside)
+        expert_parallel(model, layout.groups["expert"], balance_over=layout.copies_in_layers)
     if balance:
         _add_balance(model, balance / plan.num_microbatches)
     experts = {id(p) for m in model.modules() if isinstance(m, ExpertParallel) for p in m.experts.parameters()}

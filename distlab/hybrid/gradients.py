@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, tied_parameters, told_apart
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.stage_averages import StageAverages
 from distlab.pipeline import Pipeline
@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
     counts: bool
 
 
-class Exchange(Protocol):
+class GradientAveraging(Protocol):
     """Makes gradients those of the whole batch, and updates what this rank has to update.
 
     Attributes:
@@ -69,7 +69,7 @@ class Exchange(Protocol):
         """Let the backward passes inside keep their gradients; all but a step's last stand here."""
 
     def finish(self) -> None:
-        """End the step's exchange: gradients are those of the whole batch."""
+        """Finish the step: gradients are those of the whole batch."""
 
     def gradients(self) -> Iterator[Gradient]:
         """Yield what is here, each piece once."""
@@ -116,7 +116,7 @@ class WholeGradients:
     ) -> None:
         self._layout, self._built = layout, built
         self.named = named_parameters(built.stages)
-        dense, experts = told_apart(self.named, built, layout)
+        dense, experts = split_experts(self.named, built, layout)
         self._replicas: list[tuple[DataParallel, int]] = []
         self._averages: StageAverages | None = None
         if pipeline is not None and layout.plan.copies > 1:
@@ -134,7 +134,7 @@ class WholeGradients:
         self.optimizers = [make_optimizer([p for p in self.named.values() if p.requires_grad])]
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         if not self._replicas:
             return nullcontext()
         stack = ExitStack()
@@ -143,7 +143,7 @@ class WholeGradients:
         return stack
 
     def finish(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         if self._averages is not None:
             self._averages.finish()
         for replicas, also_divide in self._replicas:
@@ -152,23 +152,23 @@ class WholeGradients:
                 divide_(replicas.module.parameters(), also_divide)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for name, parameter in self.named.items():
             if parameter.grad is not None:
                 yield Gradient(name, parameter.grad, counts_here(self._built, self._layout, name))
 
     def update(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for parameter in self.named.values():
             parameter.grad = None
 
     def close(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for replicas, _ in self._replicas:
             replicas.close()
 

@@ -28,7 +28,7 @@ def named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]
     return found
 
 
-def told_apart(
+def split_experts(
     named: Mapping[str, nn.Parameter], built: Built, layout: Layout
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return what all copies hold, and this rank's experts where ranks hold different ones; none that is frozen."""

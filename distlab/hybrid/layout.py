@@ -45,7 +45,7 @@ class Layout:
         everyone: all ranks of the mesh.
         copies: ranks that hold equal copies of what is no expert.
         expert_copies: ranks that hold equal copies of this rank's experts.
-        beside: the ranks of `copies` once more, for what layers sum in backward: on the same group it would have to
+        copies_in_layers: the ranks of `copies` once more, for what layers sum in backward: on the same group it would have to
             wait its turn among the gradients, and ranks may take these in another order.
     """
 
@@ -56,11 +56,11 @@ class Layout:
     everyone: ProcessGroup
     copies: ProcessGroup
     expert_copies: ProcessGroup
-    beside: ProcessGroup
+    copies_in_layers: ProcessGroup
 
     def close(self) -> None:
         """Let go of all groups; nobody may be about to use them."""
-        for group in {*self.groups.values(), self.everyone, self.copies, self.expert_copies, self.beside}:
+        for group in {*self.groups.values(), self.everyone, self.copies, self.expert_copies, self.copies_in_layers}:
             dist.destroy_process_group(group)
 
     def is_first(self, *axes: str) -> bool:
@@ -95,7 +95,7 @@ def lay_out(plan: Plan, mesh: Mesh) -> Layout:
         everyone,
         copies=joint_group(mesh, COPIES, groups),
         expert_copies=joint_group(mesh, EXPERT_COPIES, groups),
-        beside=joint_group(mesh, COPIES, {}),
+        copies_in_layers=joint_group(mesh, COPIES, {}),
     )
 
 

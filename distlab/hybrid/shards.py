@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import Gradient, MakeOptimizer, ParameterBag
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, told_apart
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts
 from distlab.hybrid.layout import Layout
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
@@ -34,7 +34,7 @@ class ShardedStates:
     ) -> None:
         self._layout, self._built, plan = layout, built, layout.plan
         self.named = named_parameters(built.stages)
-        dense, experts = told_apart(self.named, built, layout)
+        dense, experts = split_experts(self.named, built, layout)
         self.sharded = [
             ShardedOptimizer(
                 ParameterBag(named),
@@ -50,38 +50,38 @@ class ShardedStates:
         self.optimizers = [one.optimizer for one in self.sharded]
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         stack = ExitStack()
         for one in self.sharded:
             stack.enter_context(one.no_sync())
         return stack
 
     def finish(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for one in self.sharded:
             one.synchronize()
         for experts in self.sharded[1:]:
             divide_((piece for _, piece in experts.named_pieces()), self._layout.plan.expert)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for one in self.sharded:
             for name, piece in one.named_pieces():
                 if piece.grad is not None:
                     yield Gradient(name, piece.grad, counts_here(self._built, self._layout, name, sharded=True))
 
     def update(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for one in self.sharded:
             one.step()
 
     def zero_grad(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for one in self.sharded:
             one.zero_grad()
 
     def close(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for one in self.sharded:
             one.close()
 
@@ -110,15 +110,15 @@ class ShardedParameters:
         self.optimizers = [make_optimizer([p for p in self.model.parameters() if p.requires_grad])]
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         return self.model.no_sync()
 
     def finish(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         self.model.synchronize()
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for unit in self.model.units:
             if unit.shard.grad is None:
                 continue
@@ -128,14 +128,14 @@ class ShardedParameters:
                 yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
 
     def update(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         self.model.zero_grad()
 
     def close(self) -> None:
-        """See `Exchange`."""
+        """See `GradientAveraging`."""
         self.model.close()

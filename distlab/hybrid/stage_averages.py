@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer
-from distlab.flat_gradients import Travel
+from distlab.flat_gradients import TimedWork
 from distlab.pipeline import Pipeline
 from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter
@@ -95,7 +95,7 @@ class _StageBucket:
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
         self._parameters, self._group, self._flat = parameters, group, FlatBuffer(parameters)
         self._name, self._started = name, False
-        self._travel: Travel | None = None
+        self._work: TimedWork | None = None
 
     def start(self, divisor: int) -> None:
         """Divide, then sum: gloo has no mean."""
@@ -105,23 +105,23 @@ class _StageBucket:
         self._flat.buffer /= divisor
         self._started = True
         if dist.get_world_size(self._group) > 1:
-            self._travel = Travel(lambda: dist.all_reduce(self._flat.buffer, group=self._group, async_op=True))
+            self._work = TimedWork(lambda: dist.all_reduce(self._flat.buffer, group=self._group, async_op=True))
 
     def note_end(self) -> None:
         """Remember when the sum was first seen to be over."""
-        if self._travel is not None:
-            self._travel.note_end()
+        if self._work is not None:
+            self._work.note_end()
 
     def finish(self, spans: SpanWriter | None) -> None:
         """Wait, put the means in place, and draw the sum if one was sent."""
-        if self._travel is not None:
-            self._travel.wait()
+        if self._work is not None:
+            self._work.wait()
             if spans is not None:
-                self._travel.mark(spans, f"all_reduce {self._name}", self._flat.num_bytes)
+                self._work.mark(spans, f"all_reduce {self._name}", self._flat.num_bytes)
         for parameter, mean in zip(self._parameters, self._flat.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
-        self._travel, self._started = None, False
+        self._work, self._started = None, False
 
 
 def _ends(pipeline: Pipeline, stages: Mapping[int, nn.Module]) -> list[int]:

@@ -15,7 +15,7 @@ from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
 from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
-from distlab.hybrid.gradients import Exchange, WholeGradients
+from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
 from distlab.hybrid.norm import clip_on_mesh_
 from distlab.hybrid.rules import problem_of, problem_of_balance
@@ -89,8 +89,8 @@ class Hybrid(HybridState):
         self._built = build(model, self._layout, balance=balance)
         self.stages = self._built.stages
         self.pipeline = self._make_pipeline()
-        self._exchange = self._make_exchange(make_optimizer)
-        self.optimizers = self._exchange.optimizers
+        self._averaging = self._make_averaging(make_optimizer)
+        self.optimizers = self._averaging.optimizers
         self._state = ""  # "been closed", or "failed" where others could not be told
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Hybrid(HybridState):
                 raise RuntimeError(f"rank {dist.get_rank()}: the step failed: {_said(failure)}") from failure
         try:
             with self._span("synchronize", "wait") if self.plan.copies > 1 else nullcontext():
-                self._exchange.finish()
+                self._averaging.finish()
         except RuntimeError as error:  # told to all copies already
             failure = failure or error
         return self._mean(loss, failure)
@@ -131,16 +131,16 @@ class Hybrid(HybridState):
 
         Cost, Raises: as `norm.clip_on_mesh_`.
         """
-        return clip_on_mesh_(self._exchange.gradients(), max_norm, self._everyone)
+        return clip_on_mesh_(self._averaging.gradients(), max_norm, self._everyone)
 
     def update(self) -> None:
         """Update the parameters, and bring new values to whoever holds them."""
         with self._span("optimizer", "optimizer"):
-            self._exchange.update()
+            self._averaging.update()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self._exchange.zero_grad()
+        self._averaging.zero_grad()
 
     def train_step(self, inputs: Tensor, targets: Tensor, max_norm: float | None = None) -> Tensor:
         """Forget gradients, run a batch, clip if a norm is given, and update; return the batch's mean loss."""
@@ -159,18 +159,18 @@ class Hybrid(HybridState):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return what one process would save, on every rank; see `state.full_state_dict`."""
-        return full_state_dict(self._built, self._layout, self._exchange)
+        return full_state_dict(self._built, self._layout, self._averaging)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's parts out of what one process, or any plan, saved; see `state.load_full_state_dict`."""
-        load_full_state_dict(self._built, self._layout, self._exchange, state)
+        load_full_state_dict(self._built, self._layout, self._averaging, state)
 
     def close(self) -> None:
         """Let go of the model and of the groups; every rank calls this, when nobody waits for another."""
         if self._state == "been closed":
             return
         self._state = "been closed"
-        self._exchange.close()
+        self._averaging.close()
         if self.pipeline is not None:
             self.pipeline.close()
         self._layout.close()
@@ -190,7 +190,9 @@ class Hybrid(HybridState):
             pipeline.on_failure = leave_at_once
         return pipeline
 
-    def _make_exchange(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Exchange:
+    def _make_averaging(
+        self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> GradientAveraging:
         stage = self.plan.sharding.stage
         if stage == 0:
             return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
@@ -200,13 +202,13 @@ class Hybrid(HybridState):
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run this rank's part of a batch; return its mean loss where the last stage is."""
         if self.pipeline is not None:
-            with self._exchange.accumulating() if self.plan.sharding.stage else nullcontext():
+            with self._averaging.accumulating() if self.plan.sharding.stage else nullcontext():
                 return self.pipeline.step(inputs, targets)
-        model = self._exchange.model if isinstance(self._exchange, ShardedParameters) else self.stages[0]
+        model = self._averaging.model if isinstance(self._averaging, ShardedParameters) else self.stages[0]
         num = self.plan.num_microbatches
         losses = []
         for index, (tokens, wanted) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
-            with self._exchange.accumulating() if index < num - 1 else nullcontext():
+            with self._averaging.accumulating() if index < num - 1 else nullcontext():
                 with self._span(f"0F{index}", "F", stage=0, microbatch=index):
                     loss = self._built.loss(model(tokens), wanted)
                 with self._span(f"0B{index}", "B", stage=0, microbatch=index):

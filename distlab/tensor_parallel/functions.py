@@ -37,7 +37,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum, check_sequence
+from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum, check_sequence
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:

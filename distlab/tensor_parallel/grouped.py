@@ -55,7 +55,7 @@ class SharedKeyValueLinear(nn.Module):
         queries = num_heads * self.head_size
         first, rest = _rows_of(layer, slice(queries)), _rows_of(layer, slice(queries, None))
         self.query = ColumnParallelLinear.from_full(first, group)
-        self.query.plain_kind = None  # it keeps the weight, and is not called
+        self.query.local_kind = None  # it keeps the weight, and is not called
         self.key_value = _Whole(rest, group)
         self.own_head = group_rank(group) * num_shared // dist.get_world_size(group)
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.plain_part import is_replaced
+from distlab.local_compute import is_replaced
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
@@ -64,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
         overlap: backward sums x's gradient beside the weight's product; not where something else takes the place of
-            `plain_part`.
+            `local_compute`.
         regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
             gathered again: another all-gather, and 1/t of the memory.
 
@@ -74,7 +74,7 @@ class ColumnParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    plain_kind: type[nn.Module] | None = nn.Linear
+    local_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class ColumnParallelLinear(nn.Module):
             y = column_linear(x, self.weight, self.bias, region)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
-            y = self.plain_part(begin(x, self.group))  # [..., S, O/t]
+            y = self.local_compute(begin(x, self.group))  # [..., S, O/t]
         return join_features(y, self.group) if self.join_output else y
 
-    def plain_part(self, x: Tensor) -> Tensor:
-        """Make this rank's features of what the ranks begin with; see `distlab.plain_part`."""
+    def local_compute(self, x: Tensor) -> Tensor:
+        """Make this rank's features of what the ranks begin with; see `distlab.local_compute`."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -161,7 +161,7 @@ class RowParallelLinear(nn.Module):
         splits: how its parameters are cut; the bias is not.
         sequence_parallel: give each rank a part of the sequence.
         num_parts: without sequence_parallel, sum in so many parts, each beside the product of the next.
-        overlap: off, or where something else takes the place of `plain_part`, each exchange is a function of its own,
+        overlap: off, or where something else takes the place of `local_compute`, each exchange is a function of its own,
             as `functions` has it.
 
     Raises:
@@ -170,7 +170,7 @@ class RowParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    plain_kind: type[nn.Module] | None = nn.Linear
+    local_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -213,10 +213,10 @@ class RowParallelLinear(nn.Module):
         if self.overlap and not self.sequence_parallel and not is_replaced(self):
             return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
-        return end(self.plain_part(x), self.group)
+        return end(self.local_compute(x), self.group)
 
-    def plain_part(self, x: Tensor) -> Tensor:
-        """Make this rank's summand of all features; see `distlab.plain_part`."""
+    def local_compute(self, x: Tensor) -> Tensor:
+        """Make this rank's summand of all features; see `distlab.local_compute`."""
         return F.linear(x, self.weight, None if self.bias is None else add_once(self.bias, self.group))
 
 

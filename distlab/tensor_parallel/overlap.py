@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
+from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 
 
 class Region(NamedTuple):

@@ -49,7 +49,7 @@ class VocabularyParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    plain_kind: type[nn.Module] | None = nn.Embedding
+    local_kind: type[nn.Module] | None = nn.Embedding
     padding_idx = max_norm = None  # options of an nn.Embedding that a part cannot keep
     sparse = scale_grad_by_freq = False
 
@@ -72,14 +72,14 @@ class VocabularyParallelEmbedding(nn.Module):
         """Look the own tokens up and add up."""
         check_tokens(tokens, self.num_embeddings, self.group)
         if dist.get_world_size(self.group) == 1:
-            return self.plain_part(tokens)
+            return self.local_compute(tokens)
         index, here = own_tokens(tokens, len(self.weight), self.group)
-        x = self.plain_part(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
+        x = self.local_compute(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
         return end(x, self.group)
 
-    def plain_part(self, tokens: Tensor) -> Tensor:
-        """Look rows of this rank up; see `distlab.plain_part`."""
+    def local_compute(self, tokens: Tensor) -> Tensor:
+        """Look rows of this rank up; see `distlab.local_compute`."""
         return F.embedding(tokens, self.weight)
 
 
