@@ -1,8 +1,8 @@
-"""LocalCompute: an exchange, what a plain layer computes, an exchange; and where these three come apart.
+"""LocalCompute: the part of a tensor-parallel layer that a rank computes by itself, between what the layer sends.
 
-A tensor-parallel layer is a Linear or an Embedding with something sent before or after it. Whoever wants another
-backward for that middle (a pipeline that makes weight gradients later) need not know what is sent, and the layer need
-not know who wants it. They meet here.
+A tensor-parallel layer is a Linear or an Embedding with an exchange before or after it. A pipeline that computes weight
+gradients later wants another backward for that middle part. It need not know what is sent, and the layer need not know
+about the pipeline. They meet here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 class LocalCompute(Protocol):
     """A layer whose forward calls `self.local_compute`, once, and sends what it sends outside of that call.
 
-    Somebody may put a function of their own in its place (`layer.local_compute = ...`) that computes the same, with
-    another backward; the layer asks `is_replaced` before it takes a shorter way that computes all three at once.
+    A caller may replace it (`layer.local_compute = ...`) by a function that computes the same with another backward. The
+    layer asks `is_replaced` before it takes a shorter way that computes and sends at once.
 
     Attributes:
-        local_kind: nn.Linear or nn.Embedding: what `local_compute` computes is that of this kind of layer with the layer's
-            own parameters, `weight` and `bias`. The bias' gradient is the sum of the output's, even where this rank's
-            output leaves it out. None: nobody calls this layer, its parameters are used in another way.
+        local_kind: nn.Linear or nn.Embedding: `local_compute` computes what this kind of layer does, with the layer's own
+            `weight` and `bias`. The bias' gradient is the sum of the output's, even where this rank's output leaves
+            it out. None: this layer is not called; its parameters are used in another way.
     """
 
     local_kind: type[nn.Module] | None
@@ -32,5 +32,5 @@ class LocalCompute(Protocol):
 
 
 def is_replaced(layer: nn.Module) -> bool:
-    """Return whether somebody put a function in the place of a layer's `local_compute`."""
+    """Return whether a layer's `local_compute` was replaced."""
     return "local_compute" in vars(layer)

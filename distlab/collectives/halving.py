@@ -74,8 +74,8 @@ def doubling_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
 
     Shapes: as `ring_all_gather`: tensor of L elements of which this rank has filled its chunk; returns `tensor`.
     Cost: where n is a power of two, log2(n) steps and the bytes of the blocks of 1, 2, ..., n/2 chunks that hold r,
-        which is (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner, in addition to
-        the blocks of 1, 2, ..., p/2 ranks' chunks, S.
+        which is (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner S, in
+        addition to the blocks of 1, 2, ..., p/2 ranks' chunks.
     Error: exact: bytes are copied.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
 from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
-from distlab.hybrid.gradients import GradientAveraging, WholeGradients
+from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, WholeGradients
 from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
 from distlab.hybrid.norm import clip_on_mesh_
 from distlab.hybrid.rules import problem_of, problem_of_balance
@@ -75,7 +75,7 @@ class Hybrid(HybridState):
         self,
         model: GPT,
         plan: Plan,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: MakeOptimizer,
         *,
         order: Sequence[str] = AXES,
         spans: SpanWriter | None = None,
@@ -190,9 +190,7 @@ class Hybrid(HybridState):
             pipeline.on_failure = leave_at_once
         return pipeline
 
-    def _make_averaging(
-        self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> GradientAveraging:
+    def _make_averaging(self, make_optimizer: MakeOptimizer) -> GradientAveraging:
         stage = self.plan.sharding.stage
         if stage == 0:
             return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
@@ -264,7 +262,7 @@ class Hybrid(HybridState):
             return nullcontext()
         return autocast(precision.compute, group_device(self._everyone).type)
 
-    def _span(self, name: str, kind: str, **place: int) -> AbstractContextManager[Any]:
+    def _span(self, name: str, kind: str, **place: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self._spans is None else self._spans.span(name, kind, **place)
 
 

@@ -6,8 +6,9 @@ the noise: the mean of k times as many samples has 1/sqrt(k) of the deviation, a
 size, in which noise is the larger part. Both break where the gradient turns within one step, first at the start of
 training: hence *warmup*, a rate that rises to its peak over some updates.
 
-A rate is a function of the update's number alone (`LearningRateSchedule.at`). Code that changes the rate it finds, by a factor or
-only while it warms up, goes wrong when a run is resumed: it finds the rate of the checkpoint and takes it for the peak.
+A rate is a function of the update's number alone (`LearningRateSchedule.at`). Code that changes the rate it finds, by a
+factor or only while it warms up, goes wrong when a run is resumed: it finds the rate of the checkpoint and takes it for
+the peak.
 
 Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2 (linear, gradual warmup). Krizhevsky
 2014, "One weird trick for parallelizing convolutional neural networks" (square root). Malladi et al. 2022,
