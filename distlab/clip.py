@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.flat import same_kind
+
 HALF = (torch.float16, torch.bfloat16)
 EPSILON = 1e-6  # torch's, so that results can be compared
 
@@ -55,7 +57,7 @@ def clip_gradients_(
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     named = _once(parameters)
-    gradients = [p.grad for p in named.values() if p.grad is not None]
+    gradients = [p.grad.detach() for p in named.values() if p.grad is not None]
     norm = _norm(gradients)
     if group is not None:
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else norm.device
@@ -65,7 +67,7 @@ def clip_gradients_(
     if check_finite and not math.isfinite(norm.item()):
         raise NotFiniteError(_explain(named, norm.item(), group))
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    for same in _same_device(gradients):
+    for same in same_kind(gradients):
         torch._foreach_mul_(same, factor.to(same[0].device))
     return norm
 
@@ -98,19 +100,11 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms: list[Tensor] = []
-    for same in _same_device(gradients):
+    for same in same_kind(gradients):
         dtype = torch.float32 if same[0].dtype in HALF else same[0].dtype
         norms += torch._foreach_norm(same, 2, dtype=dtype)
     dtype = max((one.dtype for one in norms), key=lambda kind: kind.itemsize)
     return torch.stack([one.to(norms[0].device, dtype) for one in norms]).norm()
-
-
-def _same_device(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Split into lists of one dtype on one device: what one batched call takes."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient.detach())
-    return list(kinds.values())
 
 
 def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | None) -> str:

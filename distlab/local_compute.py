@@ -16,12 +16,12 @@ from torch import Tensor, nn
 class LocalCompute(Protocol):
     """A layer whose forward calls `self.local_compute`, once, and sends what it sends outside of that call.
 
-    A caller may replace it (`layer.local_compute = ...`) by a function that computes the same with another backward. The
-    layer asks `is_replaced` before it takes a shorter way that computes and sends at once.
+    A caller may replace it (`layer.local_compute = ...`) by a function that computes the same with another backward.
+    The layer asks `is_replaced` before it takes a shorter way that computes and sends at once.
 
     Attributes:
-        local_kind: nn.Linear or nn.Embedding: `local_compute` computes what this kind of layer does, with the layer's own
-            `weight` and `bias`. The bias' gradient is the sum of the output's, even where this rank's output leaves
+        local_kind: nn.Linear or nn.Embedding: `local_compute` computes what this kind of layer does, with the layer's
+            own `weight` and `bias`. The bias' gradient is the sum of the output's, even where this rank's output leaves
             it out. None: this layer is not called; its parameters are used in another way.
     """
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from distlab import clip
 from distlab.expert_parallel.layer import ExpertParallel
+from distlab.flat import same_kind
 from distlab.precision import all_reduce_in_float32
 
 
@@ -68,7 +69,7 @@ def _sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGrou
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         return
-    for same in _by_dtype(parameters):
+    for same in same_kind(parameters):
         flat = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
             + [same[0].new_tensor([float(p.grad is not None) for p in same])]
@@ -134,10 +135,3 @@ def _ranks(group: ProcessGroup | None) -> list[int]:
 
 def _layers(model: nn.Module) -> Iterator[ExpertParallel]:
     return (module for module in model.modules() if isinstance(module, ExpertParallel))
-
-
-def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.dtype, []).append(parameter)
-    return list(kinds.values())

@@ -24,9 +24,9 @@ Symbols: n copies of what is no expert, m of an expert: d c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,11 @@ from distlab.hybrid.holdings import counts_here, divide_, named_parameters, spli
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.stage_averages import StageAverages
 from distlab.pipeline import Pipeline
+from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Wrapper = DataParallel | ShardedOptimizer | FullyShard
 
 
 class Gradient(NamedTuple):
@@ -56,32 +58,48 @@ class Gradient(NamedTuple):
     counts: bool
 
 
-class GradientAveraging(Protocol):
+class GradientAveraging:
     """Makes gradients those of the whole batch, and updates what this rank has to update.
 
     Attributes:
+        wrappers: what averages gradients during backward, each over a group of its own.
         optimizers: made of this rank's parameters, or pieces.
     """
 
+    wrappers: Sequence[Wrapper] = ()
     optimizers: list[torch.optim.Optimizer]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """Let the backward passes inside keep their gradients; all but a step's last stand here."""
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let the backward passes inside keep their gradients; all but a step's last run in this block."""
+        with ExitStack() as stack:
+            for one in self.wrappers:
+                stack.enter_context(one.no_sync())
+            yield
 
     def finish(self) -> None:
         """Finish the step: gradients are those of the whole batch."""
+        for one in self.wrappers:
+            one.synchronize()
 
     def gradients(self) -> Iterator[Gradient]:
         """Yield what is here, each piece once."""
+        raise NotImplementedError
 
     def update(self) -> None:
-        """Update, and bring new values to whoever needs them."""
+        """Update, and bring new values to the ranks that need them."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        for one in self.wrappers:
+            one.zero_grad()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Take the hooks off the model."""
+        for one in self.wrappers:
+            one.close()
 
 
 class ParameterBag(nn.Module):
@@ -99,7 +117,7 @@ class ParameterBag(nn.Module):
             yield name.replace("/", "."), parameter
 
 
-class WholeGradients:
+class WholeGradients(GradientAveraging):
     """Stage 0: every rank keeps whole gradients and updates all that it holds.
 
     Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'.
@@ -131,19 +149,11 @@ class WholeGradients:
             )
         elif layout.plan.copies > 1:
             self._replicas = list(_replicas(dense, experts, layout, spans))
+            self.wrappers = [replicas for replicas, _ in self._replicas]
         self.optimizers = [make_optimizer([p for p in self.named.values() if p.requires_grad])]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `GradientAveraging`."""
-        if not self._replicas:
-            return nullcontext()
-        stack = ExitStack()
-        for replicas, _ in self._replicas:
-            stack.enter_context(replicas.no_sync())
-        return stack
-
     def finish(self) -> None:
-        """See `GradientAveraging`."""
+        """Finish the step, stage by stage where there is a pipeline."""
         if self._averages is not None:
             self._averages.finish()
         for replicas, also_divide in self._replicas:
@@ -152,25 +162,15 @@ class WholeGradients:
                 divide_(replicas.module.parameters(), also_divide)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `GradientAveraging`."""
+        """Yield the gradient of each parameter that is here."""
         for name, parameter in self.named.items():
             if parameter.grad is not None:
                 yield Gradient(name, parameter.grad, counts_here(self._built, self._layout, name))
 
-    def update(self) -> None:
-        """See `GradientAveraging`."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
     def zero_grad(self) -> None:
-        """See `GradientAveraging`."""
+        """Forget all gradients."""
         for parameter in self.named.values():
             parameter.grad = None
-
-    def close(self) -> None:
-        """See `GradientAveraging`."""
-        for replicas, _ in self._replicas:
-            replicas.close()
 
 
 def _replicas(

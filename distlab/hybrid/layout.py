@@ -45,8 +45,8 @@ class Layout:
         everyone: all ranks of the mesh.
         copies: ranks that hold equal copies of what is no expert.
         expert_copies: ranks that hold equal copies of this rank's experts.
-        copies_in_layers: the ranks of `copies` once more, for what layers sum in backward. On the same group a sum would
-            wait its turn among the gradients, and ranks may take these in another order.
+        copies_in_layers: the ranks of `copies` once more, for what layers sum in backward. On the same group a sum
+            would wait its turn among the gradients, and ranks may take these in another order.
     """
 
     plan: Plan

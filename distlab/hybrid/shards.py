@@ -11,19 +11,18 @@ Symbols: n copies of what is no expert.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
 
 import torch.distributed as dist
 
 from distlab.hybrid.build import Built
-from distlab.hybrid.gradients import Gradient, MakeOptimizer, ParameterBag
+from distlab.hybrid.gradients import Gradient, GradientAveraging, MakeOptimizer, ParameterBag
 from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts
 from distlab.hybrid.layout import Layout
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
 
-class ShardedStates:
+class ShardedStates(GradientAveraging):
     """Stages 1 and 2: each copy updates a part of what they hold; gradients go there, new values come back.
 
     Cost: a reduce-scatter and an all-gather, (n-1)/n of the parameters' bytes each.
@@ -47,46 +46,29 @@ class ShardedStates:
             for named, group in ((dense, layout.copies), (experts, layout.expert_copies))
             if named
         ]
+        self.wrappers = self.sharded
         self.optimizers = [one.optimizer for one in self.sharded]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `GradientAveraging`."""
-        stack = ExitStack()
-        for one in self.sharded:
-            stack.enter_context(one.no_sync())
-        return stack
-
     def finish(self) -> None:
-        """See `GradientAveraging`."""
-        for one in self.sharded:
-            one.synchronize()
+        """Finish the step; an expert's sum is divided by the ranks that have other experts too."""
+        super().finish()
         for experts in self.sharded[1:]:
             divide_((piece for _, piece in experts.named_pieces()), self._layout.plan.expert)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `GradientAveraging`."""
+        """Yield the gradient of each piece that this rank owns."""
         for one in self.sharded:
             for name, piece in one.named_pieces():
                 if piece.grad is not None:
                     yield Gradient(name, piece.grad, counts_here(self._built, self._layout, name, sharded=True))
 
     def update(self) -> None:
-        """See `GradientAveraging`."""
+        """Update the own pieces, and bring new values to all copies."""
         for one in self.sharded:
             one.step()
 
-    def zero_grad(self) -> None:
-        """See `GradientAveraging`."""
-        for one in self.sharded:
-            one.zero_grad()
 
-    def close(self) -> None:
-        """See `GradientAveraging`."""
-        for one in self.sharded:
-            one.close()
-
-
-class ShardedParameters:
+class ShardedParameters(GradientAveraging):
     """Stage 3: each copy holds a part of everything, and blocks are whole only while they compute.
 
     Attributes:
@@ -107,18 +89,11 @@ class ShardedParameters:
             precision=plan.precision,
             spans=spans,
         )
+        self.wrappers = [self.model]
         self.optimizers = [make_optimizer([p for p in self.model.parameters() if p.requires_grad])]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `GradientAveraging`."""
-        return self.model.no_sync()
-
-    def finish(self) -> None:
-        """See `GradientAveraging`."""
-        self.model.synchronize()
-
     def gradients(self) -> Iterator[Gradient]:
-        """See `GradientAveraging`."""
+        """Yield the gradients of all shards, parameter by parameter."""
         for unit in self.model.units:
             if unit.shard.grad is None:
                 continue
@@ -126,16 +101,3 @@ class ShardedParameters:
                 name = unit.layout.names[piece.tensor]
                 values = unit.shard.grad[piece.offset : piece.offset + piece.stop - piece.start]
                 yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
-
-    def update(self) -> None:
-        """See `GradientAveraging`."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        """See `GradientAveraging`."""
-        self.model.zero_grad()
-
-    def close(self) -> None:
-        """See `GradientAveraging`."""
-        self.model.close()

@@ -160,8 +160,8 @@ class RowParallelLinear(nn.Module):
     Attributes:
         splits: how its parameters are cut; the bias is not.
         sequence_parallel: give each rank a part of the sequence.
-        num_parts: without sequence_parallel, sum in so many parts, each beside the product of the next.
-        overlap: off, or where `local_compute` is replaced, each exchange is a function of its own, as `functions` has it.
+        num_parts: without sequence_parallel, sum in so many parts, each during the product of the next.
+        overlap: off, or where `local_compute` is replaced, each exchange is a function of its own: see `functions`.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
