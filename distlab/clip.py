@@ -49,7 +49,7 @@ def clip_gradients_(
     Error: as torch.nn.utils.clip_grad_norm_ of one process, up to the order of additions.
 
     Raises:
-        ValueError: max_norm is no positive number, or a gradient is sparse.
+        ValueError: max_norm is not a positive number, or a gradient is sparse.
         NotFiniteError: the norm is not finite; the text names parameters, and ranks where there is a group.
 
     Source: Pascanu et al. 2013, On the difficulty of training recurrent neural networks, section 3.2.
@@ -81,10 +81,7 @@ def _once(parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for index, given in enumerate(parameters):
-        if isinstance(given, tuple):
-            name, parameter = given
-        else:
-            name, parameter = f"parameter {index} {list(given.shape)}", given
+        name, parameter = (f"parameter {index} {list(given.shape)}", given) if isinstance(given, Tensor) else given
         if id(parameter) in seen or parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.strided:
@@ -104,7 +101,8 @@ def _norm(gradients: list[Tensor]) -> Tensor:
         dtype = torch.float32 if same[0].dtype in HALF else same[0].dtype
         norms += torch._foreach_norm(same, 2, dtype=dtype)
     dtype = max((one.dtype for one in norms), key=lambda kind: kind.itemsize)
-    return torch.stack([one.to(norms[0].device, dtype) for one in norms]).norm()
+    total: Tensor = torch.stack([one.to(norms[0].device, dtype) for one in norms]).norm()
+    return total
 
 
 def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | None) -> str:

@@ -112,7 +112,7 @@ def prepare(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, name
 
 
 def check_root(root: int, flat: Flat, name: str) -> None:
-    """Refuse a root that is no rank of the group.
+    """Refuse a root that is not a rank of the group.
 
     Raises:
         ValueError: naming the group's ranks.

@@ -43,7 +43,7 @@ class DataParallel:
 
     The group's first rank gives its parameters and buffers to all at construction; after that buffers (running
     statistics) go their own way (see `broadcast_buffers`, `convert_sync_batchnorm`). Gradient buckets keep one order
-    for ever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
+    forever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
     backward; the last is full when backward ends, and waits for `synchronize()`: its flag speaks for the whole step.
 
     Args:
@@ -61,9 +61,9 @@ class DataParallel:
     Attributes:
         step: number of the next `synchronize()`, from 0, for the text of errors; set it in a resumed run.
 
-    Cost: one all-reduce a bucket, of its gradient bytes (the last: and one element), rounded up to a cache line a rank
-        (64 n bytes); in a step with something to tell P + 1 bytes a rank more. With a hook: what the hook sends, and
-        one all-reduce of one element. At construction agreement and a broadcast.
+    Cost: one all-reduce per bucket, of its gradient bytes (the last: and one element), rounded up to a cache line per
+        rank (64 n bytes); in a step with something to tell P + 1 bytes per rank more. With a hook: what the hook sends,
+        and one all-reduce of one element. At construction agreement and a broadcast.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:

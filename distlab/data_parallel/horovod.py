@@ -13,8 +13,8 @@ buffers before it updates. A training loop keeps its shape:
 What the place of the wrapper decides:
 
 - Only what the optimizer updates is averaged; two optimizers of one model are two wrappers.
-- Whoever needs the averaged gradients before the update must ask for them: clipping goes between `synchronize()` and
-  `step()`. Clipping each rank's own gradients before the average is a fault that no error reports.
+- A program that needs the averaged gradients before the update must ask for them: clipping goes between
+  `synchronize()` and `step()`. Clipping each rank's own gradients before the average is a fault that no error reports.
 - A parameter that no rank used counts as zeros and is updated, by momentum and weight decay; one process leaves it
   alone. `DataParallel` tells the two apart.
 

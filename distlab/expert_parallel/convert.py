@@ -54,7 +54,7 @@ def expert_parallel(
 ) -> nn.Module:
     """Spread the experts of every `MixtureOfExperts` in a model over a group; all values are those of its first rank.
 
-    What is no expert stays whole on every rank; after backward call `reduce_gradients`.
+    Everything but the experts stays whole on every rank; after backward call `reduce_gradients`.
 
     Returns:
         The model itself, changed.

@@ -15,7 +15,7 @@ _FIELDS = 4  # fault, dtype, gradients, training
 
 
 class Condition(NamedTuple):
-    """What a rank says of its input, beside the counts.
+    """What a rank says of its input, in addition to the counts.
 
     Attributes:
         fault: what is wrong with it; "" for nothing.
@@ -64,7 +64,7 @@ def trade_counts(
         device: whose tensors the group moves.
         group: the ranks.
 
-    Cost: one all-to-all of 8 (E + 4 n) bytes a rank.
+    Cost: one all-to-all of 8 (E + 4 n) bytes per rank.
 
     Raises:
         ValueError: on every rank: one has an input that does not fit, or ranks differ in dtype or mode.

@@ -46,8 +46,8 @@ def reduce_gradients(
         group: the ranks over which experts are split.
         replicas: ranks of other such groups that hold the same experts; None where there is one group.
 
-    Cost: one all-reduce of the replicated parameters' elements a dtype and group, and one flag a parameter. Experts
-        send nothing, or with replicas one all-reduce of their elements over those.
+    Cost: per dtype and group one all-reduce of the replicated parameters' elements, and of one flag per parameter.
+        Experts send nothing, or with replicas one all-reduce of their elements over those.
     Error: a parameter without a gradient on every rank keeps None; where only some have one, the others count as zero.
 
     Raises:
@@ -92,7 +92,7 @@ def clip_gradients_(model: nn.Module, max_norm: float, group: ProcessGroup | Non
     Cost: one all-reduce of 8 bytes.
 
     Raises:
-        ValueError: max_norm is no positive number, or a layer's experts are split over other ranks.
+        ValueError: max_norm is not a positive number, or a layer's experts are split over other ranks.
         NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite.
     """
     _check(model, group)

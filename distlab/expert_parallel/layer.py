@@ -195,7 +195,7 @@ def own_experts(num_experts: int, rank: int, num_ranks: int) -> range:
 
 @torch.no_grad()
 def _unfit(router: Router, experts: Mapping[int, nn.Module]) -> str:
-    """Say which expert cannot stand in the layer: on no rows it must return no rows, since nobody may ask it."""
+    """Say which expert cannot stand in the layer: on no rows it must return no rows, since it may get no token."""
     nothing = router.scores.weight.new_empty(0, router.hidden_size)
     for number, expert in experts.items():
         try:

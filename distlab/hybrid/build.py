@@ -131,7 +131,7 @@ def _loss_of(model: GPT, layout: Layout) -> Callable[[Any, Any], Tensor]:
 
 
 def _keep_stages(model: GPT, layout: Layout, built: Built) -> Built:
-    """Cut the model, keep this rank's stages, and let the rest go."""
+    """Cut the model, keep this rank's stages, and drop the rest."""
     plan, place = layout.plan, layout.coordinates["pipeline"]
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
     modules = split_gpt(model, schedule.num_stages)
@@ -159,7 +159,7 @@ def _with_balance(mixture: nn.Module, _: Any, output: Tensor, *, weight: float) 
 
 
 class _AddLoss(torch.autograd.Function):
-    """Pass an activation on, and in backward give a loss beside it its own gradient.
+    """Pass an activation on, and in backward start the gradient of a second loss too.
 
     A mixture in the first stage of a pipeline is far from the loss. But a sum of losses has the sum of their gradients,
     so it is enough that the second one's begins here.

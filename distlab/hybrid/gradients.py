@@ -12,14 +12,14 @@ to be summed was summed by the layers themselves, in backward:
 | tied: token embedding and output         | mean               | mean             | another part | sum (3)     |
 
 1. Each rank has the whole gradient; with sequence_parallel its layers summed it, over the positions of all.
-2. The expert's one owner along this axis has heard from everybody's tokens: its gradient is the sum already.
+2. The expert's one owner along this axis has had all ranks' tokens: its gradient is the sum already.
 3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.tied`); only then can
    it be averaged: what was on its way before would lack the other's part.
 
 Means are exchanged while backward computes: without a pipeline in buckets (`distlab.data_parallel`), with one stage by
 stage, as soon as the stage's last micro-batch has passed. Sharded states send halves of it: see `shards`.
 
-Symbols: n copies of what is no expert, m of an expert: d c.
+Symbols: n copies of all but the experts, m of an expert: d c.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ ranks that hold the same half are the group. Two things must be minded here. Exp
 they are sharded apart (stages 1 and 2). And a flat shard may begin in a parameter that tensor-parallel ranks split and
 end in one that all have whole, so the norm of gradients goes by pieces, not by shards.
 
-Symbols: n copies of what is no expert.
+Symbols: n copies of all but the experts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ShardedParameters(GradientAveraging):
     Attributes:
         model: the module that is called in place of the stage's.
 
-    Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes, a micro-batch the two thirds of it that gather.
+    Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes; per micro-batch the two thirds of it that gather.
     """
 
     def __init__(

@@ -29,12 +29,12 @@ class StageAverages:
         experts: parameters whose copies are the ranks of `expert_group` alone; sums are divided by all of `group`.
         expert_group: see experts.
         late: parameters whose gradients are complete only when `step` has returned: tied ones.
-        spans: marks each sum's way on the lane "communication"; its end is seen when the next one starts, or in
+        spans: draws each sum on the lane "communication"; its end is seen when the next one starts, or in
             `finish`.
 
-    Cost: one all-reduce of a stage's gradients a step, one more of its experts', and one of what is late. Where
+    Cost: per step one all-reduce of a stage's gradients, one more of its experts', and one of what is late. Where
         gradients are accumulated over several steps, call `finish` after each: the sum of means is the mean of sums, at
-        the cost of an all-reduce a step.
+        the cost of one all-reduce per step.
     Error: equal to one process on the whole batch up to the order of sums. After a step that failed on some ranks
         `finish` goes through as ever, since others may wait for it; the means are of no use then.
     """
@@ -57,11 +57,11 @@ class StageAverages:
         self._buckets: dict[int, list[_StageBucket]] = {}
         seen: set[nn.Parameter] = set()
         for number, module in stages.items():
-            wanting = [p for p in module.parameters() if p.requires_grad and p not in seen]
-            seen.update(wanting)
+            trained = [p for p in module.parameters() if p.requires_grad and p not in seen]
+            seen.update(trained)
             for is_expert, same in own_groups.items():
                 for when, is_late in ((number, False), (-1, True)):
-                    own = [p for p in wanting if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
+                    own = [p for p in trained if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
                     if own:
                         name = f"{'tied weights' if is_late else f'stage {number}'}{' of experts' * is_expert}"
                         self._buckets.setdefault(when, []).append(_StageBucket(own, same, name))

@@ -47,8 +47,8 @@ class Hybrid(HybridState):
             them: element-wise ones only (SGD, Adam, AdamW).
         order: axes of the mesh from the slowest to the fastest: neighbours in the last one are neighbouring ranks.
         spans: draws passes, the wait for gradients ("synchronize") and the update ("optimizer") on the lane "compute",
-            sends of a pipeline, and on lanes of their own exchanges of gradients and states: under the names and in the
-            order of a simulated step, to be laid over it. What layers send inside of passes a recorder sees.
+            and a pipeline's sends. Gradient and state exchanges get lanes of their own. Names and order match a
+            simulated step, so the two can be overlaid. A recorder sees what layers send inside of passes.
         balance: weight of the mixtures' mean balance loss. It is made of a micro-batch's tokens of all ranks, and so is
             one process' where there is one micro-batch.
 
@@ -134,7 +134,7 @@ class Hybrid(HybridState):
         return clip_on_mesh_(self._averaging.gradients(), max_norm, self._everyone)
 
     def update(self) -> None:
-        """Update the parameters, and bring new values to whoever holds them."""
+        """Update the parameters, and bring new values to the ranks that hold them."""
         with self._span("optimizer", "optimizer"):
             self._averaging.update()
 
@@ -166,7 +166,7 @@ class Hybrid(HybridState):
         load_full_state_dict(self._built, self._layout, self._averaging, state)
 
     def close(self) -> None:
-        """Let go of the model and of the groups; every rank calls this, when nobody waits for another."""
+        """Take the hooks off and destroy the groups; every rank calls this, when no rank waits for another."""
         if self._state == "been closed":
             return
         self._state = "been closed"
@@ -242,7 +242,7 @@ class Hybrid(HybridState):
     def _check(self, inputs: Tensor, targets: Tensor) -> None:
         """Refuse, on every rank, a batch that cannot be cut, or that is not the same everywhere.
 
-        Cost: one all-reduce of 8 bytes a rank.
+        Cost: one all-reduce of 8 bytes per rank.
         """
         if self._state:
             raise ValueError(f"step was called on a Hybrid that has {self._state}; build it anew")

@@ -31,7 +31,7 @@ def linear_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to it, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * _times(batch, base_batch)
 
@@ -40,7 +40,7 @@ def sqrt_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to its root, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * math.sqrt(_times(batch, base_batch))
 

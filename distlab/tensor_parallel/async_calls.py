@@ -20,8 +20,8 @@ from distlab.comm.single_tensor import all_gather_single
 class Sum:
     """A tensor that is summed over the ranks, in place.
 
-    Shapes: any, contiguous; nobody else may hold this memory.
-    Cost: an all-reduce: 2 (t-1)/t of its bytes sent a rank.
+    Shapes: any, contiguous; no other code may hold this memory.
+    Cost: an all-reduce: 2 (t-1)/t of its bytes sent per rank.
     Error: every rank gets the same bits, and the same input gives them again.
     """
 
@@ -42,7 +42,7 @@ class SequenceGather:
     """Parts of a sequence on their way to every rank.
 
     Shapes: x [..., S/t, H] -> [..., S, H]
-    Cost: an all-gather: (t-1)/t of the result's bytes sent a rank. One copy, unless all dims before S are 1.
+    Cost: an all-gather: (t-1)/t of the result's bytes sent per rank. One copy, unless all dims before S are 1.
     Error: exact: bytes are copied.
     """
 

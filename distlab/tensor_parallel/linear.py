@@ -44,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank makes some output features.
 
     Shapes: x [..., I] -> [..., O/t], or [..., O] with join_output; with sequence_parallel x is [..., S/t, I]
-    Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent a rank. With sequence_parallel an
+    Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent per rank. With sequence_parallel an
         all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole x. join_output: (t-1)/t of the
         output's bytes forward.
     Error: exact forward; x's gradient is a sum over ranks, in another order.
@@ -63,8 +63,7 @@ class ColumnParallelLinear(nn.Module):
         splits: how its parameters are cut.
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
-        overlap: backward sums x's gradient beside the weight's product; not where something else takes the place of
-            `local_compute`.
+        overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
         regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
             gathered again: another all-gather, and 1/t of the memory.
 
@@ -146,7 +145,7 @@ class RowParallelLinear(nn.Module):
     has the whole gradient.
 
     Shapes: x [..., I/t] -> [..., O], or [..., S/t, O] with sequence_parallel
-    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent a rank; nothing backward. With
+    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
     Error: a sum over ranks, in another order than the full product's; gradients are exact.
 

@@ -34,7 +34,7 @@ class VocabularyParallelEmbedding(nn.Module):
     """An embedding of which each rank holds the rows of some tokens; the others' are zero here, and the sum is right.
 
     Shapes: tokens [..., S] -> [..., S, H], or [..., S/t, H] with sequence_parallel
-    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent a rank; nothing backward. With
+    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
     Error: exact: all but one of the numbers that are added are zero.
 
@@ -94,7 +94,7 @@ def vocabulary_parallel_cross_entropy(
     """Return the mean cross-entropy of targets, in nats, from each rank's own scores; all ranks get the same number.
 
     Shapes: logits [..., P], this rank's tokens; targets [...], the same on all ranks -> []
-    Cost: forward an all-reduce of N numbers and one of 2 N: 6 (t-1)/t N numbers sent a rank; nothing backward.
+    Cost: forward an all-reduce of N numbers and one of 2 N: 6 (t-1)/t N numbers sent per rank; nothing backward.
     Error: as F.cross_entropy, with a sum in another order; 16-bit scores are summed in float32.
 
     Args:

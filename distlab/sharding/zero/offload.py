@@ -1,8 +1,8 @@
 """Offload: keep the optimizer's state, and do the update, in the host's memory.
 
-Adam keeps 8 bytes a parameter and reads them once a step. A GPU's memory is dear and the host's is cheap, and the bus
-between them is slow: moving gradients there and parameters back costs 8 bytes a parameter and step, moving Adam's state
-would cost 16. So the state never moves, and the update is made where the state is.
+Adam keeps 8 bytes per parameter and reads them once per step. A GPU's memory is dear, the host's is cheap, and the bus
+between them is slow. Per parameter and step, moving gradients there and parameters back costs 8 bytes; moving Adam's
+state would cost 16. So the state never moves, and the update is made where the state is.
 
 1. `OffloadedOptimizer`: the update of any optimizer, made on copies in the host's memory. Whole parameters or pieces of
    them, it does not matter: `ShardedOptimizer(module, offloaded(AdamW, lr=1e-3))` offloads the optimizer alone.

@@ -1,18 +1,18 @@
 """ZeRO-1 and ZeRO-2: each rank updates a part of the model, and holds optimizer state and gradients of that part alone.
 
-With Adam a model's states take 16 bytes a parameter, 8 of them optimizer state, and data parallelism keeps a copy on
-every rank. But an update needs no copy: whoever has a parameter's mean gradient and its state can update it and tell
-the others. Read from top to bottom:
+With Adam a model's states take 16 bytes per parameter, 8 of them optimizer state, and data parallelism keeps a copy on
+every rank. But an update needs no copy: the rank that has a parameter's mean gradient and its state can update it and
+tell the others. Read from top to bottom:
 
 1. `PlainSharded` (ZeRO-1): each rank owns some parameters, updates them, and broadcasts them. Gradients are averaged
    before as always, whole on every rank: an all-reduce (2 Psi) and broadcasts (Psi).
 2. `ShardedOptimizer` with stage=1: a rank needs the mean gradient of its own part only. That is a reduce-scatter, half
    of an all-reduce, and the all-gather of new parameters is the other half: 2 Psi, as without sharding. Parts are cut
    through tensors, so they are equal, and gradients travel in buckets while backward still computes.
-3. The same with stage=2: once a bucket's sum has arrived, nobody needs its gradients any more. They are let go during
-   backward, so whole gradients never lie in memory at once.
+3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
+   during backward, so whole gradients are never in memory at once.
 
-Then `scattered` (when buckets are sent), `shard_bucket` (one bucket's way), `consolidate` (one state of all parts).
+Then `scatter_in_backward` (when buckets are sent) and `shard_bucket` (one bucket).
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
@@ -95,7 +95,7 @@ class ShardedOptimizer(SavesOwnState):
         make_optimizer: builds the optimizer of the pieces that it is given; each tells what it was cut from by
             `piece.origin.name` and `.shape`, for groups such as "no weight decay on biases".
         group: ranks that own a part each; None is all ranks.
-        stage: 1 keeps whole gradients until the update, 2 lets them go as soon as they are summed.
+        stage: 1 keeps whole gradients until the update, 2 frees them as soon as they are summed.
         bucket_bytes: capacity of a bucket.
         split: "elements" cuts equal shards, wherever the cut falls, for optimizers that update element by element
             (SGD, Adam); "tensors" gives whole parameters to ranks, for any other (LAMB, LARS).
@@ -108,8 +108,8 @@ class ShardedOptimizer(SavesOwnState):
         optimizer: of this rank's pieces; learning-rate schedules take it.
         step_number: of the next `step()`, from 0, for the text of errors.
 
-    Cost: a reduce-scatter and an all-gather a bucket: each (n-1)/n Psi sent a rank, 2 Psi (n-1)/n together, padding
-        apart; and an all-reduce of 6 bytes a parameter that says what became of gradients. With split="tensors" a
+    Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
+        apart; and an all-reduce of 6 bytes per parameter that says what became of gradients. With split="tensors" a
         reduce and a broadcast for each owner in a bucket, of the same bytes in the mean over ranks. Memory:
         parameters Psi, gradients Psi (stage 2: Psi/n and three buckets), what arrives in a
         bucket's sum (n-1)/n of it, optimizer state 1/n.
@@ -140,10 +140,10 @@ class ShardedOptimizer(SavesOwnState):
         agree_on_parameters(named, group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
-        wanting = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        if not wanting:
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not trained:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to update")
-        self.buckets = make_buckets(wanting, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(make_optimizer)
@@ -272,7 +272,7 @@ class ShardedOptimizer(SavesOwnState):
         consolidate.load_full_state(self.optimizer, self.buckets, state_dict)
 
     def close(self) -> None:
-        """Let go of the module: its backward passes are nobody's business any more."""
+        """Remove the hooks from the module; its backward passes are no longer watched."""
         self._scattering.close()
 
     def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
