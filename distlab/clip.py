@@ -27,7 +27,7 @@ class NotFiniteError(RuntimeError):
 
 
 def clip_gradients_(
-    parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]],
     max_norm: float,
     *,
     group: ProcessGroup | None = None,
@@ -72,7 +72,7 @@ def clip_gradients_(
     return norm
 
 
-def _once(parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def _once(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """Name the parameters that have a gradient, each once.
 
     Raises:
@@ -81,7 +81,7 @@ def _once(parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for index, given in enumerate(parameters):
-        name, parameter = (f"parameter {index} {list(given.shape)}", given) if isinstance(given, Tensor) else given
+        name, parameter = given if isinstance(given, tuple) else (f"parameter {index} {list(given.shape)}", given)
         if id(parameter) in seen or parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.strided:
