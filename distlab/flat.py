@@ -17,7 +17,10 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Split tensors into lists of one dtype on one device, in order of first appearance."""
+    """Split tensors into lists of one dtype on one device, in order of first appearance.
+
+    Shapes: any
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -88,6 +88,8 @@ class Flat(NamedTuple):
 def flatten(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> Flat:
     """See a tensor as a row of elements in the same memory, refusing at once what cannot be changed in place.
 
+    Shapes: any -> [L]
+
     Raises:
         ValueError: sparse, non-contiguous or meta tensors, a tensor that requires grad, or a rank outside the group.
     """
@@ -103,6 +105,8 @@ def flatten(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) ->
 
 def prepare(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, name: str) -> tuple[Flat, Reduction]:
     """Check a tensor and an op together: all that can be refused is refused before the first message.
+
+    Shapes: any -> [L]
 
     Raises:
         ValueError: as `flatten` and `make_reduction`.
@@ -125,7 +129,10 @@ def check_root(root: int, flat: Flat, name: str) -> None:
 
 
 def cut(values: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-    """Cut a row into parts of nearly equal length: views, the first `length % num_parts` one element longer."""
+    """Cut a row into parts of nearly equal length: views, the first `length % num_parts` one element longer.
+
+    Shapes: [L] -> num_parts of about [L / num_parts]
+    """
     return [values[start:stop] for start, stop in split_evenly(values.numel(), num_parts)]
 
 

@@ -224,6 +224,9 @@ def train_step(
 ) -> Tensor:
     """Run one update and return this rank's mean loss.
 
+    Shapes: batch as the module and `loss_fn` want it -> []
+    Cost: what `synchronize` sends.
+
     Args:
         module: the model.
         optimizer: of the model's parameters.

@@ -136,7 +136,7 @@ def _keep_stages(model: GPT, layout: Layout, built: Built) -> Built:
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
     modules = split_gpt(model, schedule.num_stages)
     tied = tuple(find_tied(modules))
-    own = {number: modules[number] for number, home in enumerate(schedule.home) if home == place}
+    own = {number: modules[number] for number, rank in enumerate(schedule.home) if rank == place}
     later = {name for one in tied for name in one.names[1:]}  # the first stage that has it counts
     here = [name for module in own.values() for name, _ in module.named_parameters()]
     holdings = {name: built.holdings[name]._replace(is_copy=name in later) for name in here}

@@ -16,8 +16,9 @@ to be summed was summed by the layers themselves, in backward:
 3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.tied`); only then can
    it be averaged: what was on its way before would lack the other's part.
 
-Means are exchanged while backward computes: without a pipeline in buckets (`distlab.data_parallel`), with one stage by
-stage, as soon as the stage's last micro-batch has passed. Sharded states send halves of it: see `shards`.
+Means are exchanged while backward computes. Without a pipeline that is in buckets (`distlab.data_parallel`), compressed
+where the plan says so. With one it is stage by stage, as soon as the stage's last micro-batch has passed. Sharded
+states send halves of it: see `shards`.
 
 Symbols: n copies of all but the experts, m of an expert: d c.
 """
@@ -31,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built
 from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
@@ -120,7 +122,11 @@ class ParameterBag(nn.Module):
 class WholeGradients(GradientAveraging):
     """Stage 0: every rank keeps whole gradients and updates all that it holds.
 
-    Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'.
+    Attributes:
+        hooks: what compresses gradients, where the plan says so; each remembers what it left out.
+
+    Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'. With compression for each
+        bucket what `distlab.plan.compression.exchanges` says, and an all-reduce of one element.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class WholeGradients(GradientAveraging):
         elif layout.plan.copies > 1:
             self._replicas = list(_replicas(dense, experts, layout, spans))
             self.wrappers = [replicas for replicas, _ in self._replicas]
+        self.hooks = [replicas.hook for replicas, _ in self._replicas if replicas.hook is not None]
         self.optimizers = [make_optimizer([p for p in self.named.values() if p.requires_grad])]
 
     def finish(self) -> None:
@@ -189,6 +196,7 @@ def _replicas(
                     bucket_bytes=layout.plan.bucket_bytes,
                     first_bucket_bytes=layout.plan.first_bucket_bytes,
                     spans=spans,
+                    hook=None if layout.plan.compression is None else make_hook(layout.plan.compression),
                 ),
                 divisor,
             )

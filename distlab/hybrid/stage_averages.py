@@ -126,8 +126,10 @@ class _StageBucket:
 
 def _ends(pipeline: Pipeline, stages: Mapping[int, nn.Module]) -> list[int]:
     """Return this rank's stages in the order in which their gradients are complete: the same on all copies."""
-    home = next(rank for stage, rank in enumerate(pipeline.schedule.home) if stage in stages)
+    own_rank = next(rank for stage, rank in enumerate(pipeline.schedule.home) if stage in stages)
     last = {
-        action.stage: place for place, action in enumerate(pipeline.schedule.actions(home)) if action.kind in ("B", "W")
+        action.stage: place
+        for place, action in enumerate(pipeline.schedule.actions(own_rank))
+        if action.kind in ("B", "W")
     }
     return sorted(stages, key=lambda stage: last[stage])

@@ -50,6 +50,8 @@ def load_full_state_dict(
 
     What optimizers remember stays as it was.
 
+    Cost: nothing is sent; where parameters are sharded, a gather of them all.
+
     Raises:
         ValueError: the same on every rank, and nothing is loaded: names or shapes that are not the model's.
     """
@@ -117,7 +119,7 @@ class HybridState:
     _averaging: GradientAveraging
 
     def shard_state(self) -> dict[str, Any]:
-        """Return what this rank holds, and what its optimizers remember of it."""
+        """Return what this rank holds, and what its optimizers and compression remember of it."""
         state: dict[str, Any] = {"place": self._place()}
         if isinstance(self._averaging, ShardedParameters):
             return {**state, "shards": self._sharded().shard_state()}
@@ -132,7 +134,7 @@ class HybridState:
         """
         if len(states) != 1:
             raise ValueError(
-                f"it was saved by {len(states)} ranks, whose parts lie otherwise; resume with as many ranks, or load "
+                f"it was saved by {len(states)} ranks with another layout; run as many ranks as then, or load "
                 "full_state_dict() into another plan"
             )
         saved, here = states[0]["place"], self._place()
@@ -166,7 +168,7 @@ class HybridState:
         if isinstance(self._averaging, ShardedStates):
             return self._averaging.sharded
         assert isinstance(self._averaging, WholeGradients), "there are three kinds"
-        return self._averaging.optimizers
+        return [*self._averaging.optimizers, *self._averaging.hooks]
 
     def _sharded(self) -> ShardedState:
         assert isinstance(self._averaging, ShardedParameters), "asked for by stage 3 alone"

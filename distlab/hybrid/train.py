@@ -42,7 +42,7 @@ class Hybrid(HybridState):
     Args:
         model: the same on all ranks but for its values, of which the first rank's count; it is used up. It may hold
             mixtures (`mix_experts`).
-        plan: degrees, schedule, micro-batches, sharding, recompute, precision.
+        plan: degrees, schedule, micro-batches, sharding, compression, recompute, precision.
         make_optimizer: builds an optimizer of a list of parameters. Ranks hold parts of tensors, and sharding pieces of
             them: element-wise ones only (SGD, Adam, AdamW).
         order: axes of the mesh from the slowest to the fastest: neighbours in the last one are neighbouring ranks.

@@ -89,6 +89,8 @@ class SequenceScatterSum:
 def check_sequence(x: Tensor, group: ProcessGroup | None, *, what: str) -> None:
     """Refuse a sequence that the ranks do not divide.
 
+    Shapes: x [..., S, H]
+
     Raises:
         ValueError: naming the length.
     """

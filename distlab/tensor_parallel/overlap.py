@@ -75,18 +75,18 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         region: Region = ctx.region
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        gathering = travelling = None
+        gathering = summing = None
         if for_weight and region.sequence and region.regather:
             gathering = SequenceGather(x, region.group)  # travels during the next product
         if for_x:
             partial = gradient @ weight  # [..., S, I], of this rank's features
-            travel = SequenceScatterSum if region.sequence else Sum
-            travelling = travel(partial, region.group)  # travels during the next product
+            start_sum = SequenceScatterSum if region.sequence else Sum
+            summing = start_sum(partial, region.group)  # travels during the next product
         if gathering is not None:
             x = gathering.finish()
         weight_gradient = _rows(gradient).t() @ _rows(x) if for_weight else None  # [O/t, I]
         bias_gradient = _rows(gradient).sum(0) if for_bias else None
-        return None if travelling is None else travelling.finish(), weight_gradient, bias_gradient, None
+        return None if summing is None else summing.finish(), weight_gradient, bias_gradient, None
 
 
 class _RowLinear(Function):
@@ -98,14 +98,14 @@ class _RowLinear(Function):
         rows = _rows(x)
         y = rows.new_empty(len(rows), len(weight))  # [N, O]
         once = bias if group_rank(group) == 0 else None  # each rank would add one more
-        travelling = []
+        sums = []
         for part, made in zip(rows.chunk(num_parts), y.chunk(num_parts), strict=True):
             if once is None:
                 torch.mm(part, weight.t(), out=made)
             else:
                 torch.addmm(once, part, weight.t(), out=made)
-            travelling.append(Sum(made, group))  # travels during the next part's product
-        for one in travelling:
+            sums.append(Sum(made, group))  # travels during the next part's product
+        for one in sums:
             one.finish()
         return y.view(*x.shape[:-1], len(weight))
 
