@@ -3,9 +3,8 @@
 Begin with `plain`, the whole idea by hand on one screen. All of it sends with `calls` (the two halves of an all-reduce:
 `gather_into`, `scatter_sum`) or with `distlab.collectives.direct` (the same, while a rank computes).
 
-Stages 1 and 2: `optimizer_state` (`PlainSharded`, then `ShardedOptimizer`), `scattered` (when buckets are sent),
-`shard_bucket` (one bucket's way), `buffers` (what it is lent), `faults` (one error on all ranks), `consolidate` and
-`own_state` (what is saved of it).
+Stages 1 and 2, in `zero`: `optimizer` (`PlainSharded`, then `ShardedOptimizer`), `scatter_in_backward` (when buckets
+are sent), `shard_bucket` (one bucket), `buffers` (what it is lent), `consolidate` and `own_state` (what is saved of it).
 
 Stage 3: `flat_unit` (parameters that are whole only while they are used), `hooks` (when they come and go), `prefetch`
 (which comes next), `wrapping` (what belongs to a unit), and `unit` (`FullyShard`, all of it for real models).
