@@ -4,7 +4,7 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 `gather_into`, `scatter_sum`) or with `distlab.collectives.direct` (the same, while a rank computes).
 
 Stages 1 and 2, in `zero`: `optimizer` (`PlainSharded`, then `ShardedOptimizer`), `scatter_in_backward` (when buckets
-are sent), `shard_bucket` (one bucket), `buffers` (what it is lent), `consolidate` and `own_state` (what is saved of it).
+are sent), `shard_bucket` (one bucket), `buffers` (what it is lent), `consolidate` and `own_state` (what is saved).
 
 Stage 3: `flat_unit` (parameters that are whole only while they are used), `hooks` (when they come and go), `prefetch`
 (which comes next), `wrapping` (what belongs to a unit), and `unit` (`FullyShard`, all of it for real models).
