@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.data import ByteCorpus, digits, python_documentation
-from distlab.large_batch import LAMB, LARS, Schedule, linear_scaled_lr, sqrt_scaled_lr
+from distlab.large_batch import LAMB, LARS, LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
 from distlab.measure.machine.facts import this_machine
 from distlab.measure.machine.ratio import Row
 from distlab.models import GPT, GPTConfig
@@ -145,7 +145,9 @@ def train(run: Run) -> Run:
     batch = min(run.batch, len(inputs))
     per_epoch = -(-len(inputs) // batch)
     num_steps = task.epochs * per_epoch
-    schedule = Schedule(run.lr, num_steps, num_warmup=round(WARMUP * num_steps) if run.warmup else 0, decay="linear")
+    schedule = LearningRateSchedule(
+        run.lr, num_steps, num_warmup=round(WARMUP * num_steps) if run.warmup else 0, decay="linear"
+    )
     model = task.model(generator(run.seed, 0, "weights"))
     optimizer = OPTIMIZERS[run.optimizer](model.parameters(), run.lr)
     for step in range(num_steps):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.flat import same_kind
+
 HALF = (torch.float16, torch.bfloat16)
 EPSILON = 1e-6  # torch's, so that results can be compared
 
@@ -25,7 +27,7 @@ class NotFiniteError(RuntimeError):
 
 
 def clip_gradients_(
-    parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]],
     max_norm: float,
     *,
     group: ProcessGroup | None = None,
@@ -47,7 +49,7 @@ def clip_gradients_(
     Error: as torch.nn.utils.clip_grad_norm_ of one process, up to the order of additions.
 
     Raises:
-        ValueError: max_norm is no positive number, or a gradient is sparse.
+        ValueError: max_norm is not a positive number, or a gradient is sparse.
         NotFiniteError: the norm is not finite; the text names parameters, and ranks where there is a group.
 
     Source: Pascanu et al. 2013, On the difficulty of training recurrent neural networks, section 3.2.
@@ -55,7 +57,7 @@ def clip_gradients_(
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     named = _once(parameters)
-    gradients = [p.grad for p in named.values() if p.grad is not None]
+    gradients = [p.grad.detach() for p in named.values() if p.grad is not None]
     norm = _norm(gradients)
     if group is not None:
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else norm.device
@@ -65,12 +67,12 @@ def clip_gradients_(
     if check_finite and not math.isfinite(norm.item()):
         raise NotFiniteError(_explain(named, norm.item(), group))
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    for same in _same_device(gradients):
+    for same in same_kind(gradients):
         torch._foreach_mul_(same, factor.to(same[0].device))
     return norm
 
 
-def _once(parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def _once(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """Name the parameters that have a gradient, each once.
 
     Raises:
@@ -79,10 +81,7 @@ def _once(parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for index, given in enumerate(parameters):
-        if isinstance(given, tuple):
-            name, parameter = given
-        else:
-            name, parameter = f"parameter {index} {list(given.shape)}", given
+        name, parameter = given if isinstance(given, tuple) else (f"parameter {index} {list(given.shape)}", given)
         if id(parameter) in seen or parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.strided:
@@ -98,19 +97,12 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms: list[Tensor] = []
-    for same in _same_device(gradients):
+    for same in same_kind(gradients):
         dtype = torch.float32 if same[0].dtype in HALF else same[0].dtype
         norms += torch._foreach_norm(same, 2, dtype=dtype)
     dtype = max((one.dtype for one in norms), key=lambda kind: kind.itemsize)
-    return torch.stack([one.to(norms[0].device, dtype) for one in norms]).norm()
-
-
-def _same_device(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Split into lists of one dtype on one device: what one batched call takes."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient.detach())
-    return list(kinds.values())
+    total: Tensor = torch.stack([one.to(norms[0].device, dtype) for one in norms]).norm()
+    return total
 
 
 def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | None) -> str:

@@ -6,11 +6,25 @@ views of the buffer nothing has to be packed before the send, nor unpacked after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """Split tensors into lists of one dtype on one device, in order of first appearance.
+
+    Shapes: any
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
 
 
 class FlatBuffer:
@@ -18,13 +32,13 @@ class FlatBuffer:
 
     Attributes:
         buffer: the whole, one dimension.
-        views: one tensor a given tensor, of its shape, that shares the buffer's memory.
+        views: one tensor per given tensor, of its shape, that shares the buffer's memory.
         offsets: first element of each view in the buffer.
 
     Args:
         tensors: give shapes, dtype and device; their values are not copied (see `pack`).
         multiple_of: the buffer's length is rounded up to a multiple of this many bytes. Libraries cut a buffer into
-            equal parts, one a rank, and add parts that begin on a cache line faster than others.
+            equal parts, one per rank, and add parts that begin on a cache line faster than others.
 
     Raises:
         ValueError: no tensors, or tensors that differ in dtype or device.

@@ -19,10 +19,10 @@ class GradientBucket(NamedTuple):
     Attributes:
         index: place of the bucket in the order in which buckets are sent; it names the bucket in every step.
         buffer: [E] all gradients of the bucket end to end, and nothing else: this rank's own, not divided.
-        gradients: views of the buffer, one a parameter, each of its parameter's shape.
+        gradients: views of the buffer, one per parameter, each of its parameter's shape.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     buffer: Tensor
     gradients: tuple[Tensor, ...]
 
@@ -30,7 +30,7 @@ class GradientBucket(NamedTuple):
 class Pending(Protocol):
     """An exchange under way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Finish it: afterwards the bucket's buffer holds the mean over ranks, the same bits on each."""
 
 

@@ -1,6 +1,6 @@
 """What every algorithm here starts with: a tensor seen as one flat row, cut into chunks, and a way to combine two.
 
-A collective never looks at a tensor's shape. It sees `L` elements in a row and cuts them into one chunk a rank,
+A collective never looks at a tensor's shape. It sees `L` elements in a row and cuts them into one chunk per rank,
 `L // n` elements each and one more in the first `L % n`. So any length works: with fewer elements than ranks some
 chunks are empty, and an empty chunk is not sent.
 """
@@ -36,7 +36,7 @@ class Reduction(NamedTuple):
     divide: bool
 
     def finish(self, tensor: torch.Tensor, num_ranks: int) -> None:
-        """Turn the sum into the mean, where that is asked for; one rank does it per chunk and everybody copies."""
+        """Turn the sum into the mean, where that is asked for; one rank does it per chunk and all others copy."""
         if self.divide and num_ranks > 1:
             tensor.div_(num_ranks)
 
@@ -88,6 +88,8 @@ class Flat(NamedTuple):
 def flatten(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> Flat:
     """See a tensor as a row of elements in the same memory, refusing at once what cannot be changed in place.
 
+    Shapes: any -> [L]
+
     Raises:
         ValueError: sparse, non-contiguous or meta tensors, a tensor that requires grad, or a rank outside the group.
     """
@@ -104,6 +106,8 @@ def flatten(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) ->
 def prepare(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, name: str) -> tuple[Flat, Reduction]:
     """Check a tensor and an op together: all that can be refused is refused before the first message.
 
+    Shapes: any -> [L]
+
     Raises:
         ValueError: as `flatten` and `make_reduction`.
     """
@@ -112,7 +116,7 @@ def prepare(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, name
 
 
 def check_root(root: int, flat: Flat, name: str) -> None:
-    """Refuse a root that is no rank of the group.
+    """Refuse a root that is not a rank of the group.
 
     Raises:
         ValueError: naming the group's ranks.
@@ -125,7 +129,10 @@ def check_root(root: int, flat: Flat, name: str) -> None:
 
 
 def cut(values: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-    """Cut a row into parts of nearly equal length: views, the first `length % num_parts` one element longer."""
+    """Cut a row into parts of nearly equal length: views, the first `length % num_parts` one element longer.
+
+    Shapes: [L] -> num_parts of about [L / num_parts]
+    """
     return [values[start:stop] for start, stop in split_evenly(values.numel(), num_parts)]
 
 

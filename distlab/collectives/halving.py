@@ -1,7 +1,7 @@
 """Halving and doubling: as few bytes as a ring in as few steps as a tree.
 
 Reduce-scatter by recursive halving: with the rank half the group away, exchange halves of the tensor and add; with
-the one a quarter away, quarters of the half that is left; and so on. Each step halves what a rank is responsible for.
+the one a quarter away, quarters of the remaining half; and so on. Each step halves what a rank is responsible for.
 All-gather by recursive doubling runs the film backwards. Both want a power of two. With any other number of ranks the
 first few pair up: the odd one of a pair hands its tensor to the even one and waits for the result.
 
@@ -74,8 +74,8 @@ def doubling_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
 
     Shapes: as `ring_all_gather`: tensor of L elements of which this rank has filled its chunk; returns `tensor`.
     Cost: where n is a power of two, log2(n) steps and the bytes of the blocks of 1, 2, ..., n/2 chunks that hold r,
-        which is (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner, besides
-        the blocks of 1, 2, ..., p/2 ranks' chunks, S.
+        which is (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner S, in
+        addition to the blocks of 1, 2, ..., p/2 ranks' chunks.
     Error: exact: bytes are copied.
 
     Raises:
@@ -94,7 +94,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         values: the whole row.
-        chunks: its n chunks, one a rank.
+        chunks: its n chunks, one per rank.
         place: this rank's place among the p; a folded rank has its partner's.
         ranks: the rank at each place.
         bounds: place q owns elements bounds[q] to bounds[q + 1]: one chunk, or the two of a pair.

@@ -2,11 +2,11 @@
 
 Every rank holds a tensor of S bytes, and all want the sum. Read from top to bottom:
 
-1. `naive_ring_all_reduce` passes whole tensors around: right, but (n-1) S bytes a rank, more with every rank added.
+1. `naive_ring_all_reduce` passes whole tensors around: right, but (n-1) S bytes per rank, more with every rank added.
 2. `plain_ring_all_reduce` cuts the tensor into n chunks. All chunks travel at once, each on its own part of the ring,
    so that every link is busy all the time and a rank sends less than 2 S bytes whatever n is.
 3. `ring_all_reduce` is the same ring, made fast: a chunk travels in pieces, so that a rank adds up one piece while
-   the next is on its way.
+   the next is on its way (`_run`).
 
 The first half of an all-reduce is useful alone (`ring_reduce_scatter`), and so is the second (`ring_all_gather`).
 
@@ -15,6 +15,8 @@ ranks, and r this rank.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,14 +69,14 @@ def plain_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None 
     after, before = _neighbours(flat)
     chunks = cut(flat.values, n)
     received = torch.empty_like(chunks[0])  # the first chunk is never shorter than another
-    for step in range(
-        n - 1
-    ):  # reduce-scatter: what I send has my part added; what I receive lacks only mine and later ranks'
+    # Reduce-scatter: what I send has my part added; what I receive lacks only mine and later ranks'.
+    for step in range(n - 1):
         own = chunks[(rank - step - 2) % n]
         into = received[: own.numel()]
         exchange(Receive(into, before), Send(chunks[(rank - step - 1) % n], after), group=group)
         reduction.combine(own, into)
-    for step in range(n - 1):  # all-gather: finished chunks, starting with the one that ended here
+    # All-gather: finished chunks, starting with the one that ended here.
+    for step in range(n - 1):
         exchange(Receive(chunks[(rank - step - 1) % n], before), Send(chunks[(rank - step) % n], after), group=group)
     return tensor
 
@@ -102,9 +104,7 @@ def ring_all_reduce(
     """
     flat, reduction = prepare(tensor, group, op, "ring_all_reduce")
     check_piece_bytes(piece_bytes, flat, "ring_all_reduce")
-    rank, n = flat.rank, flat.num_ranks
-    route = [(rank - 1 - step) % n for step in range(2 * n - 1)]  # the last message brings chunk rank + 1
-    _relay(flat, route, n - 1, reduction, piece_bytes, group)
+    _run(flat, [*_reduce_scatter_steps(flat), *_all_gather_steps(flat)], reduction, piece_bytes, group)
     return tensor
 
 
@@ -127,9 +127,7 @@ def ring_reduce_scatter(
     """
     flat, reduction = prepare(tensor, group, op, "ring_reduce_scatter")
     check_piece_bytes(piece_bytes, flat, "ring_reduce_scatter")
-    rank, n = flat.rank, flat.num_ranks
-    route = [(rank - 1 - step) % n for step in range(n)]  # ends with this rank's own chunk
-    return _relay(flat, route, n - 1, reduction, piece_bytes, group)[rank]
+    return _run(flat, _reduce_scatter_steps(flat), reduction, piece_bytes, group)[flat.rank]
 
 
 def ring_all_gather(
@@ -147,9 +145,7 @@ def ring_all_gather(
     """
     flat = flatten(tensor, group, "ring_all_gather")
     check_piece_bytes(piece_bytes, flat, "ring_all_gather")
-    rank, n = flat.rank, flat.num_ranks
-    route = [(rank - step) % n for step in range(n)]
-    _relay(flat, route, 0, None, piece_bytes, group)
+    _run(flat, _all_gather_steps(flat), None, piece_bytes, group)
     return tensor
 
 
@@ -191,19 +187,39 @@ def _neighbours(flat: Flat) -> tuple[int, int]:
     return (flat.rank + 1) % flat.num_ranks, (flat.rank - 1) % flat.num_ranks
 
 
-def _relay(
-    flat: Flat,
-    route: list[int],
-    num_reducing: int,
-    reduction: Reduction | None,
-    piece_bytes: int,
-    group: dist.ProcessGroup | None,
-) -> list[torch.Tensor]:
-    """Send chunk route[0] on, and in step s receive chunk route[s + 1], then send that on in step s + 1.
+class _Step(NamedTuple):
+    """One step of a ring on one rank.
 
-    In the first `num_reducing` steps what arrives is combined with this rank's own values; later it replaces them.
-    Message t is a piece of step t // k, and what it carries depends on message t - k of the step before. So the k
-    pieces of a step can be on their way at once, and receives are posted two ahead: one fills while one is added up.
+    Attributes:
+        send: number of the chunk that goes to the rank after this one.
+        receive: number of the chunk that comes from the rank before this one.
+        reduces: whether what comes is combined with this rank's own values, or else replaces them.
+    """
+
+    send: int
+    receive: int
+    reduces: bool
+
+
+def _reduce_scatter_steps(flat: Flat) -> list[_Step]:
+    """Each chunk goes around once, and every rank adds its part: chunk c starts at rank c + 1 and ends at rank c."""
+    rank, n = flat.rank, flat.num_ranks
+    return [_Step((rank - 1 - step) % n, (rank - 2 - step) % n, reduces=True) for step in range(n - 1)]
+
+
+def _all_gather_steps(flat: Flat) -> list[_Step]:
+    """Each finished chunk goes around once, and every rank keeps a copy: chunk c starts at rank c."""
+    rank, n = flat.rank, flat.num_ranks
+    return [_Step((rank - step) % n, (rank - 1 - step) % n, reduces=False) for step in range(n - 1)]
+
+
+def _run(
+    flat: Flat, steps: list[_Step], reduction: Reduction | None, piece_bytes: int, group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Run the steps of a ring, the reducing ones first, with each chunk cut into k pieces; return the chunks.
+
+    What a step sends is what the step before received, piece by piece. So the k pieces of a step can be on their way at
+    once, while the step before still ends. Receives are posted two ahead: one fills while another is added up.
 
     A finished chunk may arrive in memory that this rank once sent from: it can only be finished after that old value
     was received and added up elsewhere, so nothing is overwritten too early.
@@ -212,40 +228,33 @@ def _relay(
     chunks = cut(flat.values, flat.num_ranks)
     k = num_pieces(chunks[0], piece_bytes)
     pieces = [cut(chunk, k) for chunk in chunks]
-    num_messages = (len(route) - 1) * k
-    num_combined = num_reducing * k
+    leaving = [piece for step in steps for piece in pieces[step.send]]
+    own = [piece for step in steps for piece in pieces[step.receive]]
+    num_reduced = k * sum(step.reduces for step in steps)
     # A batch ends when all of it has ended, so there message t is sent and received in the same batch everywhere.
     receives_ahead, sends_ahead = (min(2, k),) * 2 if needs_batches(flat.values, group) else (2, k)
-    scratch = [torch.empty_like(pieces[0][0]) for _ in range(min(receives_ahead, num_combined))]
-    arriving: list[Pending] = []
+    scratch = [torch.empty_like(pieces[0][0]) for _ in range(min(receives_ahead, num_reduced))]
+    arriving = [scratch[at % receives_ahead][: own[at].numel()] for at in range(num_reduced)] + own[num_reduced:]
     started: list[Pending] = []
+    receiving: list[Pending] = []
 
-    def landing(message: int) -> torch.Tensor:
-        own = pieces[route[message // k + 1]][message % k]
-        return scratch[message % receives_ahead][: own.numel()] if message < num_combined else own
+    def post(receives: list[torch.Tensor], sends: list[torch.Tensor]) -> None:
+        messages = [Receive(tensor, before) for tensor in receives]
+        started.append(start(*messages, *(Send(tensor, after) for tensor in sends), group=group))
+        if receives:
+            receiving.append(started[-1])
 
-    def start_messages(receive: int, send: int) -> None:
-        operations: list[Receive | Send] = []
-        if receive < num_messages:
-            operations.append(Receive(landing(receive), before))
-        if send < num_messages:
-            operations.append(Send(pieces[route[send // k]][send % k], after))
-        started.append(start(*operations, group=group))
-        if receive < num_messages:
-            arriving.append(started[-1])
-
-    for first in range(max(receives_ahead, sends_ahead)):
-        start_messages(
-            first if first < receives_ahead else num_messages, first if first < sends_ahead else num_messages
-        )
-    for message in range(num_messages):
-        arriving[message].wait_received()
-        if reduction is not None and message < num_combined:
-            own = pieces[route[message // k + 1]][message % k]
-            reduction.combine(own, landing(message))
-            if message >= num_combined - k:  # the last time around: the piece is finished
-                reduction.finish(own, flat.num_ranks)
-        start_messages(message + receives_ahead, message + sends_ahead)
+    first_receives, first_sends = arriving[:receives_ahead], leaving[:sends_ahead]
+    for at in range(max(len(first_receives), len(first_sends))):
+        post(first_receives[at : at + 1], first_sends[at : at + 1])
+    for at, mine in enumerate(own):
+        receiving[at].wait_received()
+        if reduction is not None and at < num_reduced:
+            reduction.combine(mine, arriving[at])
+            if at >= num_reduced - k:  # the last reducing step: the piece is finished
+                reduction.finish(mine, flat.num_ranks)
+        receive, send = at + receives_ahead, at + sends_ahead
+        post(arriving[receive : receive + 1], leaving[send : send + 1])
     for pending in started:
         pending.wait()
     return chunks

@@ -104,7 +104,7 @@ def double_tree_all_reduce(
     halves = cut(flat.values, 2)
     k = num_pieces(halves[0], piece_bytes)
     links = [_links(parents, flat.rank) for parents in double_tree(flat.num_ranks)]
-    # Both trees, piece by piece, in the same order on every rank: whoever waits, waits for something already started.
+    # Both trees, piece by piece, in the same order on every rank: a rank waits only for what was started already.
     work = [
         (link, piece)
         for pieces in zip(*(cut(half, k) for half in halves), strict=True)

@@ -36,7 +36,7 @@ class Memory:
         self.second = buffer.new_empty(layout.right_size)
 
 
-class Exchange:
+class WholeExchange:
     """A bucket under way as it is: one all-reduce, as without compression.
 
     Args:
@@ -112,7 +112,7 @@ class Exchange:
         )
 
 
-class LowRankExchange(Exchange):
+class LowRankExchange(WholeExchange):
     """A bucket under way as factors.
 
     Args:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.compression.powersgd import first_right
-from distlab.compression.powersgd_exchange import Exchange, LowRankExchange, Memory
+from distlab.compression.powersgd_exchange import LowRankExchange, Memory, WholeExchange
 from distlab.compression.powersgd_layout import Layout
 from distlab.gradient_hook import GradientBucket, Pending
 from distlab.plan.compression import check_rank
@@ -83,7 +83,7 @@ class PowerSGD:
         self.seed = seed
         self._memories: dict[int, Memory] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}  # of buckets that were not started since
-        self._under_way: list[Exchange] = []
+        self._under_way: list[WholeExchange] = []
 
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Send the first message.
@@ -102,7 +102,7 @@ class PowerSGD:
                 "and one order of buckets: build another"
             )
         if memory.steps < self.start_step or not memory.layout.batches:
-            exchange = Exchange(bucket, memory, group, self._advance)
+            exchange = WholeExchange(bucket, memory, group, self._advance)
         else:
             if memory.right is None or not self.warm_start:
                 memory.right = self._first_factors(bucket.index, memory)

@@ -1,8 +1,7 @@
 """Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
 
-Read `steps` first (the ladder, from one all-reduce a parameter to buckets that travel during backward), then `bucketed`
-(`DataParallel`, the same with everything that real models need), which opens `bucket` (one bucket's way) and `census`
-(how ranks tell each other what is wrong with a gradient).
+Read `steps` first (the ladder, from one all-reduce per parameter to buckets that travel during backward), then
+`bucketed` (`DataParallel`, the same with everything that real models need) and `bucket` (one bucket of it).
 """
 
 from distlab.data_parallel.bucketed import DataParallel

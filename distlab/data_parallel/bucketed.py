@@ -4,12 +4,13 @@ What it adds to `Overlapped`: gradients *are* views of the buckets after the fir
 in memory), ranks prove at the start that they hold the same model, micro-batches can be accumulated, and whatever goes
 wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank and hangs none.
 
-Read `bucket` for one bucket's way, `census` for how ranks tell each other what is wrong.
+`SendInBackward` (`distlab.flat_gradients`) sends the buckets. Read `bucket` for what one of them does, and
+`distlab.gradient_status` for how ranks tell each other what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,9 +21,11 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
-from distlab.data_parallel.census import TWICE, UNUSED, USED, Census, judge, take_census
-from distlab.data_parallel.steps import broadcast_parameters, in_buckets, wanting_gradients
+from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
+from distlab.flat_gradients import SendInBackward
 from distlab.gradient_hook import GradientHook
+from distlab.gradient_status import UNUSED, Reports, gather_reports
+from distlab.replicate import agree_on_parameters
 from distlab.trace import SpanWriter
 
 WAYS_WITH_UNUSED = ("error", "zeros")
@@ -40,7 +43,7 @@ class DataParallel:
 
     The group's first rank gives its parameters and buffers to all at construction; after that buffers (running
     statistics) go their own way (see `broadcast_buffers`, `convert_sync_batchnorm`). Gradient buckets keep one order
-    for ever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
+    forever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
     backward; the last is full when backward ends, and waits for `synchronize()`: its flag speaks for the whole step.
 
     Args:
@@ -58,9 +61,9 @@ class DataParallel:
     Attributes:
         step: number of the next `synchronize()`, from 0, for the text of errors; set it in a resumed run.
 
-    Cost: one all-reduce a bucket, of its gradient bytes (the last: and one element), rounded up to a cache line a rank
-        (64 n bytes); in a step with something to tell P + 1 bytes a rank more. With a hook: what the hook sends, and
-        one all-reduce of one element. At construction agreement and a broadcast.
+    Cost: one all-reduce per bucket, of its gradient bytes (the last: and one element), rounded up to a cache line per
+        rank (64 n bytes); in a step with something to tell P + 1 bytes per rank more. With a hook: what the hook sends,
+        and one all-reduce of one element. At construction agreement and a broadcast.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -91,14 +94,13 @@ class DataParallel:
         self.step = 0
         self._rank = dist.get_rank(group)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for p, name in self._names.items()]
-        agree(facts, group, what="parameters (name, shape, dtype, wants a gradient)")
+        agree_on_parameters(module.named_parameters(), group)
         options = [bucket_bytes, first_bucket_bytes, unused, type(hook).__name__, check_finite]
         agree(options, group, what="bucket_bytes, first_bucket_bytes, unused, hook and check_finite")
         if unused not in WAYS_WITH_UNUSED:
             raise ValueError(f"unused is {unused!r}; choose one of {', '.join(WAYS_WITH_UNUSED)}")
         self._refuse_crossing_calls()
-        parameters = wanting_gradients(self._names)
+        parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to average")
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
@@ -120,13 +122,10 @@ class DataParallel:
         last = self._buckets[-1]
         self._flag = last.flags[0] if hook is None else last.flat.buffer.new_zeros((), dtype=torch.float32)
         broadcast_parameters(module, group)
-        self._num_started = 0
         self._accumulating = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._when_ready(bucket, slot))
-            for bucket in self._buckets
-            for slot, parameter in enumerate(bucket.parameters)
-        ]
+        self._sending = SendInBackward(
+            self._buckets, lambda bucket: bucket.start(group), self._on_gradient, num_early=len(self._buckets) - 1
+        )
 
     @property
     def num_buckets(self) -> int:
@@ -138,31 +137,16 @@ class DataParallel:
         """Bytes of all buckets: what a step's all-reduces carry, or what a hook is given."""
         return sum(bucket.flat.num_bytes for bucket in self._buckets)
 
-    def _when_ready(self, bucket: Bucket, slot: int) -> Callable[[nn.Parameter], None]:
-        def gradient_ready(parameter: nn.Parameter) -> None:
-            if bucket.packed[slot]:  # this backward added to a bucket that may be on the wire
-                bucket.codes[slot] = TWICE
-                self.synchronize()  # raises here and, at their synchronize(), on the other ranks
-            bucket.codes[slot] = USED
-            if self._accumulating:
-                return
-            bucket.take(slot)
-            if bucket.full or self.spans is not None:
-                self._start(len(self._buckets) - 1)
-
-        return gradient_ready
-
-    def _start(self, end: int) -> None:
-        # In order, even when a later bucket is full first: all ranks must send in one order.
-        while self._num_started < end and self._buckets[self._num_started].full:
-            self._buckets[self._num_started].start(self.group)
-            self._num_started += 1
-        if self.spans is not None:
-            self._note_ends()
+    def _on_gradient(self, bucket: Bucket, slot: int) -> bool:
+        if not bucket.note(slot):
+            self.synchronize()  # raises here and, at their synchronize(), on the other ranks
+        self._note_ends()
+        return not self._accumulating
 
     def _note_ends(self) -> None:
-        for bucket in self._buckets[: self._num_started]:
-            bucket.note_end()
+        if self.spans is not None:
+            for bucket in self._buckets:
+                bucket.note_end()
 
     def zero_grad(self) -> None:
         """Forget the gradients; as good as the optimizer's own `zero_grad()`.
@@ -206,7 +190,7 @@ class DataParallel:
             error = self._hear(complaints) if bool(self._flag.item()) else None
         finally:
             self.step += 1
-            self._num_started = 0
+            self._sending.reset()
             for bucket in self._buckets:
                 bucket.reset()
         if error is not None:
@@ -218,9 +202,9 @@ class DataParallel:
         work: dist.Work | None = None
         if self.hook is None:
             self._raise_flag(complaints)
-            self._start(len(self._buckets))
+            self._sending.start_full()
         else:
-            self._start(len(self._buckets))
+            self._sending.start_full()
             self._raise_flag(complaints)
             work = dist.all_reduce(self._flag, group=self.group, async_op=True)
         for bucket in self._buckets:
@@ -232,28 +216,28 @@ class DataParallel:
             work.wait()
 
     def _raise_flag(self, complaints: list[str]) -> None:
-        self._flag.fill_(float(bool(complaints) or any(any(bucket.codes) for bucket in self._buckets)))
+        self._flag.fill_(float(bool(complaints) or any(any(bucket.statuses) for bucket in self._buckets)))
         if self.hook is None:
             for bucket in self._buckets:
-                self._flag.add_(bucket.poison().to(self._flag))
+                self._flag.add_(bucket.nan_flag().to(self._flag))
 
     def _hear(self, complaints: list[str]) -> RuntimeError | None:
         """Learn what all ranks have to tell; return the error that all must raise, or None."""
         for bucket in self._buckets:
             bucket.note_not_finite()
-        codes = [code for bucket in self._buckets for code in bucket.codes]
-        census = take_census(codes, complaints, self._flag.device, self.group)
-        self._hand_out(census)
+        statuses = [status for bucket in self._buckets for status in bucket.statuses]
+        reports = gather_reports(statuses, complaints, self.group)
+        self._hand_out(reports)
         names = [self._names[parameter] for bucket in self._buckets for parameter in bucket.parameters]
-        error = judge(census, names, unused=self.unused, step=self.step)
+        error = reports.error(names, unused=self.unused, step=self.step)
         return None if error is None else type(error)(f"rank {self._rank}: {error}")
 
-    def _hand_out(self, census: Census) -> None:
+    def _hand_out(self, reports: Reports) -> None:
         """Give a gradient to parameters that this rank did not use and another did."""
         index = 0
         for bucket in self._buckets:
             for slot, parameter in enumerate(bucket.parameters):
-                if bucket.codes[slot] == UNUSED and not census.all_unused(index):
+                if bucket.statuses[slot] == UNUSED and not reports.all_unused(index):
                     parameter.grad = bucket.views[slot]
                 index += 1
 
@@ -291,6 +275,4 @@ class DataParallel:
 
     def close(self) -> None:
         """Take the hooks off the module; gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._sending.close()

@@ -1,6 +1,6 @@
-"""Buffers: what a layer remembers besides its parameters, and that averaging gradients does not keep equal.
+"""Buffers: what a layer remembers in addition to its parameters. Averaging gradients does not keep them equal.
 
-Batch normalisation is the case that everybody meets. Its layer looks at all samples at once, so data parallelism
+Batch normalisation is the usual case. Its layer looks at all samples at once, so data parallelism
 changes it in two ways:
 
 1. While it trains, it normalises by mean and variance of the *batch*. A rank sees only its part, so the function that
@@ -8,11 +8,11 @@ changes it in two ways:
    whole batch, over all ranks, and is equal to one process.
 2. It keeps running statistics for evaluation. Without synchronisation each rank keeps those of its own samples: the
    parameters stay equal while the buffers drift apart, and the ranks evaluate one model in n ways. `broadcast_buffers`
-   gives everybody those of the first rank; they are still the statistics of a part of the data.
+   gives all ranks those of the first; they are still the statistics of a part of the data.
 
 With `SyncBatchNorm` running statistics are equal on all ranks to the bit, and there is nothing to broadcast.
 
-Symbols: n ranks, C channels, m values a channel in the whole batch (samples x pixels), m_r of them on rank r.
+Symbols: n ranks, C channels, m values per channel in the whole batch (samples x pixels), m_r of them on rank r.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from distlab.comm import agree
-from distlab.data_parallel.steps import same_kind
-from distlab.flat import FlatBuffer
+from distlab.replicate import broadcast_flat
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -36,13 +35,9 @@ def broadcast_buffers(module: nn.Module, group: ProcessGroup | None = None) -> N
 
     Call it before each forward pass, as torch's DDP does, or, for less, before each evaluation and checkpoint.
 
-    Cost: one broadcast for each data type, of that type's buffer bytes; none when there are no buffers.
+    Cost: one broadcast per dtype, of that dtype's buffer bytes; none when the module has no buffers.
     """
-    for tensors in same_kind(module.buffers()):  # a batch norm has two: running statistics, and a count of batches
-        flat = FlatBuffer(tensors)
-        flat.pack(tensors)
-        dist.broadcast(flat.buffer.view(torch.uint8), group=group, group_src=0)
-        flat.unpack(tensors)
+    broadcast_flat(module.buffers(), group)  # a batch norm has two dtypes: running statistics, and a count of batches
 
 
 class BatchStatistics(NamedTuple):
@@ -75,8 +70,8 @@ def merge(parts: list[BatchStatistics]) -> BatchStatistics:
     """Return the statistics of all parts together, exactly, from the parts' statistics alone.
 
     A part's squares were taken around its own mean; moving them to the common mean adds m_r (mean_r - mean)^2. Ranks
-    that send sums of x and of x^2 instead send as much, and lose all digits where the mean is large beside the
-    deviation.
+    that send sums of x and of x^2 instead send as much, and lose all digits where the mean is large compared
+    with the deviation.
 
     Source: Chan, Golub and LeVeque 1983, Algorithms for Computing the Sample Variance, equations 1.5.
     """
@@ -91,10 +86,10 @@ def group_statistics(x: Tensor, group: ProcessGroup | None = None) -> BatchStati
 
     Ranks may have different numbers of samples, and some of them none.
 
-    Cost: one all-gather of 2 C + 1 elements a rank.
+    Cost: one all-gather of 2 C + 1 elements per rank.
 
     Raises:
-        ValueError: on every rank: all together have fewer than two values a channel, so there is no variance.
+        ValueError: on every rank: all together have fewer than two values per channel, so there is no variance.
     """
     mean, squares, count = local_statistics(x)
     message = torch.cat([mean, squares, count[None]])
@@ -102,11 +97,11 @@ def group_statistics(x: Tensor, group: ProcessGroup | None = None) -> BatchStati
     dist.all_gather(list(everyone), message, group=group)
     channels = len(mean)
     merged = merge([BatchStatistics(row[:channels], row[channels:-1], row[-1]) for row in everyone])
-    # A rank with two values knows that there are enough; only where all have fewer does anybody read the sum.
+    # A rank with two values knows that there are enough; only where all have fewer is the sum read.
     if x.numel() // x.shape[1] < 2 and merged.num_values < 2:
         raise ValueError(
-            f"rank {dist.get_rank(group)}: SyncBatchNorm got {int(merged.num_values)} values a channel from all ranks "
-            "together; a variance needs 2: use a larger batch, or eval() to normalise by the running statistics"
+            f"rank {dist.get_rank(group)}: SyncBatchNorm got {int(merged.num_values)} values per channel from all "
+            "ranks together; a variance needs 2: use a larger batch, or eval() to normalise by the running statistics"
         )
     return merged
 
@@ -156,11 +151,11 @@ class SyncBatchNorm(_BatchNorm):
         group: ranks that normalise together; None is all.
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics; None gives all batches equal weight.
-        affine: learn a scale and a shift a channel.
+        affine: learn a scale and a shift per channel.
         track_running_stats: keep running statistics; without them eval normalises by this rank's own batch.
 
-    Cost: training, a forward pass: one all-gather of 2 C + 1 elements a rank; a backward pass: one all-reduce of 2 C
-        elements, none where the input wants no gradient. Before the first, agreement (40 bytes).
+    Cost: training, per forward pass: one all-gather of 2 C + 1 elements per rank; per backward pass: one all-reduce of
+        2 C elements, none where the input wants no gradient. Before the first, agreement (40 bytes).
     Error: as one process up to the order of additions; running statistics are the same bits on every rank.
 
     Raises:
@@ -226,7 +221,9 @@ class SyncBatchNorm(_BatchNorm):
         with torch.no_grad():
             statistics = group_statistics(exact, self.group)
             self._track(statistics)
-        result: Tensor = _Normalize.apply(exact, self.weight, statistics, self.eps, self.group)
+        result: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            exact, self.weight, statistics, self.eps, self.group
+        )
         if self.bias is not None:
             result = result + _by_channel(self.bias, x)
         return result.to(x.dtype)
@@ -278,5 +275,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """[C] -> [1, C, 1, ...]: one value a channel of x."""
+    """[C] -> [1, C, 1, ...]: one value per channel of x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -13,8 +13,8 @@ buffers before it updates. A training loop keeps its shape:
 What the place of the wrapper decides:
 
 - Only what the optimizer updates is averaged; two optimizers of one model are two wrappers.
-- Whoever needs the averaged gradients before the update must ask for them: clipping goes between `synchronize()` and
-  `step()`. Clipping each rank's own gradients before the average is a fault that no error reports.
+- A program that needs the averaged gradients before the update must ask for them: clipping goes between
+  `synchronize()` and `step()`. Clipping each rank's own gradients before the average is a fault that no error reports.
 - A parameter that no rank used counts as zeros and is updated, by momentum and weight decay; one process leaves it
   alone. `DataParallel` tells the two apart.
 
@@ -39,36 +39,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.data_parallel.steps import in_buckets, wanting_gradients
-from distlab.flat import FlatBuffer
+from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
+from distlab.flat_gradients import GradientSlots, SendInBackward
+from distlab.replicate import parameter_facts
 
 
-class FusionBuffer:
+class FusionBuffer(GradientSlots):
     """Gradients that are copied into one buffer, averaged by one call, and copied out."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.flat = FlatBuffer(parameters)
-        self.missing = set(parameters)  # those whose last gradient of this step is not there yet
-        self.work: dist.Work | None = None
+        super().__init__(parameters)
+        self.bucket = FlatBucket(parameters)
 
-    def start(self, group: ProcessGroup | None) -> None:
-        """Copy the gradients in and begin the all-reduce; what has no gradient counts as zeros."""
-        self.flat.pack([parameter.grad for parameter in self.parameters])
-        self.flat.buffer.div_(dist.get_world_size(group))  # before the sum: half precision cannot overflow
-        self.work = dist.all_reduce(self.flat.buffer, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait, copy the mean out, and be ready for the next step."""
-        assert self.work is not None, "synchronize starts every buffer first"
-        self.work.wait()
-        self.work = None
-        for parameter, mean in zip(self.parameters, self.flat.views, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean)
-            elif parameter.requires_grad:  # not one that was frozen meanwhile
-                parameter.grad = mean.clone()
-        self.missing = set(self.parameters)
+    def pack(self, slot: int) -> None:
+        """Copy nothing yet: `FlatBucket.start` copies all gradients together; what has none counts as zeros."""
 
 
 class HorovodOptimizer:
@@ -111,29 +95,22 @@ class HorovodOptimizer:
         self.backward_passes_per_step = backward_passes_per_step
         self._rank = dist.get_rank(group)
         self._names = _names_of(optimizer, named_parameters)
-        parameters = wanting_gradients(self._names)
+        parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the optimizer wants a gradient; there is nothing to average")
         self._buffers = [FusionBuffer(members) for members in in_buckets(parameters, fusion_bytes)]
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for p, name in self._names.items()]
+        facts = parameter_facts((name, parameter) for parameter, name in self._names.items())
         agree([facts, fusion_bytes, backward_passes_per_step], group, what="parameters, fusion_bytes and passes a step")
         values = {name: _digest(parameter) for parameter, name in self._names.items()}
         agree(values, group, what="the parameters' values (call broadcast_parameters(module) first); their digests")
         self._num_passes = dict.fromkeys(parameters, 0)  # backward passes since the last average
-        self._num_started = 0
         self._averaged = False
         self._skipping = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter, buffer=buffer: self._ready(parameter, buffer)
-            )
-            for buffer in self._buffers
-            for parameter in buffer.parameters
-        ]
+        self._sending = SendInBackward(self._buffers, lambda buffer: buffer.bucket.start(group), self._on_gradient)
 
-    def _ready(self, parameter: nn.Parameter, buffer: FusionBuffer) -> None:
-        """Backward has added to a gradient: send the buffer when this was the last that it waits for."""
-        passes = self.backward_passes_per_step
+    def _on_gradient(self, buffer: FusionBuffer, slot: int) -> bool:
+        """Count a backward pass of a parameter; return whether it was the last of the step."""
+        parameter, passes = buffer.parameters[slot], self.backward_passes_per_step
         if self._num_passes[parameter] == passes:
             raise RuntimeError(
                 f"rank {self._rank}: {self._names[parameter]} got gradient {passes + 1} before step(), expected "
@@ -146,15 +123,7 @@ class HorovodOptimizer:
             )
         self._averaged = False
         self._num_passes[parameter] += 1
-        if self._num_passes[parameter] == passes:
-            buffer.missing.remove(parameter)
-            # In order, even when a later one is full first: all ranks must send in one order.
-            while self._num_started < len(self._buffers) and not self._buffers[self._num_started].missing:
-                self._start_next()
-
-    def _start_next(self) -> None:
-        self._buffers[self._num_started].start(self.group)
-        self._num_started += 1
+        return self._num_passes[parameter] == passes
 
     def synchronize(self) -> None:
         """Average all gradients now; `step()` does it by itself.
@@ -165,16 +134,18 @@ class HorovodOptimizer:
             RuntimeError: on every rank, the optimizer got parameters that this wrapper does not average.
         """
         self._check_parameters()
-        while self._num_started < len(self._buffers):
-            self._start_next()
         for buffer in self._buffers:
-            buffer.finish()
-        self._num_started = 0
+            buffer.take_rest()
+        self._sending.start_full()
+        for buffer in self._buffers:
+            buffer.bucket.finish()
+            buffer.reset()
+        self._sending.reset()
         self._num_passes = dict.fromkeys(self._num_passes, 0)
         self._averaged = True
 
     def _check_parameters(self) -> None:
-        for parameter in wanting_gradients(_parameters_of(self.optimizer)):
+        for parameter in trainable(_parameters_of(self.optimizer)):
             if parameter not in self._num_passes:
                 name = self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")
                 raise RuntimeError(
@@ -241,7 +212,7 @@ class HorovodOptimizer:
     @property
     def num_bytes(self) -> int:
         """Bytes that a step's all-reduces carry."""
-        return sum(buffer.flat.num_bytes for buffer in self._buffers)
+        return sum(buffer.bucket.flat.num_bytes for buffer in self._buffers)
 
     @property
     def num_buffers(self) -> int:
@@ -263,9 +234,7 @@ class HorovodOptimizer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._sending.close()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

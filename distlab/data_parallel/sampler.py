@@ -3,16 +3,16 @@
 Three decisions make it simple:
 
 1. The order of an epoch is a function of (seed, epoch). Every rank computes all of it and takes each n-th sample, so
-   nothing is sent and no two ranks share a sample. Whoever forgets `set_epoch` trains every epoch in the same order.
+   nothing is sent and no two ranks share a sample. Without `set_epoch` every epoch has the same order.
 2. Ranks take turns in the order. When each has taken k samples, the first k n of the order are used up and no others:
-   one number is the position, and what is left can be dealt out anew to any number of ranks.
-3. Where n does not divide what is left, `tail` says what happens; there is no choice without a price:
+   one number is the position, and the rest can be dealt out anew to any number of ranks.
+3. Where n does not divide the rest, `tail` says what happens; each choice has a price:
 
    - "drop": the last samples, fewer than n, are left out of this epoch. All ranks take equally many. To train.
    - "pad": the first samples of the order are taken a second time. All ranks take equally many. What torch's does; a
      metric counts some samples twice.
    - "keep": every sample once; the last ranks take one fewer. To evaluate. Ranks that train could make unequal numbers
-     of batches, and the one that makes more would wait for the others for ever: see `DistributedBatchSampler`.
+     of batches, and the one that makes more would wait for the others forever: see `DistributedBatchSampler`.
 
 Symbols: n ranks.
 """
@@ -140,7 +140,7 @@ class DistributedSampler(Sampler[int]):
         yield from self.hand_out()
 
     def begin(self) -> None:
-        """Begin a pass over what is left of the epoch (iterating does it).
+        """Begin a pass over the rest of the epoch (iterating does it).
 
         Raises:
             RuntimeError: a shuffled epoch was begun before.
@@ -210,7 +210,7 @@ class DistributedSampler(Sampler[int]):
 class DistributedBatchSampler(Sampler[list[int]]):
     """This rank's batches, as many on every rank, for torch's DataLoader(batch_sampler=...).
 
-    With tail="keep" the last batch takes what is left: where that is fewer samples than ranks, some ranks' last batch
+    With tail="keep" the last batch takes the rest: where that is fewer samples than ranks, some ranks' last batch
     has one more than `batch_size`, instead of some ranks' having none. Ranks' last batches can differ by one sample:
     weigh the loss by `loss_weight(len(batch), batches.global_size(step), world_size)`.
 

@@ -2,14 +2,15 @@
 
 Every rank has the whole model and its own part of the batch. After backward each rank holds the gradient of its own
 part; the mean over ranks is the gradient of the whole batch. So all ranks average gradients, apply the same update, and
-stay equal for ever, provided that they started equal (`broadcast_parameters`).
+stay equal forever, provided that they started equal (`broadcast_parameters`).
 
-1. `average_per_parameter`: one all-reduce a parameter. Correct; pays one latency for each.
+1. `average_per_parameter`: one all-reduce per parameter. Correct; pays one latency for each.
 2. `average_flat`: one all-reduce for all. One latency; copies everything, and nothing is sent while it copies.
 3. `Bucketed`: some all-reduces of some megabytes. Packs one bucket while another is on the wire.
 4. `Overlapped`: the same buckets, sent *during* backward as soon as their gradients exist.
 
-`distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need.
+`distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need. This file keeps its
+own small version of what `distlab.flat_gradients` does for the whole library, so that one screen shows all of it.
 
 All four send a mean, not a sum: a sum makes the learning rate grow with the number of ranks. They divide before the
 all-reduce and not after, so that half-precision gradients cannot overflow while they are summed.
@@ -21,30 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.flat import FlatBuffer
+from distlab.flat import FlatBuffer, same_kind
 from distlab.plan import assign_buckets
+from distlab.replicate import broadcast_flat
 from distlab.trace import SpanWriter
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def broadcast_parameters(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of the group's first rank.
+    """Give every rank the parameters and buffers of the group's first rank, by broadcasts of flat buffers.
 
-    Cost: one broadcast for each data type, of that type's parameter and buffer bytes.
+    Cost: one broadcast per dtype, of that dtype's parameter and buffer bytes.
     """
-    for tensors in same_kind([*module.parameters(), *module.buffers()]):  # a tied parameter comes once
-        flat = FlatBuffer(tensors)
-        flat.pack(tensors)
-        dist.broadcast(flat.buffer.view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of type bool
-        flat.unpack(tensors)
+    broadcast_flat([*module.parameters(), *module.buffers()], group)  # a tied parameter comes once
 
 
 def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> None:
@@ -55,7 +51,7 @@ def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGrou
     Cost: P all-reduces, together of G bytes.
     """
     num_ranks = dist.get_world_size(group)
-    for parameter in wanting_gradients(parameters):
+    for parameter in trainable(parameters):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         gradient.div_(num_ranks)
         dist.all_reduce(gradient, group=group)
@@ -65,15 +61,15 @@ def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGrou
 def average_flat(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> None:
     """Average all gradients with one all-reduce of one flat buffer.
 
-    Cost: one all-reduce for each data type, together of G bytes; every gradient is copied in and out.
+    Cost: one all-reduce per dtype, together of G bytes; every gradient is copied in and out.
     """
-    for same in same_kind(wanting_gradients(parameters)):
-        bucket = GradientBucket(same)
+    for same in same_kind(trainable(parameters)):
+        bucket = FlatBucket(same)
         bucket.start(group)
         bucket.finish()
 
 
-class GradientBucket:
+class FlatBucket:
     """Gradients that travel together: pack them, send them, unpack the mean."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -87,6 +83,7 @@ class GradientBucket:
         self.flat.buffer.div_(dist.get_world_size(group))
         self._work = dist.all_reduce(self.flat.buffer, group=group, async_op=True)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Wait for the all-reduce and copy the mean out.
 
@@ -100,10 +97,11 @@ class GradientBucket:
             )
         self._work.wait()
         self._work = None
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        self.flat.unpack([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        for parameter, mean in zip(self.parameters, self.flat.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean)
+            elif parameter.requires_grad:  # this rank did not use it; and it was not frozen since
+                parameter.grad = mean.clone()
 
 
 class Bucketed:
@@ -112,13 +110,13 @@ class Bucketed:
     Buckets hold the parameters in reverse order, since backward produces the last layer's gradients first. Here that
     does not matter yet; on the next rung it does.
 
-    Cost: one all-reduce a bucket, about G / bucket_bytes, together of G bytes.
+    Cost: one all-reduce per bucket, about G / bucket_bytes, together of G bytes.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None, bucket_bytes: int = 25_000_000) -> None:
         self.group = group
-        parameters = wanting_gradients(module.parameters())
-        self.buckets = [GradientBucket(members) for members in in_buckets(parameters, bucket_bytes)]
+        parameters = trainable(module.parameters())
+        self.buckets = [FlatBucket(members) for members in in_buckets(parameters, bucket_bytes)]
 
     def synchronize(self) -> None:
         """Average the gradients: bucket 1 is packed while bucket 0 travels."""
@@ -164,17 +162,9 @@ class Overlapped(Bucketed):
         self._num_started = 0
 
 
-def wanting_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are not frozen."""
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Split tensors into lists of one dtype on one device, in order of first appearance."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
 
 
 def in_buckets(
@@ -233,6 +223,9 @@ def train_step(
     spans: SpanWriter | None = None,
 ) -> Tensor:
     """Run one update and return this rank's mean loss.
+
+    Shapes: batch as the module and `loss_fn` want it -> []
+    Cost: what `synchronize` sends.
 
     Args:
         module: the model.

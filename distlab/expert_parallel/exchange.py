@@ -15,7 +15,7 @@ _FIELDS = 4  # fault, dtype, gradients, training
 
 
 class Condition(NamedTuple):
-    """What a rank says of its input, beside the counts.
+    """What a rank says of its input, in addition to the counts.
 
     Attributes:
         fault: what is wrong with it; "" for nothing.
@@ -64,7 +64,7 @@ def trade_counts(
         device: whose tensors the group moves.
         group: the ranks.
 
-    Cost: one all-to-all of 8 (E + 4 n) bytes a rank.
+    Cost: one all-to-all of 8 (E + 4 n) bytes per rank.
 
     Raises:
         ValueError: on every rank: one has an input that does not fit, or ranks differ in dtype or mode.
@@ -123,7 +123,7 @@ def exchange_rows(rows: Tensor, give: Sequence[int], take: Sequence[int], group:
     Cost: one all-to-all of the rows forward and one of the arrived rows backward; what stays here is part of both.
     Error: exact: bytes are copied.
     """
-    arrived: Tensor = _Exchange.apply(rows, _anchor(rows), list(give), list(take), group)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _TokenExchange.apply(rows, _anchor(rows), list(give), list(take), group)  # type: ignore[no-untyped-call]
     return arrived
 
 
@@ -150,7 +150,7 @@ def _send(rows: Tensor, give: list[int], take: list[int], group: ProcessGroup | 
     return arrived
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Rows forward, their gradients the same way back."""
 
     @staticmethod

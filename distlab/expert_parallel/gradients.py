@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from distlab import clip
 from distlab.expert_parallel.layer import ExpertParallel
+from distlab.flat import same_kind
 from distlab.precision import all_reduce_in_float32
 
 
@@ -45,8 +46,8 @@ def reduce_gradients(
         group: the ranks over which experts are split.
         replicas: ranks of other such groups that hold the same experts; None where there is one group.
 
-    Cost: one all-reduce of the replicated parameters' elements a dtype and group, and one flag a parameter. Experts
-        send nothing, or with replicas one all-reduce of their elements over those.
+    Cost: per dtype and group one all-reduce of the replicated parameters' elements, and of one flag per parameter.
+        Experts send nothing, or with replicas one all-reduce of their elements over those.
     Error: a parameter without a gradient on every rank keeps None; where only some have one, the others count as zero.
 
     Raises:
@@ -68,7 +69,7 @@ def _sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGrou
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         return
-    for same in _by_dtype(parameters):
+    for same in same_kind(parameters):
         flat = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
             + [same[0].new_tensor([float(p.grad is not None) for p in same])]
@@ -91,7 +92,7 @@ def clip_gradients_(model: nn.Module, max_norm: float, group: ProcessGroup | Non
     Cost: one all-reduce of 8 bytes.
 
     Raises:
-        ValueError: max_norm is no positive number, or a layer's experts are split over other ranks.
+        ValueError: max_norm is not a positive number, or a layer's experts are split over other ranks.
         NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite.
     """
     _check(model, group)
@@ -134,10 +135,3 @@ def _ranks(group: ProcessGroup | None) -> list[int]:
 
 def _layers(model: nn.Module) -> Iterator[ExpertParallel]:
     return (module for module in model.modules() if isinstance(module, ExpertParallel))
-
-
-def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.dtype, []).append(parameter)
-    return list(kinds.values())

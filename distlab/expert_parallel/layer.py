@@ -17,6 +17,7 @@ from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_
 from distlab.expert_parallel.plain import Load, MixtureOfExperts
 from distlab.expert_parallel.router import Router, Routing, load_sums, switch_loss
 from distlab.plan import split_evenly
+from distlab.replicate import broadcast_each
 
 
 class ExpertParallel(nn.Module):
@@ -194,7 +195,7 @@ def own_experts(num_experts: int, rank: int, num_ranks: int) -> range:
 
 @torch.no_grad()
 def _unfit(router: Router, experts: Mapping[int, nn.Module]) -> str:
-    """Say which expert cannot stand in the layer: on no rows it must return no rows, since nobody may ask it."""
+    """Say which expert cannot stand in the layer: on no rows it must return no rows, since it may get no token."""
     nothing = router.scores.weight.new_empty(0, router.hidden_size)
     for number, expert in experts.items():
         try:
@@ -206,7 +207,6 @@ def _unfit(router: Router, experts: Mapping[int, nn.Module]) -> str:
     return ""
 
 
-@torch.no_grad()
 def broadcast_state(module: nn.Module, group: ProcessGroup | None = None, *, what: str = "modules") -> None:
     """Give all ranks the parameters and buffers of the group's first rank.
 
@@ -215,12 +215,7 @@ def broadcast_state(module: nn.Module, group: ProcessGroup | None = None, *, wha
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     agree({name: [list(value.shape), str(value.dtype)] for name, value in state.items()}, group, what=what)
-    if dist.get_world_size(group) == 1:
-        return
-    for value in state.values():
-        dense = value.contiguous()  # gloo reads memory as it lies
-        dist.broadcast(dense, group=group, group_src=0)
-        value.copy_(dense)
+    broadcast_each(state.values(), group)
 
 
 def _joined(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

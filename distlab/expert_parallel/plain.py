@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         router: chooses.
-        experts: modules that keep the shape [R, H]; each also runs where nobody asked it (R = 0), so that its
+        experts: modules that keep the shape [R, H]; each also runs where no token asked it (R = 0), so that its
             gradients are zeros, not None.
 
     Raises:

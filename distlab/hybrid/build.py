@@ -35,6 +35,7 @@ from distlab.models import GPT
 from distlab.pipeline import TiedParameter, find_tied, split_gpt
 from distlab.plan import Plan, Schedule, make_schedule
 from distlab.recompute import recompute_blocks
+from distlab.replicate import broadcast_each
 from distlab.tensor_parallel import parallelize, splits_of, vocabulary_parallel_cross_entropy
 
 
@@ -83,9 +84,9 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     """
     plan = layout.plan
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    share_weights(model, layout.everyone)
+    broadcast_each(model.parameters(), layout.everyone)
     if mixtures_in(model) and plan.copies > 1:
-        expert_parallel(model, layout.groups["expert"], balance_over=layout.beside)
+        expert_parallel(model, layout.groups["expert"], balance_over=layout.copies_in_layers)
     if balance:
         _add_balance(model, balance / plan.num_microbatches)
     experts = {id(p) for m in model.modules() if isinstance(m, ExpertParallel) for p in m.experts.parameters()}
@@ -104,20 +105,6 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     loss = _loss_of(model, layout)
     built = Built({0: model}, loss, holdings=holdings, shapes=shapes)
     return built if plan.pipeline == 1 else _keep_stages(model, layout, built)
-
-
-@torch.no_grad()
-def share_weights(model: nn.Module, group: ProcessGroup) -> None:
-    """Give all ranks the first one's parameters; nothing is sent in a group of one.
-
-    Cost: a broadcast of each parameter, once.
-    """
-    if dist.get_world_size(group) == 1:
-        return
-    for parameter in model.parameters():
-        values = parameter.contiguous()  # a backend sends one block of memory
-        dist.broadcast(values, group=group, group_src=0)
-        parameter.copy_(values)
 
 
 def _spread_positions(model: GPT, group: ProcessGroup, plan: Plan) -> None:
@@ -144,12 +131,12 @@ def _loss_of(model: GPT, layout: Layout) -> Callable[[Any, Any], Tensor]:
 
 
 def _keep_stages(model: GPT, layout: Layout, built: Built) -> Built:
-    """Cut the model, keep this rank's stages, and let the rest go."""
+    """Cut the model, keep this rank's stages, and drop the rest."""
     plan, place = layout.plan, layout.coordinates["pipeline"]
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
     modules = split_gpt(model, schedule.num_stages)
     tied = tuple(find_tied(modules))
-    own = {number: modules[number] for number, home in enumerate(schedule.home) if home == place}
+    own = {number: modules[number] for number, rank in enumerate(schedule.home) if rank == place}
     later = {name for one in tied for name in one.names[1:]}  # the first stage that has it counts
     here = [name for module in own.values() for name, _ in module.named_parameters()]
     holdings = {name: built.holdings[name]._replace(is_copy=name in later) for name in here}
@@ -172,7 +159,7 @@ def _with_balance(mixture: nn.Module, _: Any, output: Tensor, *, weight: float) 
 
 
 class _AddLoss(torch.autograd.Function):
-    """Pass an activation on, and in backward give a loss beside it its own gradient.
+    """Pass an activation on, and in backward start the gradient of a second loss too.
 
     A mixture in the first stage of a pipeline is far from the loss. But a sum of losses has the sum of their gradients,
     so it is enough that the second one's begins here.

@@ -17,7 +17,7 @@ from distlab.plan import Plan
 
 
 class LeftError(BaseException):
-    """Carries an error past those who would go on with the step: it is no Exception."""
+    """Carries an error past those who would go on with the step: it is not an Exception."""
 
 
 def meets_inside(plan: Plan) -> bool:

@@ -12,34 +12,38 @@ to be summed was summed by the layers themselves, in backward:
 | tied: token embedding and output         | mean               | mean             | another part | sum (3)     |
 
 1. Each rank has the whole gradient; with sequence_parallel its layers summed it, over the positions of all.
-2. The expert's one owner along this axis has heard from everybody's tokens: its gradient is the sum already.
+2. The expert's one owner along this axis has had all ranks' tokens: its gradient is the sum already.
 3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.tied`); only then can
    it be averaged: what was on its way before would lack the other's part.
 
-Means are exchanged while backward computes: without a pipeline in buckets (`distlab.data_parallel`), with one stage by
-stage, as soon as the stage's last micro-batch has passed. Sharded states send halves of it: see `shards`.
+Means are exchanged while backward computes. Without a pipeline that is in buckets (`distlab.data_parallel`), compressed
+where the plan says so. With one it is stage by stage, as soon as the stage's last micro-batch has passed. Sharded
+states send halves of it: see `shards`.
 
-Symbols: n copies of what is no expert, m of an expert: d c.
+Symbols: n copies of all but the experts, m of an expert: d c.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, tied_parameters, told_apart
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.stage_averages import StageAverages
 from distlab.pipeline import Pipeline
+from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Wrapper = DataParallel | ShardedOptimizer | FullyShard
 
 
 class Gradient(NamedTuple):
@@ -56,32 +60,48 @@ class Gradient(NamedTuple):
     counts: bool
 
 
-class Exchange(Protocol):
+class GradientAveraging:
     """Makes gradients those of the whole batch, and updates what this rank has to update.
 
     Attributes:
+        wrappers: what averages gradients during backward, each over a group of its own.
         optimizers: made of this rank's parameters, or pieces.
     """
 
+    wrappers: Sequence[Wrapper] = ()
     optimizers: list[torch.optim.Optimizer]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """Let the backward passes inside keep their gradients; all but a step's last stand here."""
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let the backward passes inside keep their gradients; all but a step's last run in this block."""
+        with ExitStack() as stack:
+            for one in self.wrappers:
+                stack.enter_context(one.no_sync())
+            yield
 
     def finish(self) -> None:
-        """End the step's exchange: gradients are those of the whole batch."""
+        """Finish the step: gradients are those of the whole batch."""
+        for one in self.wrappers:
+            one.synchronize()
 
     def gradients(self) -> Iterator[Gradient]:
         """Yield what is here, each piece once."""
+        raise NotImplementedError
 
     def update(self) -> None:
-        """Update, and bring new values to whoever needs them."""
+        """Update, and bring new values to the ranks that need them."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        for one in self.wrappers:
+            one.zero_grad()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Take the hooks off the model."""
+        for one in self.wrappers:
+            one.close()
 
 
 class ParameterBag(nn.Module):
@@ -99,10 +119,14 @@ class ParameterBag(nn.Module):
             yield name.replace("/", "."), parameter
 
 
-class WholeGradients:
+class WholeGradients(GradientAveraging):
     """Stage 0: every rank keeps whole gradients and updates all that it holds.
 
-    Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'.
+    Attributes:
+        hooks: what compresses gradients, where the plan says so; each remembers what it left out.
+
+    Cost: an all-reduce of 2 (n-1)/n of the gradients' bytes, and 2 (m-1)/m of the experts'. With compression for each
+        bucket what `distlab.plan.compression.exchanges` says, and an all-reduce of one element.
     """
 
     def __init__(
@@ -116,7 +140,7 @@ class WholeGradients:
     ) -> None:
         self._layout, self._built = layout, built
         self.named = named_parameters(built.stages)
-        dense, experts = told_apart(self.named, built, layout)
+        dense, experts = split_experts(self.named, built, layout)
         self._replicas: list[tuple[DataParallel, int]] = []
         self._averages: StageAverages | None = None
         if pipeline is not None and layout.plan.copies > 1:
@@ -131,19 +155,12 @@ class WholeGradients:
             )
         elif layout.plan.copies > 1:
             self._replicas = list(_replicas(dense, experts, layout, spans))
+            self.wrappers = [replicas for replicas, _ in self._replicas]
+        self.hooks = [replicas.hook for replicas, _ in self._replicas if replicas.hook is not None]
         self.optimizers = [make_optimizer([p for p in self.named.values() if p.requires_grad])]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
-        if not self._replicas:
-            return nullcontext()
-        stack = ExitStack()
-        for replicas, _ in self._replicas:
-            stack.enter_context(replicas.no_sync())
-        return stack
-
     def finish(self) -> None:
-        """See `Exchange`."""
+        """Finish the step, stage by stage where there is a pipeline."""
         if self._averages is not None:
             self._averages.finish()
         for replicas, also_divide in self._replicas:
@@ -152,25 +169,15 @@ class WholeGradients:
                 divide_(replicas.module.parameters(), also_divide)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """Yield the gradient of each parameter that is here."""
         for name, parameter in self.named.items():
             if parameter.grad is not None:
                 yield Gradient(name, parameter.grad, counts_here(self._built, self._layout, name))
 
-    def update(self) -> None:
-        """See `Exchange`."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
     def zero_grad(self) -> None:
-        """See `Exchange`."""
+        """Forget all gradients."""
         for parameter in self.named.values():
             parameter.grad = None
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        for replicas, _ in self._replicas:
-            replicas.close()
 
 
 def _replicas(
@@ -189,6 +196,7 @@ def _replicas(
                     bucket_bytes=layout.plan.bucket_bytes,
                     first_bucket_bytes=layout.plan.first_bucket_bytes,
                     spans=spans,
+                    hook=None if layout.plan.compression is None else make_hook(layout.plan.compression),
                 ),
                 divisor,
             )

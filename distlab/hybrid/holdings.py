@@ -28,14 +28,14 @@ def named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]
     return found
 
 
-def told_apart(
+def split_experts(
     named: Mapping[str, nn.Parameter], built: Built, layout: Layout
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return what all copies hold, and this rank's experts where ranks hold different ones; none that is frozen."""
     spread = layout.plan.expert > 1
-    wanting = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    experts = {name: p for name, p in wanting.items() if spread and built.holdings[name].is_expert}
-    return {name: p for name, p in wanting.items() if name not in experts}, experts
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    experts = {name: p for name, p in trained.items() if spread and built.holdings[name].is_expert}
+    return {name: p for name, p in trained.items() if name not in experts}, experts
 
 
 def tied_parameters(named: Mapping[str, nn.Parameter], built: Built) -> list[nn.Parameter]:

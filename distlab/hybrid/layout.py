@@ -11,7 +11,7 @@ A plan is a few degrees; a mesh turns a rank's number into a place on five axes;
 | pipeline | stages of the model           | layers; samples and positions are equal   |
 
 So three axes cut the batch, and three cut the model (expert does both). Ranks that differ on data, expert and context
-alone hold equal copies of whatever is no expert: their gradients are averaged, in one group over the three axes.
+alone hold equal copies of everything but the experts: their gradients are averaged, in one group over the three axes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distlab.comm import mesh_groups
 from distlab.context_parallel import position_ids
 from distlab.plan import Mesh, Plan
 
-COPIES = ("data", "expert", "context")  # ranks along these hold equal copies of what is no expert
+COPIES = ("data", "expert", "context")  # ranks along these hold equal copies of all but the experts
 EXPERT_COPIES = ("data", "context")  # and along these, of an expert
 
 
@@ -43,10 +43,10 @@ class Layout:
         coordinates: this rank's place on each axis.
         groups: by axis, the ranks that differ from this one there alone.
         everyone: all ranks of the mesh.
-        copies: ranks that hold equal copies of what is no expert.
+        copies: ranks that hold equal copies of all but the experts.
         expert_copies: ranks that hold equal copies of this rank's experts.
-        beside: the ranks of `copies` once more, for what layers sum in backward: on the same group it would have to
-            wait its turn among the gradients, and ranks may take these in another order.
+        copies_in_layers: the ranks of `copies` once more, for what layers sum in backward. On the same group a sum
+            would wait its turn among the gradients, and ranks may take these in another order.
     """
 
     plan: Plan
@@ -56,11 +56,11 @@ class Layout:
     everyone: ProcessGroup
     copies: ProcessGroup
     expert_copies: ProcessGroup
-    beside: ProcessGroup
+    copies_in_layers: ProcessGroup
 
     def close(self) -> None:
-        """Let go of all groups; nobody may be about to use them."""
-        for group in {*self.groups.values(), self.everyone, self.copies, self.expert_copies, self.beside}:
+        """Destroy all groups; no rank may be about to use them."""
+        for group in {*self.groups.values(), self.everyone, self.copies, self.expert_copies, self.copies_in_layers}:
             dist.destroy_process_group(group)
 
     def is_first(self, *axes: str) -> bool:
@@ -95,7 +95,7 @@ def lay_out(plan: Plan, mesh: Mesh) -> Layout:
         everyone,
         copies=joint_group(mesh, COPIES, groups),
         expert_copies=joint_group(mesh, EXPERT_COPIES, groups),
-        beside=joint_group(mesh, COPIES, {}),
+        copies_in_layers=joint_group(mesh, COPIES, {}),
     )
 
 

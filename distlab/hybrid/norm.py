@@ -55,7 +55,7 @@ def clip_on_mesh_(gradients: Iterable[Gradient], max_norm: float, group: Process
     Cost: as `mesh_norm`.
 
     Raises:
-        ValueError: max_norm is no positive number.
+        ValueError: max_norm is not a positive number.
         NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite; nothing is changed.
     """
     if not max_norm > 0:

@@ -48,8 +48,11 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
     yield from _of_sizes(plan, model)
     yield from _of_sharding(plan)
     yield from _of_precision(plan, model)
-    if plan.compression is not None:
-        yield "Hybrid sends whole gradients; use compression=None, or distlab.compression on data-parallel ranks alone"
+    if plan.compression is not None and plan.pipeline > 1:
+        yield (
+            f"compression with pipeline={plan.pipeline}: a pipeline averages whole gradients, stage by stage; use "
+            "compression=None, or pipeline=1"
+        )
     if plan.gradient_sync != "overlapped":
         yield f"gradient_sync is {plan.gradient_sync!r}; Hybrid sends gradients while backward computes: 'overlapped'"
 

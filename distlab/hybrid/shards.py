@@ -5,25 +5,24 @@ ranks that hold the same half are the group. Two things must be minded here. Exp
 they are sharded apart (stages 1 and 2). And a flat shard may begin in a parameter that tensor-parallel ranks split and
 end in one that all have whole, so the norm of gradients goes by pieces, not by shards.
 
-Symbols: n copies of what is no expert.
+Symbols: n copies of all but the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
 
 import torch.distributed as dist
 
 from distlab.hybrid.build import Built
-from distlab.hybrid.gradients import Gradient, MakeOptimizer, ParameterBag
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, told_apart
+from distlab.hybrid.gradients import Gradient, GradientAveraging, MakeOptimizer, ParameterBag
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts
 from distlab.hybrid.layout import Layout
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
 
-class ShardedStates:
+class ShardedStates(GradientAveraging):
     """Stages 1 and 2: each copy updates a part of what they hold; gradients go there, new values come back.
 
     Cost: a reduce-scatter and an all-gather, (n-1)/n of the parameters' bytes each.
@@ -34,7 +33,7 @@ class ShardedStates:
     ) -> None:
         self._layout, self._built, plan = layout, built, layout.plan
         self.named = named_parameters(built.stages)
-        dense, experts = told_apart(self.named, built, layout)
+        dense, experts = split_experts(self.named, built, layout)
         self.sharded = [
             ShardedOptimizer(
                 ParameterBag(named),
@@ -47,52 +46,35 @@ class ShardedStates:
             for named, group in ((dense, layout.copies), (experts, layout.expert_copies))
             if named
         ]
+        self.wrappers = self.sharded
         self.optimizers = [one.optimizer for one in self.sharded]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
-        stack = ExitStack()
-        for one in self.sharded:
-            stack.enter_context(one.no_sync())
-        return stack
-
     def finish(self) -> None:
-        """See `Exchange`."""
-        for one in self.sharded:
-            one.synchronize()
+        """Finish the step; an expert's sum is divided by the ranks that have other experts too."""
+        super().finish()
         for experts in self.sharded[1:]:
             divide_((piece for _, piece in experts.named_pieces()), self._layout.plan.expert)
 
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """Yield the gradient of each piece that this rank owns."""
         for one in self.sharded:
             for name, piece in one.named_pieces():
                 if piece.grad is not None:
                     yield Gradient(name, piece.grad, counts_here(self._built, self._layout, name, sharded=True))
 
     def update(self) -> None:
-        """See `Exchange`."""
+        """Update the own pieces, and bring new values to all copies."""
         for one in self.sharded:
             one.step()
 
-    def zero_grad(self) -> None:
-        """See `Exchange`."""
-        for one in self.sharded:
-            one.zero_grad()
 
-    def close(self) -> None:
-        """See `Exchange`."""
-        for one in self.sharded:
-            one.close()
-
-
-class ShardedParameters:
+class ShardedParameters(GradientAveraging):
     """Stage 3: each copy holds a part of everything, and blocks are whole only while they compute.
 
     Attributes:
         model: the module that is called in place of the stage's.
 
-    Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes, a micro-batch the two thirds of it that gather.
+    Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes; per micro-batch the two thirds of it that gather.
     """
 
     def __init__(
@@ -107,18 +89,11 @@ class ShardedParameters:
             precision=plan.precision,
             spans=spans,
         )
+        self.wrappers = [self.model]
         self.optimizers = [make_optimizer([p for p in self.model.parameters() if p.requires_grad])]
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        """See `Exchange`."""
-        return self.model.no_sync()
-
-    def finish(self) -> None:
-        """See `Exchange`."""
-        self.model.synchronize()
-
     def gradients(self) -> Iterator[Gradient]:
-        """See `Exchange`."""
+        """Yield the gradients of all shards, parameter by parameter."""
         for unit in self.model.units:
             if unit.shard.grad is None:
                 continue
@@ -126,16 +101,3 @@ class ShardedParameters:
                 name = unit.layout.names[piece.tensor]
                 values = unit.shard.grad[piece.offset : piece.offset + piece.stop - piece.start]
                 yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
-
-    def update(self) -> None:
-        """See `Exchange`."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        """See `Exchange`."""
-        self.model.zero_grad()
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        self.model.close()

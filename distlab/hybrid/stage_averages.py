@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer
+from distlab.flat_gradients import TimedWork
 from distlab.pipeline import Pipeline
+from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter
 
 
@@ -29,12 +29,12 @@ class StageAverages:
         experts: parameters whose copies are the ranks of `expert_group` alone; sums are divided by all of `group`.
         expert_group: see experts.
         late: parameters whose gradients are complete only when `step` has returned: tied ones.
-        spans: marks each sum's way on the lane "communication"; its end is seen when the next one starts, or in
+        spans: draws each sum on the lane "communication"; its end is seen when the next one starts, or in
             `finish`.
 
-    Cost: one all-reduce of a stage's gradients a step, one more of its experts', and one of what is late. Where
+    Cost: per step one all-reduce of a stage's gradients, one more of its experts', and one of what is late. Where
         gradients are accumulated over several steps, call `finish` after each: the sum of means is the mean of sums, at
-        the cost of an all-reduce a step.
+        the cost of one all-reduce per step.
     Error: equal to one process on the whole batch up to the order of sums. After a step that failed on some ranks
         `finish` goes through as ever, since others may wait for it; the means are of no use then.
     """
@@ -54,28 +54,30 @@ class StageAverages:
         apart, after = {id(p) for p in experts}, {id(p) for p in late}
         own_groups = {False: group, True: group if expert_group is None else expert_group}
         self._order = _ends(pipeline, stages)
-        self._rows: dict[int, list[_Row]] = {}
+        self._buckets: dict[int, list[_StageBucket]] = {}
         seen: set[nn.Parameter] = set()
         for number, module in stages.items():
-            wanting = [p for p in module.parameters() if p.requires_grad and p not in seen]
-            seen.update(wanting)
+            trained = [p for p in module.parameters() if p.requires_grad and p not in seen]
+            seen.update(trained)
             for is_expert, same in own_groups.items():
                 for when, is_late in ((number, False), (-1, True)):
-                    own = [p for p in wanting if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
+                    own = [p for p in trained if (id(p) in apart) == is_expert and (id(p) in after) == is_late]
                     if own:
                         name = f"{'tied weights' if is_late else f'stage {number}'}{' of experts' * is_expert}"
-                        self._rows.setdefault(when, []).append(_Row(own, same, name))
+                        self._buckets.setdefault(when, []).append(_StageBucket(own, same, name))
         if self._num_copies > 1:
-            share_states(stages, own_groups, apart)
+            for module in stages.values():
+                for tensor in module.state_dict(keep_vars=True).values():
+                    broadcast_each([tensor], own_groups[id(tensor) in apart])
             pipeline.on_stage_complete = self._start
 
     def _start(self, stage: int) -> None:
-        """Send a stage's gradients on their way."""
+        """Start to average a stage's gradients."""
         if self._spans is not None:
-            for row in chain.from_iterable(self._rows.values()):
-                row.note_end()
-        for row in self._rows.get(stage, ()):
-            row.start(self._num_copies)
+            for bucket in chain.from_iterable(self._buckets.values()):
+                bucket.note_end()
+        for bucket in self._buckets.get(stage, ()):
+            bucket.start(self._num_copies)
 
     def finish(self) -> None:
         """Wait for the means and put them in place of the gradients."""
@@ -83,48 +85,39 @@ class StageAverages:
             return
         for stage in (*self._order, -1):  # all but the last are on their way, unless the step did not get there
             self._start(stage)
-        for row in chain.from_iterable(self._rows.values()):
-            row.finish()
-            if self._spans is not None:
-                row.mark(self._spans)
+        for bucket in chain.from_iterable(self._buckets.values()):
+            bucket.finish(self._spans)
 
 
-class _Row:
-    """Gradients end to end in one buffer, on their way to the copies of their parameters."""
+class _StageBucket:
+    """Gradients end to end in one buffer, which are averaged over the copies of their parameters."""
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
         self._parameters, self._group, self._flat = parameters, group, FlatBuffer(parameters)
-        self._name, self._start_ns, self._end_ns = name, 0, 0
-        self._work: dist.Work | None = None
-        self._started = False
+        self._name, self._started = name, False
+        self._work: TimedWork | None = None
 
     def start(self, divisor: int) -> None:
-        """Divide, then sum: gloo knows no mean."""
+        """Divide, then sum: gloo has no mean."""
         if self._started:
             return
         self._flat.pack([parameter.grad for parameter in self._parameters])
         self._flat.buffer /= divisor
         self._started = True
-        self._start_ns, self._end_ns = time.monotonic_ns(), 0
         if dist.get_world_size(self._group) > 1:
-            self._work = dist.all_reduce(self._flat.buffer, group=self._group, async_op=True)
+            self._work = TimedWork(lambda: dist.all_reduce(self._flat.buffer, group=self._group, async_op=True))
 
     def note_end(self) -> None:
         """Remember when the sum was first seen to be over."""
-        if self._end_ns == 0 and self._work is not None and self._work.is_completed():
-            self._end_ns = time.monotonic_ns()
+        if self._work is not None:
+            self._work.note_end()
 
-    def mark(self, spans: SpanWriter) -> None:
-        """Draw the sum's way; where nothing was sent there is none."""
-        if dist.get_world_size(self._group) > 1:
-            name, num_bytes = f"all_reduce {self._name}", self._flat.num_bytes
-            spans.add(name, "all_reduce", self._start_ns, self._end_ns, lane="communication", num_bytes=num_bytes)
-
-    def finish(self) -> None:
-        """Wait, and put the means in place."""
+    def finish(self, spans: SpanWriter | None) -> None:
+        """Wait, put the means in place, and draw the sum if one was sent."""
         if self._work is not None:
             self._work.wait()
-            self._end_ns = self._end_ns or time.monotonic_ns()
+            if spans is not None:
+                self._work.mark(spans, f"all_reduce {self._name}", self._flat.num_bytes)
         for parameter, mean in zip(self._parameters, self._flat.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
@@ -133,16 +126,10 @@ class _Row:
 
 def _ends(pipeline: Pipeline, stages: Mapping[int, nn.Module]) -> list[int]:
     """Return this rank's stages in the order in which their gradients are complete: the same on all copies."""
-    home = next(rank for stage, rank in enumerate(pipeline.schedule.home) if stage in stages)
+    own_rank = next(rank for stage, rank in enumerate(pipeline.schedule.home) if stage in stages)
     last = {
-        action.stage: place for place, action in enumerate(pipeline.schedule.actions(home)) if action.kind in ("B", "W")
+        action.stage: place
+        for place, action in enumerate(pipeline.schedule.actions(own_rank))
+        if action.kind in ("B", "W")
     }
     return sorted(stages, key=lambda stage: last[stage])
-
-
-@torch.no_grad()
-def share_states(stages: Mapping[int, nn.Module], groups: Mapping[bool, ProcessGroup], apart: set[int]) -> None:
-    """Give all copies the first one's parameters and buffers: of what is apart, in the group for that."""
-    for module in stages.values():
-        for tensor in module.state_dict(keep_vars=True).values():
-            dist.broadcast(tensor.detach(), group=groups[id(tensor) in apart], group_src=0)

@@ -19,20 +19,20 @@ from torch.distributed import ProcessGroup
 from distlab import tensor_parallel
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import Built
-from distlab.hybrid.gradients import Exchange, WholeGradients
+from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
 from distlab.sharding import ShardedState
 
 
-def full_state_dict(built: Built, layout: Layout, exchange: Exchange) -> dict[str, Tensor]:
+def full_state_dict(built: Built, layout: Layout, averaging: GradientAveraging) -> dict[str, Tensor]:
     """Return the whole model's state under its own names, on every rank.
 
     Cost: an all-gather of what is split along tensor, a broadcast of each expert and of each stage's parameters, and
         of sharded parameters a gather of them all.
     """
     state: dict[str, Tensor] = {}
-    with _whole_stages(built, exchange) as stages:
+    with _whole_stages(built, averaging) as stages:
         for module in stages.values():
             if layout.plan.tensor > 1:
                 state |= tensor_parallel.full_state_dict(module, layout.groups["tensor"])
@@ -43,10 +43,14 @@ def full_state_dict(built: Built, layout: Layout, exchange: Exchange) -> dict[st
     return {name: state[name] for name in built.shapes}
 
 
-def load_full_state_dict(built: Built, layout: Layout, exchange: Exchange, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(
+    built: Built, layout: Layout, averaging: GradientAveraging, state: Mapping[str, Tensor]
+) -> None:
     """Take this rank's parts out of a whole state; every rank calls this, with the same one.
 
     What optimizers remember stays as it was.
+
+    Cost: nothing is sent; where parameters are sharded, a gather of them all.
 
     Raises:
         ValueError: the same on every rank, and nothing is loaded: names or shapes that are not the model's.
@@ -58,7 +62,7 @@ def load_full_state_dict(built: Built, layout: Layout, exchange: Exchange, state
                 f"{name} is {'nothing' if there is None else list(there)} in the state and "
                 f"{'nothing' if here is None else list(here)} in the model; load the state of this model"
             )
-    with _whole_stages(built, exchange, write=True) as stages:
+    with _whole_stages(built, averaging, write=True) as stages:
         for module in stages.values():
             own = {name: state[name] for name in module.state_dict()}
             if layout.plan.tensor > 1:
@@ -74,12 +78,14 @@ def _copy_into(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def _whole_stages(built: Built, exchange: Exchange, *, write: bool = False) -> Iterator[Mapping[int, nn.Module]]:
+def _whole_stages(
+    built: Built, averaging: GradientAveraging, *, write: bool = False
+) -> Iterator[Mapping[int, nn.Module]]:
     """Give this rank's stages with all their parameters, also where copies hold a piece each."""
-    if not isinstance(exchange, ShardedParameters):
+    if not isinstance(averaging, ShardedParameters):
         yield built.stages
         return
-    with exchange.model.summon(write=write) as module:
+    with averaging.model.summon(write=write) as module:
         yield {0: module}
 
 
@@ -110,12 +116,12 @@ class HybridState:
 
     _built: Built
     _layout: Layout
-    _exchange: Exchange
+    _averaging: GradientAveraging
 
     def shard_state(self) -> dict[str, Any]:
-        """Return what this rank holds, and what its optimizers remember of it."""
+        """Return what this rank holds, and what its optimizers and compression remember of it."""
         state: dict[str, Any] = {"place": self._place()}
-        if isinstance(self._exchange, ShardedParameters):
+        if isinstance(self._averaging, ShardedParameters):
             return {**state, "shards": self._sharded().shard_state()}
         stages = {str(number): dict(module.state_dict()) for number, module in self._built.stages.items()}
         return {**state, "stages": stages, "optimizers": [one.state_dict() for one in self._savers()]}
@@ -138,12 +144,12 @@ class HybridState:
                     f"{what} is {value} here and {saved.get(what)} in the checkpoint; resume with the plan that it was "
                     "saved with, or load full_state_dict() into another one"
                 )
-        if isinstance(self._exchange, ShardedParameters):
+        if isinstance(self._averaging, ShardedParameters):
             self._sharded().check_shards([states[0]["shards"]])
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what this rank saved."""
-        if isinstance(self._exchange, ShardedParameters):
+        if isinstance(self._averaging, ShardedParameters):
             self._sharded().load_shards([states[0]["shards"]])
             return
         for number, module in self._built.stages.items():
@@ -159,11 +165,11 @@ class HybridState:
         return {"the plan": str(plan), "the mesh": str(mesh), "the rank's place": coordinates, "the model": str(shapes)}
 
     def _savers(self) -> Sequence[Any]:
-        if isinstance(self._exchange, ShardedStates):
-            return self._exchange.sharded
-        assert isinstance(self._exchange, WholeGradients), "there are three kinds"
-        return self._exchange.optimizers
+        if isinstance(self._averaging, ShardedStates):
+            return self._averaging.sharded
+        assert isinstance(self._averaging, WholeGradients), "there are three kinds"
+        return [*self._averaging.optimizers, *self._averaging.hooks]
 
     def _sharded(self) -> ShardedState:
-        assert isinstance(self._exchange, ShardedParameters), "asked for by stage 3 alone"
-        return ShardedState(self._exchange.model, self._exchange.optimizers[0])
+        assert isinstance(self._averaging, ShardedParameters), "asked for by stage 3 alone"
+        return ShardedState(self._averaging.model, self._averaging.optimizers[0])

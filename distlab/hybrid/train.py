@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
 from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
-from distlab.hybrid.gradients import Exchange, WholeGradients
+from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, WholeGradients
 from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
 from distlab.hybrid.norm import clip_on_mesh_
 from distlab.hybrid.rules import problem_of, problem_of_balance
@@ -42,13 +42,13 @@ class Hybrid(HybridState):
     Args:
         model: the same on all ranks but for its values, of which the first rank's count; it is used up. It may hold
             mixtures (`mix_experts`).
-        plan: degrees, schedule, micro-batches, sharding, recompute, precision.
+        plan: degrees, schedule, micro-batches, sharding, compression, recompute, precision.
         make_optimizer: builds an optimizer of a list of parameters. Ranks hold parts of tensors, and sharding pieces of
             them: element-wise ones only (SGD, Adam, AdamW).
         order: axes of the mesh from the slowest to the fastest: neighbours in the last one are neighbouring ranks.
         spans: draws passes, the wait for gradients ("synchronize") and the update ("optimizer") on the lane "compute",
-            sends of a pipeline, and on lanes of their own exchanges of gradients and states: under the names and in the
-            order of a simulated step, to be laid over it. What layers send inside of passes a recorder sees.
+            and a pipeline's sends. Gradient and state exchanges get lanes of their own. Names and order match a
+            simulated step, so the two can be overlaid. A recorder sees what layers send inside of passes.
         balance: weight of the mixtures' mean balance loss. It is made of a micro-batch's tokens of all ranks, and so is
             one process' where there is one micro-batch.
 
@@ -75,7 +75,7 @@ class Hybrid(HybridState):
         self,
         model: GPT,
         plan: Plan,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: MakeOptimizer,
         *,
         order: Sequence[str] = AXES,
         spans: SpanWriter | None = None,
@@ -89,8 +89,8 @@ class Hybrid(HybridState):
         self._built = build(model, self._layout, balance=balance)
         self.stages = self._built.stages
         self.pipeline = self._make_pipeline()
-        self._exchange = self._make_exchange(make_optimizer)
-        self.optimizers = self._exchange.optimizers
+        self._averaging = self._make_averaging(make_optimizer)
+        self.optimizers = self._averaging.optimizers
         self._state = ""  # "been closed", or "failed" where others could not be told
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Hybrid(HybridState):
                 raise RuntimeError(f"rank {dist.get_rank()}: the step failed: {_said(failure)}") from failure
         try:
             with self._span("synchronize", "wait") if self.plan.copies > 1 else nullcontext():
-                self._exchange.finish()
+                self._averaging.finish()
         except RuntimeError as error:  # told to all copies already
             failure = failure or error
         return self._mean(loss, failure)
@@ -131,16 +131,16 @@ class Hybrid(HybridState):
 
         Cost, Raises: as `norm.clip_on_mesh_`.
         """
-        return clip_on_mesh_(self._exchange.gradients(), max_norm, self._everyone)
+        return clip_on_mesh_(self._averaging.gradients(), max_norm, self._everyone)
 
     def update(self) -> None:
-        """Update the parameters, and bring new values to whoever holds them."""
+        """Update the parameters, and bring new values to the ranks that hold them."""
         with self._span("optimizer", "optimizer"):
-            self._exchange.update()
+            self._averaging.update()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self._exchange.zero_grad()
+        self._averaging.zero_grad()
 
     def train_step(self, inputs: Tensor, targets: Tensor, max_norm: float | None = None) -> Tensor:
         """Forget gradients, run a batch, clip if a norm is given, and update; return the batch's mean loss."""
@@ -159,18 +159,18 @@ class Hybrid(HybridState):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return what one process would save, on every rank; see `state.full_state_dict`."""
-        return full_state_dict(self._built, self._layout, self._exchange)
+        return full_state_dict(self._built, self._layout, self._averaging)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's parts out of what one process, or any plan, saved; see `state.load_full_state_dict`."""
-        load_full_state_dict(self._built, self._layout, self._exchange, state)
+        load_full_state_dict(self._built, self._layout, self._averaging, state)
 
     def close(self) -> None:
-        """Let go of the model and of the groups; every rank calls this, when nobody waits for another."""
+        """Take the hooks off and destroy the groups; every rank calls this, when no rank waits for another."""
         if self._state == "been closed":
             return
         self._state = "been closed"
-        self._exchange.close()
+        self._averaging.close()
         if self.pipeline is not None:
             self.pipeline.close()
         self._layout.close()
@@ -190,7 +190,7 @@ class Hybrid(HybridState):
             pipeline.on_failure = leave_at_once
         return pipeline
 
-    def _make_exchange(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Exchange:
+    def _make_averaging(self, make_optimizer: MakeOptimizer) -> GradientAveraging:
         stage = self.plan.sharding.stage
         if stage == 0:
             return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
@@ -200,13 +200,13 @@ class Hybrid(HybridState):
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run this rank's part of a batch; return its mean loss where the last stage is."""
         if self.pipeline is not None:
-            with self._exchange.accumulating() if self.plan.sharding.stage else nullcontext():
+            with self._averaging.accumulating() if self.plan.sharding.stage else nullcontext():
                 return self.pipeline.step(inputs, targets)
-        model = self._exchange.model if isinstance(self._exchange, ShardedParameters) else self.stages[0]
+        model = self._averaging.model if isinstance(self._averaging, ShardedParameters) else self.stages[0]
         num = self.plan.num_microbatches
         losses = []
         for index, (tokens, wanted) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
-            with self._exchange.accumulating() if index < num - 1 else nullcontext():
+            with self._averaging.accumulating() if index < num - 1 else nullcontext():
                 with self._span(f"0F{index}", "F", stage=0, microbatch=index):
                     loss = self._built.loss(model(tokens), wanted)
                 with self._span(f"0B{index}", "B", stage=0, microbatch=index):
@@ -242,7 +242,7 @@ class Hybrid(HybridState):
     def _check(self, inputs: Tensor, targets: Tensor) -> None:
         """Refuse, on every rank, a batch that cannot be cut, or that is not the same everywhere.
 
-        Cost: one all-reduce of 8 bytes a rank.
+        Cost: one all-reduce of 8 bytes per rank.
         """
         if self._state:
             raise ValueError(f"step was called on a Hybrid that has {self._state}; build it anew")
@@ -262,7 +262,7 @@ class Hybrid(HybridState):
             return nullcontext()
         return autocast(precision.compute, group_device(self._everyone).type)
 
-    def _span(self, name: str, kind: str, **place: int) -> AbstractContextManager[Any]:
+    def _span(self, name: str, kind: str, **place: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self._spans is None else self._spans.span(name, kind, **place)
 
 

@@ -8,14 +8,14 @@ Accumulating gradients over several backward passes makes a large batch on few r
 
 from distlab.large_batch.lamb import LAMB
 from distlab.large_batch.lars import LARS
-from distlab.large_batch.scaling import Schedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
+from distlab.large_batch.scaling import LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
 from distlab.large_batch.trust import Moments, Trust, lamb_update, lars_update, trust_ratio
 
 __all__ = [
     "LAMB",
     "LARS",
     "Moments",
-    "Schedule",
+    "LearningRateSchedule",
     "Trust",
     "lamb_update",
     "lars_update",

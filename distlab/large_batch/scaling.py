@@ -6,8 +6,9 @@ the noise: the mean of k times as many samples has 1/sqrt(k) of the deviation, a
 size, in which noise is the larger part. Both break where the gradient turns within one step, first at the start of
 training: hence *warmup*, a rate that rises to its peak over some updates.
 
-A rate is a function of the update's number alone (`Schedule.at`). Code that changes the rate it finds, by a factor or
-only while it warms up, goes wrong when a run is resumed: it finds the rate of the checkpoint and takes it for the peak.
+A rate is a function of the update's number alone (`LearningRateSchedule.at`). Code that changes the rate it finds, by a
+factor or only while it warms up, goes wrong when a run is resumed: it finds the rate of the checkpoint and takes it for
+the peak.
 
 Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2 (linear, gradual warmup). Krizhevsky
 2014, "One weird trick for parallelizing convolutional neural networks" (square root). Malladi et al. 2022,
@@ -30,7 +31,7 @@ def linear_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to it, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * _times(batch, base_batch)
 
@@ -39,7 +40,7 @@ def sqrt_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to its root, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * math.sqrt(_times(batch, base_batch))
 
@@ -58,7 +59,7 @@ def warmup_factor(step: int, num_warmup: int) -> float:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """The learning rate of every update: up to the peak, then down.
 
     Attributes:
@@ -76,15 +77,15 @@ class Schedule:
     final_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("Schedule: peak_lr", self.peak_lr)
-        check_number("Schedule: final_lr", self.final_lr)
+        check_number("LearningRateSchedule: peak_lr", self.peak_lr)
+        check_number("LearningRateSchedule: final_lr", self.final_lr)
         if self.num_steps < 1 or not 0 <= self.num_warmup <= self.num_steps:
             raise ValueError(
-                f"Schedule: {self.num_warmup} updates of warmup in a run of {self.num_steps}; "
+                f"LearningRateSchedule: {self.num_warmup} updates of warmup in a run of {self.num_steps}; "
                 "pass at least 1 update, and no more for the warmup than there are"
             )
         if self.decay not in DECAYS:
-            raise ValueError(f"Schedule: decay is {self.decay!r}; pass one of {', '.join(DECAYS)}")
+            raise ValueError(f"LearningRateSchedule: decay is {self.decay!r}; pass one of {', '.join(DECAYS)}")
 
     def at(self, step: int) -> float:
         """Return the rate of an update, counted from 0; past the end it stays as at the end."""

@@ -37,6 +37,8 @@ def trust_of(group: Group) -> Trust:
 def batches(group: Group) -> list[list[Tensor]]:
     """Return the parameters that have a gradient, in lists of one dtype on one device; large ones on a CPU alone.
 
+    Shapes: any
+
     Raises:
         ValueError: a gradient is sparse.
     """
@@ -74,7 +76,10 @@ def ratios(weight_norms: Iterable[float], update_norms: Iterable[float], trust: 
 
 
 def add_scaled(targets: list[Tensor], sources: list[Tensor], scales: list[float]) -> None:
-    """Add to each target its source times its scale: in one pass on a CPU, in one launch for all on a GPU."""
+    """Add to each target its source times its scale: in one pass on a CPU, in one launch for all on a GPU.
+
+    Shapes: targets and sources alike, in pairs
+    """
     if targets[0].is_cuda:
         torch._foreach_add_(targets, torch._foreach_mul(sources, scales))
         return

@@ -108,6 +108,8 @@ def lars_update(
 
     The learning rate is *inside* the buffer: a rate that falls reaches the weight only as old steps fade.
 
+    Shapes: weight, gradient and buffer [...] -> [...], [...]
+
     Source: You et al. 2017, algorithm 1. Zero norms: see `trust_ratio`.
     """
     denominator = gradient.norm() + weight_decay * weight.norm()  # decay counts here too, or it outgrows the gradient
@@ -127,6 +129,8 @@ def lamb_update(
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Moments]:
     """Return the weight and the moments after one update of the LAMB paper.
+
+    Shapes: weight and gradient [...] -> [...]; moments alike
 
     Source: You et al. 2020, algorithm 2, with its bias correction and phi(z) = z. Zero norms: see `trust_ratio`.
     """

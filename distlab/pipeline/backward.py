@@ -115,7 +115,7 @@ class SplitBackward:
     What is passed as gradients, and the module's inputs, must not be written before the weight gradients are made.
 
     Args:
-        module: its layers' `forward` (`plain_part` of those that have one) is replaced until `close()`; parameters,
+        module: its layers' `forward` (`local_compute` of those that have one) is replaced until `close()`; parameters,
             names and hooks stay.
 
     Cost: I and W together at most 1.05 times one full backward. Between them, the input of each deferred layer and the

@@ -1,7 +1,7 @@
 """The layers whose weight gradient can wait, a rule for each: what I computes, what W computes.
 
 A rule holds for one exact type. A subclass may compute something else, so it has none. But a layer that sends
-something before and after such a computation may say so itself (`distlab.plain_part`): the rule then holds for the
+something before and after such a computation may say so itself (`distlab.local_compute`): the rule then holds for the
 middle, and what is sent backward is sent in I.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from distlab.plain_part import HasPlainPart
+from distlab.local_compute import LocalCompute
 
 
 class Notes(NamedTuple):
@@ -175,13 +175,13 @@ def rule_of(layer: nn.Module) -> LayerRule | None:
 
     Its weight must still be its own parameter (weight norm takes it away).
     """
-    kind = layer.plain_kind if isinstance(layer, HasPlainPart) else type(layer)
+    kind = layer.local_kind if isinstance(layer, LocalCompute) else type(layer)
     return None if kind is None or "weight" not in layer._parameters else RULES.get(kind)
 
 
 def place_of(layer: nn.Module) -> str:
     """Return the method of a layer that computes what its rule parts."""
-    return "plain_part" if isinstance(layer, HasPlainPart) else "forward"
+    return "local_compute" if isinstance(layer, LocalCompute) else "forward"
 
 
 def _convolution_backward(layer: Any, x: Tensor, weight: Tensor, gradient: Tensor, wanted: list[bool]) -> Any:

@@ -1,7 +1,7 @@
 """Sharding: optimizer state, gradients and parameters, each held once in a group of ranks.
 
 Begin with `plain`, the whole idea by hand on one screen. All of it sends with `calls` (the two halves of an all-reduce:
-`gather_into`, `scatter_sum`) and `direct` (the same, while a rank computes).
+`gather_into`, `scatter_sum`) and with `distlab.collectives.direct` (the same, while a rank computes).
 
 1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).

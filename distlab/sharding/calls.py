@@ -1,10 +1,10 @@
 """The two calls that sharding is made of: gather shards, and sum and scatter.
 
 `gather_into` and `scatter_sum` are the two halves of an all-reduce. nccl brings both. gloo's all-gather is as fast as a
-ring should be; its reduce-scatter makes one whole all-reduce a rank, so there we scatter by our own ring.
+ring should be; its reduce-scatter makes one whole all-reduce per rank, so there we scatter by our own ring.
 
-That ring is Python code, and somebody must drive it, so the caller waits. What goes on by itself while a rank computes
-is in `direct`.
+That ring is Python code that the caller drives, so the caller waits. `distlab.collectives.direct` has the two halves
+that run by themselves while a rank computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gather_into(
     """Fill `full` with the ranks' shards, in the order of the ranks.
 
     Shapes: shard [L], full [n L], both contiguous, of one dtype. `shard` may be this rank's part of `full` itself.
-    Cost: one all-gather, (n-1) L elements sent a rank.
+    Cost: one all-gather, (n-1) L elements sent per rank.
     Error: exact: bytes are copied.
 
     Args:
@@ -46,7 +46,7 @@ def scatter_sum(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) 
 
     Shapes: full [n L] -> shard [L], both contiguous, of one dtype. `full` holds partial sums afterwards. `shard` may be
         this rank's part of `full` itself; then nothing is copied.
-    Cost: (n-1) L elements sent a rank.
+    Cost: (n-1) L elements sent per rank.
     Error: each part is added up once, in one order, so the same input gives the same bits again.
 
     Raises:

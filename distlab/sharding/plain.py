@@ -1,4 +1,4 @@
-"""The plainest fully sharded training: gather, compute, let go; gather, backward, reduce-scatter. Nothing overlaps.
+"""The plainest fully sharded training: gather, compute, free; gather, backward, reduce-scatter. Nothing overlaps.
 
 A model is a list of modules, each fed with what the one before it made. Here each rank keeps of every module only a
 shard, one part of a flat row that holds all its parameters. Between two modules nothing is kept but the activation, so
@@ -47,20 +47,20 @@ def plain_step(
 
     Args:
         modules: each fed with what the one before it made.
-        shards: of `cut_shard`, one a module.
+        shards: of `cut_shard`, one per module.
         inputs: of the first module, this rank's.
         loss_fn: of what the last module makes.
         group: the ranks.
 
     Shapes: inputs as the first module wants them -> []
-    Cost: for each module two all-gathers and a reduce-scatter: 3 (n-1)/n of its padded bytes sent a rank.
+    Cost: for each module two all-gathers and a reduce-scatter: 3 (n-1)/n of its padded bytes sent per rank.
     """
     num_ranks = dist.get_world_size(group)
     x, before = inputs, []
     for module, shard in zip(modules, shards, strict=True):
         before.append(x)
         with torch.no_grad():
-            x = functional_call(module, _gather(module, shard, group), x)  # let go when the next is gathered
+            x = functional_call(module, _gather(module, shard, group), x)  # freed when the next is gathered
     x.requires_grad_()
     loss = loss_fn(x)
     (gradient,) = torch.autograd.grad(loss, x)

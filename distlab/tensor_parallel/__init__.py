@@ -4,7 +4,7 @@ Begin with `functions`: f and g, the conjugate pairs that everything else is mad
 `linear` (column- and row-parallel layers), `attention` (its heads split; `grouped` where there are fewer heads of keys
 and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
 
-Then what makes it good: `overlap` (the exchange beside a matrix product), `sequence` (what lies between the regions,
+Then what makes it good: `overlap` (the exchange during a matrix product), `sequence` (what lies between the regions,
 split by positions), `dropout` (masks that must be equal, and those that must not), `norm` (gradients' norm, with what
 every rank holds counted once).
 

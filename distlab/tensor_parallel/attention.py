@@ -30,7 +30,7 @@ class ParallelAttention(nn.Module):
     head: see `SharedKeyValueLinear`, whose parameters are named `query` and `key_value`.
 
     Shapes: x [B, S, H] -> [B, S, H]; with sequence_parallel both [B, S/t, H]
-    Cost: an all-reduce of [B, S, H] forward and one backward: 4 (t-1)/t B S H elements sent a rank; as much with
+    Cost: an all-reduce of [B, S, H] forward and one backward: 4 (t-1)/t B S H elements sent per rank; as much with
         sequence_parallel.
     Error: as the two layers'.
 

@@ -27,7 +27,7 @@ Recomputation in Large Transformer Models, section 4.2.2 (with sequence parallel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum, check_sequence
+from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum, check_sequence
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -48,8 +48,7 @@ def copy_to_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [...] -> [...]
     Cost: nothing forward; backward an all-reduce of x: 2 (t-1)/t of its bytes.
     """
-    y: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_nothing, backward=_sum)
 
 
 def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -59,8 +58,7 @@ def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost: forward an all-reduce of x: 2 (t-1)/t of its bytes; nothing backward.
     Error: as a sum in another order.
     """
-    y: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_sum, backward=_nothing)
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -69,8 +67,7 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., S/t, H] -> [..., S, H]
     Cost: an all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole's bytes: together f's.
     """
-    y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_gather, backward=_scatter_sum)
 
 
 def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -83,8 +80,7 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Ten
         ValueError: the ranks do not divide S.
     """
     check_sequence(x, group, what="reduce_scatter_sequence")
-    y: Tensor = _ReduceScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_scatter_sum, backward=_gather)
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -97,8 +93,7 @@ def split_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         ValueError: the ranks do not divide S.
     """
     check_sequence(x, group, what="split_sequence")
-    y: Tensor = _SplitSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=own_positions, backward=_gather)
 
 
 def join_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -110,8 +105,7 @@ def join_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., S/t, H] -> [..., S, H]
     Cost: an all-gather forward, (t-1)/t of the whole's bytes; nothing backward.
     """
-    y: Tensor = _JoinSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_gather, backward=own_positions)
 
 
 def join_features(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -120,8 +114,7 @@ def join_features(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., H/t] -> [..., H]
     Cost: an all-gather forward, (t-1)/t of the whole's bytes; nothing backward.
     """
-    y: Tensor = _JoinSequence.apply(x.unsqueeze(-1), group)  # type: ignore[no-untyped-call]  # features in the place of positions
-    return y.squeeze(-1)
+    return join_sequence(x.unsqueeze(-1), group).squeeze(-1)  # features in the place of positions
 
 
 def add_once(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -132,8 +125,7 @@ def add_once(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [...] -> [...]
     Cost: nothing is sent.
     """
-    y: Tensor = _Once.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _pair(x, group, forward=_zero_but_on_first, backward=_nothing)
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
@@ -146,79 +138,46 @@ def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) 
     return same
 
 
-class _Copy(Function):
+Operation = Callable[[Tensor, ProcessGroup | None], Tensor]
+
+
+def _pair(x: Tensor, group: ProcessGroup | None, *, forward: Operation, backward: Operation) -> Tensor:
+    """Do one thing to an activation, and its conjugate to the gradient."""
+    y: Tensor = _Pair.apply(x, group, forward, backward)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Pair(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return Sum(_own(gradient), ctx.group).finish(), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        return Sum(_own(x), group).finish()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return SequenceGather(x, group).finish()
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, forward: Operation, backward: Operation) -> Tensor:
+        ctx.group, ctx.conjugate = group, backward
+        y = forward(x, group)
+        return x.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return SequenceScatterSum(gradient, ctx.group).finish(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(gradient, ctx.group), None, None, None
 
 
-class _ReduceScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return SequenceScatterSum(x, group).finish()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return SequenceGather(gradient, ctx.group).finish(), None
+def _nothing(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return x
 
 
-class _SplitSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return own_positions(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return SequenceGather(gradient, ctx.group).finish(), None
+def _sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    # A copy: other code may hold the gradient or activation too, and the sum is made in place.
+    return Sum(x.clone(memory_format=torch.contiguous_format), group).finish()
 
 
-class _JoinSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return SequenceGather(x, group).finish()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return own_positions(gradient, ctx.group), None
+def _gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return SequenceGather(x, group).finish()
 
 
-class _Once(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        return x.clone() if group_rank(group) == 0 else torch.zeros_like(x)
+def _scatter_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return SequenceScatterSum(x, group).finish()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+
+def _zero_but_on_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return x.clone() if group_rank(group) == 0 else torch.zeros_like(x)
 
 
 class _SumGradients(Function):
@@ -243,8 +202,3 @@ def own_positions(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [..., S, H] -> [..., S/t, H]
     """
     return x.chunk(dist.get_world_size(group), -2)[group_rank(group)].clone(memory_format=torch.contiguous_format)
-
-
-def _own(x: Tensor) -> Tensor:
-    """Copy what others may hold too: a gradient, an activation; summing in place would change it under their hands."""
-    return x.clone(memory_format=torch.contiguous_format)

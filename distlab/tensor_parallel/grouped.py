@@ -4,7 +4,7 @@ Queries are split as ever. Keys and values are few, so every rank keeps their wh
 its queries read. A head's gradient is then spread over the ranks that read it: it is summed, as a norm's is between two
 parts of a sequence, and the weight stays the same on all.
 
-Symbols: t ranks; A heads of queries and K of keys and values, K divides t; d features a head; H features of the input.
+Symbols: t ranks; A heads of queries and K of keys and values, K divides t; d features per head; H input features.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SharedKeyValueLinear(nn.Module):
 
     Shapes: x [..., H] -> [..., (A/t + 2) d]; with sequence_parallel x is [..., S/t, H]
     Cost: as a `ColumnParallelLinear`, and backward an all-reduce of the gradients of key and value, 2 K d (H + 1)
-        elements: 2 (t-1)/t of them sent a rank. Each rank keeps all 2 K d H weights of key and value, where 2 d H would
-        do: up to t/2 heads more.
+        elements: 2 (t-1)/t of them sent per rank. Each rank keeps all 2 K d H weights of key and value, where 2 d H
+        would do: up to t/2 heads more.
     Error: as a ColumnParallelLinear's; gradients of key and value are sums over ranks, in another order.
 
     Args:
@@ -55,7 +55,7 @@ class SharedKeyValueLinear(nn.Module):
         queries = num_heads * self.head_size
         first, rest = _rows_of(layer, slice(queries)), _rows_of(layer, slice(queries, None))
         self.query = ColumnParallelLinear.from_full(first, group)
-        self.query.plain_kind = None  # it keeps the weight, and is not called
+        self.query.local_kind = None  # it keeps the weight, and is not called
         self.key_value = _Whole(rest, group)
         self.own_head = group_rank(group) * num_shared // dist.get_world_size(group)
 

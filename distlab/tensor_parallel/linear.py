@@ -26,7 +26,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.plain_part import is_replaced
+from distlab.local_compute import is_replaced
+from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
     copy_to_ranks,
@@ -43,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank makes some output features.
 
     Shapes: x [..., I] -> [..., O/t], or [..., O] with join_output; with sequence_parallel x is [..., S/t, I]
-    Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent a rank. With sequence_parallel an
+    Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent per rank. With sequence_parallel an
         all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole x. join_output: (t-1)/t of the
         output's bytes forward.
     Error: exact forward; x's gradient is a sum over ranks, in another order.
@@ -62,8 +63,7 @@ class ColumnParallelLinear(nn.Module):
         splits: how its parameters are cut.
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
-        overlap: backward sums x's gradient beside the weight's product; not where something else takes the place of
-            `plain_part`.
+        overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
         regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
             gathered again: another all-gather, and 1/t of the memory.
 
@@ -73,7 +73,7 @@ class ColumnParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    plain_kind: type[nn.Module] | None = nn.Linear
+    local_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -130,11 +130,11 @@ class ColumnParallelLinear(nn.Module):
             y = column_linear(x, self.weight, self.bias, region)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
-            y = self.plain_part(begin(x, self.group))  # [..., S, O/t]
+            y = self.local_compute(begin(x, self.group))  # [..., S, O/t]
         return join_features(y, self.group) if self.join_output else y
 
-    def plain_part(self, x: Tensor) -> Tensor:
-        """Make this rank's features of what the ranks begin with; see `distlab.plain_part`."""
+    def local_compute(self, x: Tensor) -> Tensor:
+        """Make this rank's features of what the ranks begin with; see `distlab.local_compute`."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -145,7 +145,7 @@ class RowParallelLinear(nn.Module):
     has the whole gradient.
 
     Shapes: x [..., I/t] -> [..., O], or [..., S/t, O] with sequence_parallel
-    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent a rank; nothing backward. With
+    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
     Error: a sum over ranks, in another order than the full product's; gradients are exact.
 
@@ -159,9 +159,8 @@ class RowParallelLinear(nn.Module):
     Attributes:
         splits: how its parameters are cut; the bias is not.
         sequence_parallel: give each rank a part of the sequence.
-        num_parts: without sequence_parallel, sum in so many parts, each beside the product of the next.
-        overlap: off, or where something else takes the place of `plain_part`, each exchange is a function of its own,
-            as `functions` has it.
+        num_parts: without sequence_parallel, sum in so many parts, each during the product of the next.
+        overlap: off, or where `local_compute` is replaced, each exchange is a function of its own: see `functions`.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
@@ -169,7 +168,7 @@ class RowParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    plain_kind: type[nn.Module] | None = nn.Linear
+    local_kind: type[nn.Module] | None = nn.Linear
 
     def __init__(
         self,
@@ -212,10 +211,10 @@ class RowParallelLinear(nn.Module):
         if self.overlap and not self.sequence_parallel and not is_replaced(self):
             return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
-        return end(self.plain_part(x), self.group)
+        return end(self.local_compute(x), self.group)
 
-    def plain_part(self, x: Tensor) -> Tensor:
-        """Make this rank's summand of all features; see `distlab.plain_part`."""
+    def local_compute(self, x: Tensor) -> Tensor:
+        """Make this rank's summand of all features; see `distlab.local_compute`."""
         return F.linear(x, self.weight, None if self.bias is None else add_once(self.bias, self.group))
 
 
@@ -225,8 +224,7 @@ def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost: a broadcast; nothing in a group of one.
     """
     full = full.detach().clone(memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(full, group_src=0, group=group)
+    broadcast_each([full], group)
     return full
 
 

@@ -48,7 +48,7 @@ def clip_tensor_parallel_(
     Cost: as `tensor_parallel_norm`.
 
     Raises:
-        ValueError: max_norm is no positive number.
+        ValueError: max_norm is not a positive number.
         NotFiniteError: the norm is not finite, on every rank; nothing is changed.
     """
     if not max_norm > 0:

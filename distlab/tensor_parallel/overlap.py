@@ -1,11 +1,11 @@
-"""The same linear layers, with the exchange beside a matrix product.
+"""The same linear layers, with the exchange during a matrix product.
 
 Backward of a column-parallel layer makes two products: the input's gradient, which the ranks must add up, and the
 weight's, which stays here. So make the input's first, send it off, and make the weight's meanwhile. Nothing is lost by
 that and f's copy is saved, since the product is memory of our own.
 
 Forward of a row-parallel layer has one product, and all of it is sent. Cut in parts by rows, the sum of one travels
-beside the product of the next. Smaller products and more calls cost something too, so it is one part unless asked.
+during the product of the next. Smaller products and more calls cost something too, so it is one part unless asked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
+from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 
 
 class Region(NamedTuple):
@@ -38,11 +38,11 @@ class Region(NamedTuple):
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-    """Compute x w^T + b with this rank's rows of w and b; backward sums x's gradient beside w's product.
+    """Compute x w^T + b with this rank's rows of w and b; backward sums x's gradient during w's product.
 
     Shapes: x [..., I] (with sequence [..., S/t, I]), weight [O/t, I], bias [O/t] -> [..., O/t]
     Cost: backward an all-reduce of x's gradient, 2 (t-1)/t of x's bytes. With sequence an all-gather forward and a
-        reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, beside the product
+        reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, during the product
         that makes x's gradient.
     """
     y: Tensor = _ColumnLinear.apply(*_cast(x, weight, bias), region)  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None, *, num_parts: int = 1
 ) -> Tensor:
-    """Compute x w^T summed over ranks, plus b once; sums of the first parts travel beside the last parts' products.
+    """Compute x w^T summed over ranks, plus b once; sums of the first parts travel during the last parts' products.
 
     Shapes: x [..., I/t], weight [O, I/t], bias [O] -> [..., O]
     Cost: forward num_parts all-reduces, together 2 (t-1)/t of the output's bytes; nothing backward.
@@ -75,18 +75,18 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         region: Region = ctx.region
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        gathering = travelling = None
+        gathering = summing = None
         if for_weight and region.sequence and region.regather:
-            gathering = SequenceGather(x, region.group)  # travels beside the next product
+            gathering = SequenceGather(x, region.group)  # travels during the next product
         if for_x:
             partial = gradient @ weight  # [..., S, I], of this rank's features
-            travel = SequenceScatterSum if region.sequence else Sum
-            travelling = travel(partial, region.group)  # travels beside the next product
+            start_sum = SequenceScatterSum if region.sequence else Sum
+            summing = start_sum(partial, region.group)  # travels during the next product
         if gathering is not None:
             x = gathering.finish()
         weight_gradient = _rows(gradient).t() @ _rows(x) if for_weight else None  # [O/t, I]
         bias_gradient = _rows(gradient).sum(0) if for_bias else None
-        return None if travelling is None else travelling.finish(), weight_gradient, bias_gradient, None
+        return None if summing is None else summing.finish(), weight_gradient, bias_gradient, None
 
 
 class _RowLinear(Function):
@@ -98,14 +98,14 @@ class _RowLinear(Function):
         rows = _rows(x)
         y = rows.new_empty(len(rows), len(weight))  # [N, O]
         once = bias if group_rank(group) == 0 else None  # each rank would add one more
-        travelling = []
+        sums = []
         for part, made in zip(rows.chunk(num_parts), y.chunk(num_parts), strict=True):
             if once is None:
                 torch.mm(part, weight.t(), out=made)
             else:
                 torch.addmm(once, part, weight.t(), out=made)
-            travelling.append(Sum(made, group))  # travels beside the next part's product
-        for one in travelling:
+            sums.append(Sum(made, group))  # travels during the next part's product
+        for one in sums:
             one.finish()
         return y.view(*x.shape[:-1], len(weight))
 

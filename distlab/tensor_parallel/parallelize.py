@@ -25,13 +25,13 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.models import GPT, Block, FeedForward
+from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.dropout import SplitDropout
 from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts
 from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
 from distlab.tensor_parallel.split import Split
-from distlab.tensor_parallel.travel import check_sequence
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 
@@ -57,8 +57,8 @@ def parallelize(
         num_parts: without sequence_parallel, sum in so many parts: see `RowParallelLinear`.
 
     Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
-    Cost: a step of a micro-batch sends, in elements a rank: 8 (t-1)/t B S H a layer; 4 (t-1)/t B S H for embedding and
-        output layer; 6 (t-1)/t B S for the loss. With sequence_parallel as much, plus for gradients
+    Cost: a step of a micro-batch sends, in elements per rank: 8 (t-1)/t B S H per layer; 4 (t-1)/t B S H for embedding
+        and output layer; 6 (t-1)/t B S for the loss. With sequence_parallel as much, plus for gradients
         2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions; regather adds (t-1)/t (2 L + 1) B S H. The
         first step, and each with a new shape, adds two or three small exchanges that compare the ranks' tokens.
         Here: a broadcast of each parameter.
@@ -102,7 +102,7 @@ class ParallelGPT(GPT):
         nn.Module.__init__(self)  # the parts come from the model, not from a new draw
         self.config, self.group, self.sequence_parallel = model.config, group, sequence_parallel
         self._seen: object = None  # shape of the tokens that ranks agreed on
-        put = self.register_module  # parallel layers have the names of the model's own, and are no subclasses of them
+        put = self.register_module  # parallel layers have the names of the model's own, and are not subclasses of them
         tokens = VocabularyParallelEmbedding(model.token_embedding, group, sequence_parallel=sequence_parallel)
         put("token_embedding", tokens)
         put("position_embedding", _whole(model.position_embedding, group, sequence_parallel))
@@ -142,7 +142,7 @@ class ParallelGPT(GPT):
         """Give every rank the scores of all tokens, to draw the next one from; training has no use for them.
 
         Shapes: logits [B, S, ceil(V/t)] -> [B, S, V]
-        Cost: an all-gather: (t-1) B S ceil(V/t) elements sent a rank.
+        Cost: an all-gather: (t-1) B S ceil(V/t) elements sent per rank.
         """
         return join_features(logits, self.group)[..., : self.config.vocab_size]
 
@@ -233,7 +233,9 @@ def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Load a state that `full_state_dict` or one process made: each rank keeps its parts. Nothing is sent.
+    """Load a state that `full_state_dict` or one process made: each rank keeps its parts.
+
+    Cost: nothing is sent.
 
     Raises:
         ValueError: names or shapes that are not the model's.

@@ -1,7 +1,7 @@
 """Sequence parallelism: between two tensor-parallel regions each rank holds a part of the sequence.
 
 What lies there (norms, dropout, the residual stream) works on each position alone, and all t ranks would do the same
-work and keep the same activations. With the positions split nobody does anything twice. An all-reduce is a
+work and keep the same activations. With the positions split no work is done twice. An all-reduce is a
 reduce-scatter and an all-gather anyway, and those two take its place: at the same bytes, ranks keep 1/t of everything.
 
 The price: a parameter that is used there (a norm's) sees on each rank only its positions, so its gradient is a part of
@@ -27,7 +27,7 @@ class SequenceParallelNorm(nn.Module):
     """A LayerNorm over parts of a sequence: the same weights on each rank, their gradients summed over ranks.
 
     Shapes: x [..., S/t, H] -> [..., S/t, H]
-    Cost: backward one all-reduce of the weight's and the bias' gradients: 2 (t-1)/t of 2 H elements sent a rank.
+    Cost: backward one all-reduce of the weight's and the bias' gradients: 2 (t-1)/t of 2 H elements sent per rank.
     Error: forward exact; gradients of weight and bias as sums in another order.
 
     Args:
@@ -56,7 +56,7 @@ class SequenceParallelPositions(nn.Module):
     """An embedding of positions that gives each rank its part of the sequence.
 
     Shapes: positions [S] -> [S/t, H]
-    Cost: nothing forward; backward an all-gather of its gradient: (t-1)/t of S H elements sent a rank.
+    Cost: nothing forward; backward an all-gather of its gradient: (t-1)/t of S H elements sent per rank.
 
     Args:
         embedding: rank 0's counts.

@@ -34,7 +34,7 @@ class VocabularyParallelEmbedding(nn.Module):
     """An embedding of which each rank holds the rows of some tokens; the others' are zero here, and the sum is right.
 
     Shapes: tokens [..., S] -> [..., S, H], or [..., S/t, H] with sequence_parallel
-    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent a rank; nothing backward. With
+    Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
     Error: exact: all but one of the numbers that are added are zero.
 
@@ -49,7 +49,7 @@ class VocabularyParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    plain_kind: type[nn.Module] | None = nn.Embedding
+    local_kind: type[nn.Module] | None = nn.Embedding
     padding_idx = max_norm = None  # options of an nn.Embedding that a part cannot keep
     sparse = scale_grad_by_freq = False
 
@@ -72,14 +72,14 @@ class VocabularyParallelEmbedding(nn.Module):
         """Look the own tokens up and add up."""
         check_tokens(tokens, self.num_embeddings, self.group)
         if dist.get_world_size(self.group) == 1:
-            return self.plain_part(tokens)
+            return self.local_compute(tokens)
         index, here = own_tokens(tokens, len(self.weight), self.group)
-        x = self.plain_part(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
+        x = self.local_compute(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
         return end(x, self.group)
 
-    def plain_part(self, tokens: Tensor) -> Tensor:
-        """Look rows of this rank up; see `distlab.plain_part`."""
+    def local_compute(self, tokens: Tensor) -> Tensor:
+        """Look rows of this rank up; see `distlab.local_compute`."""
         return F.embedding(tokens, self.weight)
 
 
@@ -94,7 +94,7 @@ def vocabulary_parallel_cross_entropy(
     """Return the mean cross-entropy of targets, in nats, from each rank's own scores; all ranks get the same number.
 
     Shapes: logits [..., P], this rank's tokens; targets [...], the same on all ranks -> []
-    Cost: forward an all-reduce of N numbers and one of 2 N: 6 (t-1)/t N numbers sent a rank; nothing backward.
+    Cost: forward an all-reduce of N numbers and one of 2 N: 6 (t-1)/t N numbers sent per rank; nothing backward.
     Error: as F.cross_entropy, with a sum in another order; 16-bit scores are summed in float32.
 
     Args:
@@ -167,6 +167,8 @@ def own_tokens(tokens: Tensor, width: int, group: ProcessGroup | None) -> tuple[
 
 def check_tokens(tokens: Tensor, vocab_size: int, group: ProcessGroup | None, *, ignore_index: int = 0) -> None:
     """Refuse tokens outside of the vocabulary; other ranks would quietly add up zeros.
+
+    Shapes: tokens: any
 
     Raises:
         ValueError: naming the first.

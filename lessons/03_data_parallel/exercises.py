@@ -95,7 +95,7 @@ EXERCISES = (
         judge=overlap.judge_overlap,
         imports=(
             "from collections.abc import Callable",
-            "from distlab.data_parallel.steps import GradientBucket",
+            "from distlab.data_parallel.steps import FlatBucket",
         ),
         hints=(
             "`parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` in backward, as soon as that "

@@ -19,7 +19,7 @@ from distlab.collectives import RingAllReduce
 from distlab.comm import Records
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
-from distlab.data_parallel.steps import GradientBucket, in_buckets, wanting_gradients
+from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
 from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
@@ -137,13 +137,13 @@ def ladder(lab: Lab[Settings]) -> list[Rung]:
     """Return the rungs, each made of the learner's functions or the lesson's."""
     average, flat = lab.function("03.average"), lab.function("03.flat")
     fill, overlap = lab.function("03.buckets"), lab.function("03.overlap")
-    parameters = wanting_gradients(GPT(lab.settings.model).parameters())
+    parameters = trainable(GPT(lab.settings.model).parameters())
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     num_buckets = len(fill(sizes, lab.settings.bucket_bytes))
 
-    def buckets_of(model: nn.Module) -> list[GradientBucket]:
-        own = wanting_gradients(model.parameters())
-        return [GradientBucket([own[i] for i in members]) for members in fill(sizes, lab.settings.bucket_bytes)]
+    def buckets_of(model: nn.Module) -> list[FlatBucket]:
+        own = trainable(model.parameters())
+        return [FlatBucket([own[i] for i in members]) for members in fill(sizes, lab.settings.bucket_bytes)]
 
     def bucketed(model: nn.Module) -> tuple[nn.Module, Synchronize]:
         buckets = buckets_of(model)

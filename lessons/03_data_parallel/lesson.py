@@ -457,17 +457,17 @@ for number, bucket in enumerate(fill_buckets(sizes_bytes, 500_000)):
 # layer, whose backward runs first of all: a tied weight's gradient is complete only when *both* uses have been through
 # backward.
 #
-# The library's `GradientBucket` holds parameters that travel together: `start(None)` packs, divides and begins the
+# The library's `FlatBucket` holds parameters that travel together: `start(None)` packs, divides and begins the
 # all-reduce without waiting; `finish()` waits and unpacks.
 
 # %%
-from distlab.data_parallel.steps import GradientBucket
+from distlab.data_parallel.steps import FlatBucket
 
 
 def make_buckets(model, bucket_bytes=500_000):
     parameters = list(model.parameters())
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    return [GradientBucket([parameters[i] for i in bucket]) for bucket in fill_buckets(sizes, bucket_bytes)]
+    return [FlatBucket([parameters[i] for i in bucket]) for bucket in fill_buckets(sizes, bucket_bytes)]
 
 
 def bucketed(model):
@@ -589,7 +589,8 @@ for rung in RUNGS:
 # %% [markdown]
 # Read the errors before the times. Two calibrations, and one step of each rung, on a machine that other programs use
 # too: that is a rough measurement, and the error says how rough. (`distlab bench` does it properly: many windows, a
-# calibration around each, noisy ones dropped; `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out is what
+# calibration around each, noisy ones dropped; `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out
+# is what
 # the timelines showed: ranks that are late.
 #
 # On a laptop, communication is done *by the same cores* that compute. Hiding it behind compute then hides little, and

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel.steps import GradientBucket
+from distlab.data_parallel.steps import FlatBucket
 from distlab.rng import derive_seed
 
 
@@ -71,7 +71,7 @@ def fill_buckets(sizes_bytes: list[int], bucket_bytes: int) -> list[list[int]]:
     return buckets + [members] if members else buckets
 
 
-def overlap(buckets: list[GradientBucket]) -> Callable[[], None]:
+def overlap(buckets: list[FlatBucket]) -> Callable[[], None]:
     """Send each bucket during backward, as soon as its last gradient is there; return what to call after backward.
 
     `bucket.parameters` are its parameters, `bucket.start(None)` begins its all-reduce and does not wait,

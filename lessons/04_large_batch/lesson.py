@@ -318,10 +318,10 @@ OPTIMIZERS = {
 
 
 # %%
-from distlab.large_batch import Schedule
+from distlab.large_batch import LearningRateSchedule
 
 for name, make in OPTIMIZERS.items():
-    rates = Schedule(OWN_RATES[name], num_steps=20, num_warmup=2, decay="linear")
+    rates = LearningRateSchedule(OWN_RATES[name], num_steps=20, num_warmup=2, decay="linear")
     print(f"{name:5} rate {OWN_RATES[name]:6.3g}: accuracy {ranks.run(learn, make, 1437, rates.at)[0][0]:.1%}")
 
 # %% [markdown]
@@ -557,7 +557,7 @@ print(f"you said {guess_3.value:.0f} %, it is {costs[8] / costs[1]:.0%}")
 # %% [markdown]
 # Why does nobody notice? The loss still falls. In the check's case, resumed after 2 of 5 updates of warmup, the rate
 # ends at 2/5 of the one asked for, and stays there. A rate that is a
-# function of the update's number cannot have this fault: `distlab.large_batch.Schedule.at(step)`.
+# function of the update's number cannot have this fault: `distlab.large_batch.LearningRateSchedule.at(step)`.
 
 # %% [markdown]
 # ## Production: torch's own

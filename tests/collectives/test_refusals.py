@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from distlab import collectives
 
-NAMES = tuple(name for name in collectives.__all__ if name != "hierarchical_all_reduce")
+NAMES = tuple(name for name in collectives.__all__ if name != "hierarchical_all_reduce" and name.islower())  # functions
 REDUCING = tuple(name for name in NAMES if "reduce" in name and not name.startswith(("naive", "plain")))
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from distlab.clip import NotFiniteError
 from distlab.comm import recorded
 from distlab.data_parallel import DataParallel, SyncBatchNorm
-from distlab.data_parallel.census import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Census, judge
+from distlab.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
 
 
 class Mean:
@@ -296,15 +296,15 @@ def test_options_that_differ_between_ranks_are_an_error_on_every_rank(ranks):
 
 def test_what_is_judged_and_how_it_is_worded():
     names = ["a", "b"]
-    fine = Census([[USED, USED]] * 2, [[], []])
-    assert judge(fine, names, unused="error", step=0) is None
-    one = Census([[UNUSED, USED], [USED, USED]], [[], []])
-    assert judge(one, names, unused="zeros", step=0) is None
+    fine = Reports([[USED, USED]] * 2, [[], []])
+    assert fine.error(names, unused="error", step=0) is None
+    one = Reports([[UNUSED, USED], [USED, USED]], [[], []])
+    assert one.error(names, unused="zeros", step=0) is None
     assert "1 parameter got no gradient on some rank of the group: a (rank 0)" in str(
-        judge(one, names, unused="error", step=0)
+        one.error(names, unused="error", step=0)
     )
-    mixed = Census([[SPARSE, TWICE], [NOT_FINITE, USED]], [["x was added"], []])
-    error = judge(mixed, names, unused="zeros", step=7)
+    mixed = Reports([[SPARSE, TWICE], [NOT_FINITE, USED]], [["x was added"], []])
+    error = mixed.error(names, unused="zeros", step=7)
     assert isinstance(error, NotFiniteError)
     for words in ("step 7: ", "a (rank 1)", "sparse gradient", "b (rank 0)", "x was added (rank 0)"):
         assert words in str(error)

@@ -28,7 +28,7 @@ REFUSED = {
     "replicas=2": Plan(data=4, sharding=Sharding(stage=3, replicas=2)),
     "offload='all'": Plan(data=4, sharding=Sharding(stage=3, offload="all")),
     "unit_layers=2": Plan(data=4, sharding=Sharding(stage=3, unit_layers=2)),
-    "whole gradients": Plan(data=4, compression=Compression("top_k")),
+    "a pipeline averages whole gradients": Plan(data=2, pipeline=2, compression=Compression("top_k")),
     "gradient_sync is 'flat'": Plan(data=4, gradient_sync="flat"),
     "float16 needs a loss scaler": Plan(data=4, precision=Precision("float16")),
     "precision computes in bfloat16: pass a model in float32": Plan(data=4, precision=Precision("bfloat16")),

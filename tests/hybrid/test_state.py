@@ -8,10 +8,12 @@ from hybrid_gpt import OPTIMIZERS, batch_of, difference, make_hybrid, make_model
 from distlab.checkpoint import load, save
 from distlab.hybrid import Hybrid
 from distlab.plan import Plan, Precision, Sharding
+from distlab.plan.compression import Compression
 
 RESUMED = {
     "data x pipeline": (Plan(data=2, pipeline=2, num_microbatches=2), {}),
     "expert x tensor, in shards": (Plan(expert=2, tensor=2, sharding=Sharding(stage=1)), {"experts": 3}),
+    "data x tensor, compressed": (Plan(data=2, tensor=2, compression=Compression("top_k", ratio=0.1)), {}),
     "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3)), {}),
 }
 

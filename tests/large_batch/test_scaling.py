@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.large_batch import Schedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
+from distlab.large_batch import LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
 
 
 def test_scaling():
@@ -28,7 +28,7 @@ def test_warmup_rises_in_equal_steps_to_one():
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_schedule_goes_up_then_down(decay):
-    schedule = Schedule(0.8, 20, num_warmup=5, decay=decay)
+    schedule = LearningRateSchedule(0.8, 20, num_warmup=5, decay=decay)
     rates = [schedule.at(step) for step in range(25)]
     assert rates[4] == rates[5] == pytest.approx(0.8)
     assert max(rates) == pytest.approx(0.8)
@@ -42,7 +42,7 @@ def test_schedule_goes_up_then_down(decay):
 
 def test_a_resumed_run_goes_on_at_the_same_rates():
     """At every place a run may be cut, also inside the warmup, from any rate that the checkpoint left."""
-    schedule = Schedule(0.8, 20, num_warmup=5, decay="linear", final_lr=0.1)
+    schedule = LearningRateSchedule(0.8, 20, num_warmup=5, decay="linear", final_lr=0.1)
 
     def rates(start, stop, found):
         weight = torch.nn.Parameter(torch.ones(1))
@@ -71,4 +71,4 @@ def test_a_resumed_run_goes_on_at_the_same_rates():
 )
 def test_bad_schedules_are_refused(named, words):
     with pytest.raises(ValueError, match=words):
-        Schedule(**named)
+        LearningRateSchedule(**named)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import needs_batches
 from distlab.measure.count.module import BACKWARD_KERNELS
 from distlab.measure.machine.speed import MESSAGE_BYTES, now
 from distlab.plan import Layer, Link, Protocol, Work, Workload
-from distlab.sharding.direct import DirectGather, DirectScatter
 from simulator import fit_steps
 from simulator.hardware.cost import Steps, reduce_scatter_steps
 

@@ -19,7 +19,7 @@ from distlab.comm.p2p import Receive, Send, start
 from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine.speed import now
 from distlab.plan import Link, Plan
-from distlab.tensor_parallel.travel import SequenceGather, SequenceScatterSum, Sum
+from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
 

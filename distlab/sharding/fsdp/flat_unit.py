@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.collectives import DirectGather, DirectScatter
 from distlab.plan import FlatLayout, Precision
-from distlab.sharding.direct import DirectGather, DirectScatter
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.trace import SpanWriter
 

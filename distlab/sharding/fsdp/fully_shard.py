@@ -21,6 +21,7 @@ from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.plan import Precision
+from distlab.replicate import agree_on_parameters, broadcast_each
 from distlab.sharding.fsdp.flat_unit import Options, Unit
 from distlab.sharding.fsdp.hooks import WatchedModule, put
 from distlab.sharding.fsdp.prefetch import Order
@@ -87,10 +88,9 @@ class FullyShard(nn.Module):
     ) -> None:
         super().__init__()
         named = list(module.named_parameters())
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
         options = [units if units is None else list(units), reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):
-            agree(facts, ranks, what="parameters (name, shape, dtype, wants a gradient)")
+            agree_on_parameters(named, ranks)
             agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
         check_options(named, prefetch, precision)
         names = automatic_units(module) if units is None else list(units)
@@ -112,7 +112,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         for unit in self.units:
             unit.reshard_after_forward = reshard_after_forward
-        _broadcast_buffers(module, (group, replicas))
+        _broadcast_buffers(module, group, replicas)
 
     def _wrap(self, module: nn.Module, name: str, found: dict[tuple[str, bool], Members]) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
@@ -263,23 +263,20 @@ def _fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
     """
     if parameters[0].device.type == "meta":
         return
+    options = unit.options
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-    dist.broadcast(flat, group=unit.options.group, group_src=0)
+    broadcast_each([flat], options.group)
     unit.fill(flat.split(list(unit.layout.sizes)))
-    if unit.options.replicas is not None:
-        values = unit.shard.detach().to(unit.options.device)
-        dist.broadcast(values, group=unit.options.replicas, group_src=0)
+    if options.replicas is not None:
+        values = unit.shard.detach().to(options.device)
+        broadcast_each([values], options.replicas)
         unit.shard.copy_(values)
 
 
-@torch.no_grad()
-def _broadcast_buffers(module: nn.Module, groups: Sequence[ProcessGroup | None]) -> None:
-    """Give every rank the first one's buffers, which stay whole."""
-    shard_group, replicas = groups
+def _broadcast_buffers(module: nn.Module, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
+    """Give every rank the first rank's buffers, which stay whole."""
     for buffer in module.buffers():
-        if buffer.device.type == "meta":
-            continue
-        for group in (shard_group, *([] if replicas is None else [replicas])):
-            values = buffer.contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(values, group=group, group_src=0)
-            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
+        if buffer.device.type != "meta":
+            broadcast_each([buffer], group)
+            if replicas is not None:
+                broadcast_each([buffer], replicas)

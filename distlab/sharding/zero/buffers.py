@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,14 +13,19 @@ Kind: TypeAlias = tuple[torch.dtype, torch.device]
 class Buffers:
     """Buffers that gradients travel in, used again and again: as many as are under way at once, and no more.
 
-    Args:
-        sizes: elements of the largest bucket of each dtype and device.
+    Attributes:
+        made: all of them, lent or not.
     """
 
-    def __init__(self, sizes: Mapping[Kind, int]) -> None:
-        self._sizes = sizes
-        self._spare: dict[Kind, list[Tensor]] = {kind: [] for kind in sizes}
+    def __init__(self) -> None:
+        self._sizes: dict[Kind, int] = {}
+        self._spare: dict[Kind, list[Tensor]] = {}
         self.made: list[Tensor] = []
+
+    def add(self, kind: Kind, size: int) -> None:
+        """Say that a bucket of this dtype and device will need so many elements; before anything is lent."""
+        self._sizes[kind] = max(self._sizes.get(kind, 0), size)
+        self._spare.setdefault(kind, [])
 
     def lend(self, kind: Kind) -> Tensor:
         """Return a buffer; what it holds is of no use."""
@@ -34,8 +38,20 @@ class Buffers:
         """Take a buffer that is not needed any more."""
         self._spare[buffer.dtype, buffer.device].append(buffer)
 
-    def let_go(self) -> None:
-        """Give the memory of all buffers that are not lent back to the system."""
+    def free(self) -> None:
+        """Free the memory of all buffers that are not lent."""
         for spare in self._spare.values():
             self.made = [buffer for buffer in self.made if not any(buffer is one for one in spare)]
             spare.clear()
+
+
+class Lent(NamedTuple):
+    """Where all buckets of a model get their buffers.
+
+    Attributes:
+        gradients: for gradients that travel, until they are summed.
+        landings: for other ranks' parts, until they are added up.
+    """
+
+    gradients: Buffers
+    landings: Buffers

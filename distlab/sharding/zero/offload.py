@@ -1,7 +1,7 @@
 """Offload: keep the optimizer's state, and do the update, in the host's memory.
 
 Adam keeps 8 bytes per parameter and reads them once per step. A GPU's memory is dear, the host's is cheap, and the bus
-between them is slow. Moving gradients there and parameters back costs 8 bytes per parameter and step; moving Adam's
+between them is slow. Per parameter and step, moving gradients there and parameters back costs 8 bytes; moving Adam's
 state would cost 16. So the state never moves, and the update is made where the state is.
 
 1. `OffloadedOptimizer`: the update of any optimizer, made on copies in the host's memory, of whole parameters or of
@@ -24,6 +24,9 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host's memory: pinned where it came from a GPU, which can then copy without the host's help.
+
+    Shapes: any; the same
+    Cost: the tensor's bytes over the bus.
 
     Raises:
         RuntimeError: the host has no room for it; the text says how much was wanted.

@@ -1,16 +1,16 @@
 """ZeRO-1 and ZeRO-2: each rank updates a part of the model, and holds optimizer state and gradients of that part alone.
 
-With Adam a model's states take 16 bytes a parameter, 8 of them optimizer state, and data parallelism keeps a copy on
-every rank. But an update needs no copy: whoever has a parameter's mean gradient and its state can update it and tell
-the others. Read from top to bottom:
+With Adam a model's states take 16 bytes per parameter, 8 of them optimizer state, and data parallelism keeps a copy on
+every rank. But an update needs no copy: the rank that has a parameter's mean gradient and its state can update it and
+tell the others. Read from top to bottom:
 
 1. `PlainSharded` (ZeRO-1): each rank owns some parameters, updates them, and broadcasts them. Gradients are averaged
    before as always, whole on every rank: an all-reduce (2 Psi) and broadcasts (Psi).
 2. `ShardedOptimizer` with stage=1: a rank needs the mean gradient of its own part only. That is a reduce-scatter, half
    of an all-reduce, and the all-gather of new parameters is the other half: 2 Psi, as without sharding. Parts are cut
    through tensors, so they are equal, and gradients travel in buckets while backward still computes.
-3. The same with stage=2: once a bucket's sum has arrived, nobody needs its gradients any more. They are let go during
-   backward, so whole gradients never lie in memory at once.
+3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
+   during backward, so whole gradients are never in memory at once.
 
 Then `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -31,10 +32,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.clip import clip_gradients_
+from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.sharding.direct import DirectGather
-from distlab.sharding.zero.faults import find_faults
-from distlab.sharding.zero.scatter_in_backward import ScatteredGradients, broadcast_start, make_buckets
+from distlab.gradient_status import find_faults
+from distlab.replicate import agree_on_parameters
+from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
@@ -92,7 +94,7 @@ class ShardedOptimizer(SavesShards):
         make_optimizer: builds the optimizer of the pieces that it is given; each tells what it was cut from by
             `piece.origin.name` and `.shape`, for groups such as "no weight decay on biases".
         group: ranks that own a part each; None is all ranks.
-        stage: 1 keeps whole gradients until the update, 2 lets them go as soon as they are summed.
+        stage: 1 keeps whole gradients until the update, 2 frees them as soon as they are summed.
         bucket_bytes: capacity of a bucket.
         split: "elements" cuts equal shards, wherever the cut falls, for optimizers that update element by element
             (SGD, Adam); "tensors" gives whole parameters to ranks, for any other (LAMB, LARS).
@@ -105,8 +107,8 @@ class ShardedOptimizer(SavesShards):
         optimizer: of this rank's pieces; learning-rate schedules take it.
         step_number: of the next `step()`, from 0, for the text of errors.
 
-    Cost: a reduce-scatter and an all-gather a bucket: each (n-1)/n Psi sent a rank, 2 Psi (n-1)/n together, padding
-        apart; and an all-reduce of 6 bytes a parameter that says what became of gradients. With split="tensors" a
+    Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
+        apart; and an all-reduce of 6 bytes per parameter that says what became of gradients. With split="tensors" a
         reduce and a broadcast for each owner in a bucket, of the same bytes in the mean over ranks. Memory:
         parameters Psi, gradients Psi (stage 2: Psi/n and three buckets), what arrives in a
         bucket's sum (n-1)/n of it, optimizer state 1/n.
@@ -134,17 +136,17 @@ class ShardedOptimizer(SavesShards):
         self.unused, self.check_finite, self.spans = unused, check_finite, spans
         self.step_number = 0
         named = list(module.named_parameters())
-        facts = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
-        agree(facts, group, what="parameters (name, shape, dtype, wants a gradient)")
+        agree_on_parameters(named, group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
-        wanting = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        if not wanting:
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not trained:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to update")
-        self.buckets = make_buckets(wanting, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(make_optimizer)
-        self._scattered = ScatteredGradients(self.buckets, group, stage=stage, spans=spans, on_fault=self.synchronize)
+        self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -159,8 +161,8 @@ class ShardedOptimizer(SavesShards):
     @property
     def gradient_tensors(self) -> list[Tensor]:
         """All buffers for gradients: those of buckets, those lent while they travel, and those where others' arrive."""
-        lent = [*self._scattered.buffers.made, *self._scattered.landings.made]
-        return [*(bucket.shard for bucket in self.buckets), *lent]
+        lent = self.buckets[0].lent
+        return [*(bucket.shard for bucket in self.buckets), *lent.gradients.made, *lent.landings.made]
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank owns: a parameter's name, and a piece of it whose gradient is the mean."""
@@ -183,7 +185,7 @@ class ShardedOptimizer(SavesShards):
         whole gradients: each pass is summed over the ranks at its end and added to the shards, as DeepSpeed does, so
         M micro-batches cost M reduce-scatters. All ranks must then run the same number of passes.
         """
-        with self._scattered.accumulating():
+        with self._scattering.accumulating():
             yield
 
     def synchronize(self) -> None:
@@ -195,19 +197,21 @@ class ShardedOptimizer(SavesShards):
                 before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
                 nothing of use: `zero_grad()` to go on.
         """
-        self._scattered.finish_pass()
+        self._scattering.finish_pass()
         try:
             if self.check_finite:
                 for bucket in self.buckets:
                     bucket.note_not_finite()
-            found = find_faults(self.buckets, self.group, unused=self.unused, step=self.step_number)
+            statuses = [status for bucket in self.buckets for status in bucket.statuses]
+            found = find_faults(statuses, self._names, self.group, unused=self.unused, step=self.step_number)
         finally:
             for bucket in self.buckets:
                 bucket.reset()
         if isinstance(found, RuntimeError):
             raise found
-        for bucket, used in zip(self.buckets, found, strict=True):
-            bucket.hand_out(used)
+        used = iter(found)
+        for bucket in self.buckets:
+            bucket.hand_out(list(islice(used, len(bucket.names))))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -247,8 +251,8 @@ class ShardedOptimizer(SavesShards):
         )
 
     def close(self) -> None:
-        """Let go of the module: its backward passes are nobody's business any more."""
-        self._scattered.close()
+        """Remove the hooks from the module; its backward passes are no longer watched."""
+        self._scattering.close()
 
     def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Build the optimizer of the own pieces, and make sure that all ranks built the same."""

@@ -1,9 +1,7 @@
-"""ScatteredGradients: buckets are summed during backward, in one order on all ranks, and few at once.
+"""ScatterInBackward: buckets are summed during backward, in one order on all ranks, and few at once.
 
-A hook on each parameter puts its gradient into its bucket; a full bucket starts. Buckets start in order even when a
-later one is full first, since ranks may run their hooks in different orders and must make the same calls. At most
-`MAX_UNDER_WAY` sums are under way: backward waits for an earlier one before it fills another bucket, or a slow link
-would let buffers pile up until, with ZeRO-2 too, gradients lay whole in memory after all.
+At most `MAX_UNDER_WAY` sums are under way. Backward waits for an earlier one before it fills another bucket. Otherwise
+a slow link would let buffers pile up until, with ZeRO-2 too, whole gradients were in memory after all.
 """
 
 from __future__ import annotations
@@ -16,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.flat_gradients import SendInBackward
 from distlab.plan import assign_buckets
-from distlab.sharding.zero.buffers import Buffers, Kind
-from distlab.sharding.zero.shard_bucket import TWICE, USED, ShardBucket
+from distlab.replicate import broadcast_each
+from distlab.sharding.zero.buffers import Buffers, Kind, Lent
+from distlab.sharding.zero.shard_bucket import ShardBucket
 from distlab.trace import SpanWriter
 
 MAX_UNDER_WAY = 2
@@ -26,41 +26,28 @@ MAX_UNDER_WAY = 2
 Named = tuple[str, nn.Parameter]
 
 
-class ScatteredGradients:
-    """Sums the buckets' gradients over a group while backward computes them.
+class ScatterInBackward:
+    """Sums the buckets' gradients over their group while backward computes them.
 
     Args:
         buckets: in the order in which they are sent.
-        group: the ranks.
         stage: of ZeRO, 1 or 2.
         spans: draws each sum on the lane "scatter".
-        on_fault: called in backward when a gradient came twice; must raise, on all ranks.
+        on_second: called in backward when a parameter got a second gradient; must raise, on all ranks.
     """
 
     def __init__(
         self,
         buckets: Sequence[ShardBucket],
-        group: ProcessGroup | None,
         *,
         stage: int,
         spans: SpanWriter | None,
-        on_fault: Callable[[], None],
+        on_second: Callable[[], None],
     ) -> None:
-        self.buckets, self.stage, self._on_fault = buckets, stage, on_fault
-        sizes: dict[Kind, int] = {}
-        arriving: dict[Kind, int] = {}
-        for bucket in buckets:
-            sizes[bucket.kind] = max(sizes.get(bucket.kind, 0), bucket.whole.numel())
-            arriving[bucket.kind] = max(arriving.get(bucket.kind, 0), bucket.num_arriving)
-        self.buffers, self.landings = Buffers(sizes), Buffers(arriving)
-        self.spans = spans
+        self.buckets, self.stage, self.spans, self._on_second = buckets, stage, spans, on_second
         self._accumulating = self._ends_with_backward = False
-        self._num_started = self._num_finished = 0
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._when_ready(bucket, slot))
-            for bucket in buckets
-            for slot, parameter in enumerate(bucket.parameters)
-        ]
+        self._num_finished = 0
+        self._sending = SendInBackward(buckets, ShardBucket.start, self._on_gradient)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -72,52 +59,41 @@ class ScatteredGradients:
             self._accumulating = before
 
     def finish_pass(self) -> None:
-        """Take what backward did not bring, and wait for all sums; every rank gets here once a pass."""
+        """Take what backward did not bring, and wait for all sums; every rank gets here once per pass."""
         self._ends_with_backward = False
-        for bucket in self.buckets[self._num_started :]:
-            if bucket.num_packed == 0:
-                self._make_room()
-            bucket.take_rest(self.buffers)
-            self._start_full()
+        for bucket in self.buckets[self._sending.num_started :]:
+            self._make_room(bucket)
+            bucket.take_rest()
+            self._sending.start_full()
         self._finish(len(self.buckets))
-        self.landings.let_go()  # the update wants the memory
-        self._num_started = self._num_finished = 0
+        self.buckets[0].lent.landings.free()  # the update wants the memory
+        self._sending.reset()
+        self._num_finished = 0
 
     def close(self) -> None:
-        """Let go of the module."""
-        for hook in self._hooks:
-            hook.remove()
+        """Take the hooks off the module."""
+        self._sending.close()
 
-    def _when_ready(self, bucket: ShardBucket, slot: int) -> Callable[[nn.Parameter], None]:
-        def gradient_ready(parameter: nn.Parameter) -> None:
-            if bucket.packed[slot]:  # its bucket may be under way: this one can go nowhere
-                bucket.codes[slot] = TWICE
-                self._on_fault()
-            bucket.codes[slot] = USED
-            if self._accumulating and self.stage == 1:
-                return
-            if bucket.num_packed == 0:
-                self._make_room()
-            bucket.take(slot, self.buffers)
-            self._start_full()
-            if self._accumulating and not self._ends_with_backward:
-                self._ends_with_backward = True
-                # A pass must make the same calls on every rank, used parameters or not, so its end is the place.
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish_pass)
+    def _on_gradient(self, bucket: ShardBucket, slot: int) -> bool:
+        if not bucket.note(slot):
+            self._on_second()
+        if self._accumulating and self.stage == 1:
+            return False
+        if self._accumulating and not self._ends_with_backward:
+            self._ends_with_backward = True
+            # A pass must make the same calls on every rank, used parameters or not, so its end is the place.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_pass)
+        self._make_room(bucket)
+        return True
 
-        return gradient_ready
-
-    def _start_full(self) -> None:
-        while self._num_started < len(self.buckets) and self.buckets[self._num_started].full:
-            self.buckets[self._num_started].start(self.landings)
-            self._num_started += 1
-
-    def _make_room(self) -> None:
-        self._finish(self._num_started - MAX_UNDER_WAY + 1)
+    def _make_room(self, bucket: ShardBucket) -> None:
+        """Before a bucket's first gradient: wait until few enough sums are under way."""
+        if bucket.num_packed == 0:
+            self._finish(self._sending.num_started - MAX_UNDER_WAY + 1)
 
     def _finish(self, end: int) -> None:
         while self._num_finished < end:
-            self.buckets[self._num_finished].finish(self.buffers, self.landings, self.spans)
+            self.buckets[self._num_finished].finish(self.spans)
             self._num_finished += 1
 
 
@@ -130,6 +106,7 @@ def make_buckets(
         ValueError: bucket_bytes is less than one.
     """
     buckets: list[ShardBucket] = []
+    lent = Lent(Buffers(), Buffers())
     kinds: dict[Kind, list[Named]] = {}
     for name, parameter in named:
         kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -140,7 +117,7 @@ def make_buckets(
         for planned in assign_buckets(sizes, bucket_bytes):
             members = [same[index] for index in planned.parameters]
             own = None if owners is None else [owners[index] for index in planned.parameters]
-            buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep))
+            buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep, lent=lent))
     return buckets
 
 
@@ -160,13 +137,8 @@ def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
 def broadcast_start(module: nn.Module, buckets: Sequence[ShardBucket], group: ProcessGroup | None) -> None:
     """Give every rank the parameters and buffers of the group's first rank.
 
-    Cost: a broadcast a bucket, and one for each frozen parameter and buffer.
+    Cost: one broadcast per bucket, and one per frozen parameter and buffer.
     """
     in_buckets = {parameter for bucket in buckets for parameter in bucket.parameters}
     others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in in_buckets]
-    for tensor in [*(bucket.whole for bucket in buckets), *others]:
-        flat = tensor.detach().contiguous()
-        if flat.numel():
-            dist.broadcast(flat.view(-1).view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of bool
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
+    broadcast_each([*(bucket.whole for bucket in buckets), *others], group)

@@ -1,8 +1,8 @@
-"""ShardBucket: parameters that lie in one buffer, of which each rank owns a part, and the way of their gradients.
+"""ShardBucket: parameters that lie in one buffer, of which each rank owns a part, and how their gradients travel.
 
-A backward pass hands over one gradient after the other (`take`). When all are there the bucket goes on its way
-(`start`): every rank gets the mean of its own part. `finish` keeps that part and lets the rest go. After the update
-each rank has new values of its own part, and `gather` brings the others'.
+A backward pass hands over one gradient after the other (`take`). When all are there the bucket is sent (`start`): every
+rank gets the mean of its own part. `finish` keeps that part and frees the rest. After the update each rank has new
+values of its own part, and `gather` brings the others'.
 
 Parts are cut in one of two ways. "elements": equal shards, wherever the cut falls, so reduce-scatter and all-gather
 are one call each. "tensors": whole parameters, so parts differ in size, and each owner gets its part by a reduce of
@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
+from distlab.flat_gradients import GradientSlots
+from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
-from distlab.sharding.direct import DirectGather, DirectScatter
-from distlab.sharding.zero.buffers import Buffers, Kind
+from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
-
-# What may become of a parameter's gradient in a step.
-USED, UNUSED, SPARSE, TWICE, MOVED, NOT_FINITE = range(6)
 
 
 class Origin(NamedTuple):
@@ -56,7 +55,7 @@ class OwnPiece(NamedTuple):
     parameter: nn.Parameter
 
 
-class ShardBucket:
+class ShardBucket(GradientSlots):
     """Parameters in one buffer of which this rank owns the part `bounds`.
 
     Attributes:
@@ -66,8 +65,6 @@ class ShardBucket:
         pieces: what this rank owns.
         shard: mean gradient of the own part, where `held`.
         held: a sum has arrived since gradients were last forgotten.
-        codes: what became of each parameter's gradient in this step.
-        packed: its gradient lies in the buffer that is about to travel.
 
     Args:
         index: place in the order in which buckets are sent.
@@ -75,6 +72,7 @@ class ShardBucket:
         owners: the rank that owns each parameter; None cuts equal shards.
         group: ranks that own a part each.
         keep: keep a buffer for all gradients between steps (stage 1), or only one for the own part (stage 2).
+        lent: where it gets buffers.
     """
 
     def __init__(
@@ -85,15 +83,19 @@ class ShardBucket:
         group: ProcessGroup | None,
         *,
         keep: bool,
+        lent: Lent,
     ) -> None:
-        self.index, self.group, self.keep = index, group, keep
+        self.index, self.group, self.keep, self.lent = index, group, keep, lent
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.equal = owners is None
         if owners is not None:  # what one rank owns lies side by side
-            order = sorted(range(len(named)), key=lambda place: owners[place])
-            named, owners = [named[place] for place in order], [owners[place] for place in order]
+            in_order = sorted(zip(owners, named, strict=True), key=lambda pair: pair[0])
+            owners, named = [owner for owner, _ in in_order], [one for _, one in in_order]
         self.names = tuple(name for name, _ in named)
-        self.parameters = [parameter for _, parameter in named]
+        self._scatter: DirectScatter | None = None
+        self._landing: Tensor | None = None
+        self._reduces: list[dist.Work] = []
+        super().__init__([parameter for _, parameter in named])
         shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
         self.layout = FlatLayout(self.names, shapes, self.num_ranks if self.equal else 1)
         self.edges = self._edges(owners)
@@ -110,27 +112,13 @@ class ShardBucket:
         self.held = False
         self.has_gradient = [False] * len(named)
         self._carried: Tensor | None = None
-        self.reset()
+        lent.gradients.add(self.kind, self.whole.numel())
+        lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffer, padding included."""
         return self.whole.numel() * self.whole.element_size()
-
-    @property
-    def full(self) -> bool:
-        """Whether every gradient lies in the buffer."""
-        return self.num_packed == len(self.parameters)
-
-    @property
-    def num_arriving(self) -> int:
-        """Elements of other ranks' gradients that arrive in a sum (whole tensors are summed on their way)."""
-        return self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0
-
-    def reset(self) -> None:
-        """Be ready for the next step."""
-        self.codes = [UNUSED] * len(self.parameters)
-        self._reset_pass()
 
     def forget(self) -> None:
         """Forget gradients that were summed."""
@@ -139,45 +127,37 @@ class ShardBucket:
         for piece in self.pieces:
             piece.parameter.grad = None
 
-    def take(self, slot: int, buffers: Buffers) -> None:
-        """Copy a parameter's gradient to its place, divided by the ranks, and let the parameter forget it."""
+    def pack(self, slot: int) -> None:
+        """Copy a parameter's gradient to its place, divided by the ranks, and take it from the parameter."""
         if self.num_packed == 0:
-            self._open(buffers)
+            self._open()
         view, parameter = self._place(self._buffer, slot), self.parameters[slot]
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
-            self.codes[slot], gradient = SPARSE, None
+            self.statuses[slot], gradient = SPARSE, None
         elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
-            self.codes[slot] = MOVED
+            self.statuses[slot] = MOVED
         if gradient is None:
             view.zero_()
         else:  # divided before it is summed, so that half precision cannot overflow
             torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
         parameter.grad = None
-        self.packed[slot] = True
-        self.num_packed += 1
 
-    def take_rest(self, buffers: Buffers) -> None:
-        """Take what backward did not bring: gradients accumulated earlier, or none."""
-        for slot, packed in enumerate(self.packed):
-            if not packed:
-                self.take(slot, buffers)
-
-    def start(self, landings: Buffers) -> None:
-        """Begin to sum the bucket over the ranks; do not wait. What arrives lands in a buffer of `landings`."""
+    def start(self) -> None:
+        """Begin to sum the bucket over the ranks; do not wait."""
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
         self.start_ns = time.monotonic_ns()
         if self.equal:
-            self._landing = landings.lend(self.kind)
+            self._landing = self.lent.landings.lend(self.kind)
             whole = buffer[: self.whole.numel()]
             self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
             return
         for owner, part in self._parts(buffer):
             self._reduces.append(started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
 
-    def finish(self, buffers: Buffers, landings: Buffers, spans: SpanWriter | None) -> None:
-        """Wait for the sum, add it to what `shard` holds, and let the rest go."""
+    def finish(self, spans: SpanWriter | None) -> None:
+        """Wait for the sum, add it to what `shard` holds, and give the buffers back."""
         buffer = self._buffer
         assert buffer is not None, "a bucket finishes once after each start"
         own = buffer[slice(*self.bounds)]
@@ -195,12 +175,13 @@ class ShardBucket:
         elif self.shard.data_ptr() != total.data_ptr():
             self.shard.copy_(total)
         if self._landing is not None:
-            landings.take_back(self._landing)
+            self.lent.landings.take_back(self._landing)
         if not self.keep:
             self._buffer = None
-            buffers.take_back(buffer)
+            self.lent.gradients.take_back(buffer)
         self.held = True
-        self._reset_pass()
+        self._scatter, self._landing, self._reduces = None, None, []
+        self.empty()
 
     def gather(self) -> list[DirectGather | dist.Work]:
         """Begin to bring every rank's part of the parameters to all, in place; return what to wait for."""
@@ -223,27 +204,20 @@ class ShardBucket:
             return
         for piece in self.pieces:
             if not self.gradient_of(piece).isfinite().all():
-                self.codes[piece.slot] = NOT_FINITE
+                self.statuses[piece.slot] = NOT_FINITE
 
     def gradient_of(self, piece: OwnPiece) -> Tensor:
         """Return the mean gradient of a piece, as a view of the shard."""
         offset = self._places[piece.slot][0] + piece.start - self.bounds[0]
         return self.shard[offset : offset + piece.stop - piece.start].view(piece.parameter.shape)
 
-    def _open(self, buffers: Buffers) -> None:
+    def _open(self) -> None:
         """Have a buffer for the gradients that are about to come."""
         if self._buffer is None:
-            self._buffer = buffers.lend(self.kind)
+            self._buffer = self.lent.gradients.lend(self.kind)
             self._buffer[self.layout.num_elements : self.whole.numel()].zero_()  # padding travels too
         elif self.held:  # the own part of the buffer is about to be written, and holds what was summed before
             self._carried = self.shard.clone()
-
-    def _reset_pass(self) -> None:
-        self.packed = [False] * len(self.parameters)
-        self.num_packed = 0
-        self._scatter: DirectScatter | None = None
-        self._landing: Tensor | None = None
-        self._reduces: list[dist.Work] = []
 
     def _place(self, flat: Tensor | None, slot: int) -> Tensor:
         assert flat is not None, "there is a buffer while gradients are taken"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
-from distlab.data_parallel.steps import GradientBucket
+from distlab.data_parallel.steps import FlatBucket
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import each_rank
 from distlab.grading.traffic import calls
@@ -67,12 +67,12 @@ def orders(rank: int, world_size: int) -> Iterator[tuple[str, list[int]]]:
     yield UNUSED, forward[1:] if rank == 0 and world_size > 1 else forward
 
 
-def drive_overlap(fn: Callable[[list[GradientBucket]], Callable[[], Any]]) -> dict[str, Any]:
+def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[str, Any]:
     """Run four steps on layers that sleep in backward; two buckets of two layers each, the last layers first."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, alone = Layers(), Layers()
     members = [[*model.layers[a].parameters(), *model.layers[b].parameters()] for a, b in ((3, 2), (1, 0))]
-    synchronize = fn([GradientBucket(parameters) for parameters in members])
+    synchronize = fn([FlatBucket(parameters) for parameters in members])
     if not callable(synchronize):
         return {"returned": repr(synchronize)}
     runs = {}

@@ -1,12 +1,12 @@
-"""Gather and reduce-scatter that go on by themselves while a rank computes, each in one step.
+"""Direct exchange: a gather and a reduce-scatter that run by themselves while a rank computes, each in one step.
 
-Gather: each rank sends its shard to every other, straight into its place in their full buffer. Reduce-scatter: each
-sends every other the part that it keeps, and adds up what arrives. Both send (n-1)/n of the whole, as a ring would, and
-nobody has to do anything until he wants the result. A ring needs somebody to pass things on, which on the CPU would be
-a thread that fights with backward; gloo's own all-gather works in a second buffer as large as the first and copies.
-nccl does better than both, so there its own calls are made.
+Gather: each rank sends its shard to every other rank, straight into its place in their full buffer. Reduce-scatter:
+each rank sends every other rank the part that it keeps, and adds up what arrives. Both send (n-1)/n of the whole, as a
+ring does, and a rank does nothing until it wants the result. A ring must pass chunks on: on the CPU that takes a thread
+that competes with backward. gloo's own all-gather works in a second buffer as large as the first and copies. nccl does
+better than both, so there its own calls are made.
 
-The price of the reduce-scatter is memory: n-1 parts arrive at once, where a ring holds a piece or two.
+The price of the reduce-scatter is memory: n-1 parts arrive at once, where a ring holds one or two pieces.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import Pending, Receive, Send, needs_batches, start
-from distlab.comm.single_tensor import reduce_scatter_single
-from distlab.sharding.calls import gather_into
+from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 
 
 class DirectGather:
-    """Shards on their way into a full buffer: started when made, and over with `finish()`.
+    """Shards that travel into a full buffer: the sends start when this is made and end with `finish()`.
 
-    Shapes: shard [L], full [n L]; contiguous, of one dtype; both kept until it is finished.
-    Cost: (n-1) L elements sent a rank, n-1 messages (nccl: its own all-gather). Memory: none.
+    Shapes: shard [L], full [n L]; contiguous, of one dtype; keep both until `finish()`.
+    Cost: (n-1) L elements sent per rank, n-1 messages (nccl: its own all-gather). Memory: none.
     Error: exact: bytes are copied.
     """
 
@@ -34,7 +33,7 @@ class DirectGather:
         self._shard = shard
         self._pending: Pending | dist.Work | None
         if needs_batches(full, group):
-            self._pending = gather_into(full, shard, group, async_op=True)
+            self._pending = all_gather_single(full.detach(), shard.detach(), group=group, async_op=True)
             return
         parts = full.chunk(num_ranks)
         others = _others(rank, num_ranks)
@@ -49,17 +48,21 @@ class DirectGather:
 
 
 class DirectScatter:
-    """A flat gradient on its way: started when made, and over with `finish()`.
+    """A flat tensor that is summed over ranks, and of which each rank keeps one part of the sum.
 
-    Shapes: full [n L] -> [L]; contiguous; kept until it is finished.
-    Cost: (n-1) L elements sent a rank, n-1 messages (nccl: its own reduce-scatter). Memory: n-1 parts.
-    Error: parts are added in one order, that of the ranks after this one, so the same input gives the same bits again.
+    The sends start when this is made and end with `finish()`.
+
+    Shapes: full [n L] -> [L]; contiguous; keep it until `finish()`.
+    Cost: (n-1) L elements sent per rank, n-1 messages (nccl: its own reduce-scatter). Memory: n-1 parts.
+    Error: parts are added in one order, so the same input gives the same bits again. The order is that of the ranks
+        from this one on; with `by_rank` it is 0, 1, 2, ... (nccl: its own order).
 
     Args:
         full: what this rank adds to every part.
         group: the ranks.
-        landing: memory for what arrives, (n-1) L elements, to be used again after `finish()`; None takes new memory.
-        in_place: leave the sum in this rank's part of `full`; else it is in memory of its own, and `full` can go.
+        landing: memory for what arrives, (n-1) L elements, which is free again after `finish()`; None takes new memory.
+        in_place: leave the sum in this rank's part of `full`; else it is in memory of its own, and `full` is unchanged.
+        by_rank: add the parts in the order of the ranks; not together with in_place.
 
     Attributes:
         arriving: where the other ranks' parts land (nccl: where the sum does).
@@ -72,7 +75,9 @@ class DirectScatter:
         *,
         landing: Tensor | None = None,
         in_place: bool = False,
+        by_rank: bool = False,
     ) -> None:
+        assert not (in_place and by_rank), "in place the own part comes first"
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         parts = full.chunk(num_ranks)
         self._full = full  # read until it is over
@@ -90,6 +95,9 @@ class DirectScatter:
         self.arriving = _memory_for(len(others), self._own, landing)
         receives = [Receive(part, other) for part, other in zip(self.arriving, others, strict=True)]
         self._pending = start(*receives, *(Send(parts[other], other) for other in reversed(others)), group=group)
+        first = num_ranks - rank if by_rank else 0  # place of rank 0 in a list that begins with this rank
+        in_order = [self._own, *self.arriving]
+        self._summands = in_order[first:] + in_order[:first]
 
     def wait(self) -> None:
         """Wait until every part is here; nothing is added up yet, unless nccl did."""
@@ -99,16 +107,19 @@ class DirectScatter:
             self._pending.wait_received()
 
     def finish(self) -> Tensor:
-        """Wait, add up what arrived, and return the sum of this rank's part."""
+        """Wait, add up what arrived, and return the sum of this rank's part.
+
+        Shapes: [L]
+        """
         self.wait()
         if self._work is not None:
             return self.arriving[0]
         if self._pending is None:
             return self._own
-        total, *rest = (
-            [self._own, *self.arriving] if self._in_place else [self.arriving[0], self._own, *self.arriving[1:]]
-        )
-        for part in rest:
+        total, second, *rest = self._summands
+        if total is self._own and not self._in_place:  # a + b is b + a: add in memory that is not `full`'s
+            total, second = second, total
+        for part in (second, *rest):
             total.add_(part)
         self._pending.wait()
         return total
@@ -122,5 +133,5 @@ def _memory_for(count: int, part: Tensor, landing: Tensor | None) -> list[Tensor
 
 
 def _others(rank: int, num_ranks: int) -> list[int]:
-    """Return the other ranks, from the next on: all ranks begin with another one."""
+    """Return the other ranks, from the next on: so no two ranks begin with the same one."""
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]

@@ -8,20 +8,20 @@ The sequence is the last dim but one: [..., S, H].
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.p2p import Pending, Receive, Send, group_rank, needs_batches, start
-from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
+from distlab.collectives import DirectScatter
+from distlab.comm.p2p import group_rank
+from distlab.comm.single_tensor import all_gather_single
 
 
 class Sum:
     """A tensor that is summed over the ranks, in place.
 
-    Shapes: any, contiguous; nobody else may hold this memory.
-    Cost: an all-reduce: 2 (t-1)/t of its bytes sent a rank.
+    Shapes: any, contiguous; no other code may hold this memory.
+    Cost: an all-reduce: 2 (t-1)/t of its bytes sent per rank.
     Error: every rank gets the same bits, and the same input gives them again.
     """
 
@@ -42,7 +42,7 @@ class SequenceGather:
     """Parts of a sequence on their way to every rank.
 
     Shapes: x [..., S/t, H] -> [..., S, H]
-    Cost: an all-gather: (t-1)/t of the result's bytes sent a rank. One copy, unless all dims before S are 1.
+    Cost: an all-gather: (t-1)/t of the result's bytes sent per rank. One copy, unless all dims before S are 1.
     Error: exact: bytes are copied.
     """
 
@@ -63,49 +63,33 @@ class SequenceGather:
 
 
 class SequenceScatterSum:
-    """A sequence that is summed over the ranks, and of which each keeps its part.
+    """A sequence that is summed over the ranks, and of which each rank keeps its part.
 
-    On gloo each rank sends every other the part that it keeps, for nobody has to do anything until the result is
-    wanted; gloo's own reduce-scatter is an all-reduce a rank. nccl makes its own call.
+    It is a direct exchange (`distlab.collectives.direct`), which runs by itself until the result is wanted.
 
     Shapes: x [..., S, H] -> [..., S/t, H]
-    Cost: (t-1)/t of x's bytes sent a rank. Memory: x once more, and on gloo the t-1 parts that arrive.
+    Cost: (t-1)/t of x's bytes sent per rank. Memory: x once more, and on gloo the t-1 parts that arrive.
     Error: parts are added in the order of the ranks, so the same input gives the same bits again.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup | None = None) -> None:
-        num_ranks, rank = dist.get_world_size(group), group_rank(group)
-        self._rank, self._arriving = rank, [x]
-        self._pending: Pending | dist.Work | None = None
-        if num_ranks == 1:
-            return
-        cut = x.unflatten(-2, (num_ranks, -1)).movedim(-3, 0).contiguous()  # [t, ..., S/t, H]
-        self._leaving = cut  # kept until it is sent
-        if needs_batches(x, group):
-            total = torch.empty_like(cut[0])
-            self._arriving = [total]
-            self._pending = reduce_scatter_single(total.view(-1), cut.view(-1), group=group, async_op=True)
-            return
-        self._arriving = [cut[rank] if other == rank else torch.empty_like(cut[0]) for other in range(num_ranks)]
-        others = [(rank + step) % num_ranks for step in range(1, num_ranks)]  # all ranks begin with another one
-        receives = [Receive(self._arriving[other], other) for other in others]
-        self._pending = start(*receives, *(Send(cut[other], other) for other in reversed(others)), group=group)
+        num_ranks = dist.get_world_size(group)
+        self._x = x
+        self._scatter: DirectScatter | None = None
+        if num_ranks > 1:
+            cut = x.unflatten(-2, (num_ranks, -1)).movedim(-3, 0).contiguous()  # [t, ..., S/t, H]
+            self._shape = cut.shape[1:]
+            self._scatter = DirectScatter(cut.view(-1), group, by_rank=True)
 
     def finish(self) -> Tensor:
         """Wait, add up, and return this rank's part of the sum."""
-        if self._pending is not None:
-            self._pending.wait()
-        first, *rest = self._arriving
-        if not rest:
-            return first
-        total = first + rest[0]
-        for part in rest[1:]:
-            total += part
-        return total
+        return self._x if self._scatter is None else self._scatter.finish().view(self._shape)
 
 
 def check_sequence(x: Tensor, group: ProcessGroup | None, *, what: str) -> None:
     """Refuse a sequence that the ranks do not divide.
+
+    Shapes: x [..., S, H]
 
     Raises:
         ValueError: naming the length.
