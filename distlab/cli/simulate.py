@@ -111,7 +111,7 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
         return hardware.cluster(name, per_node * nodes)
     if not Path(name).exists():
         raise ValueError(f"{name!r} is neither a preset nor a file; presets: {', '.join(known)}")
-    from distlab.measure.machine.saved import load_calibration
+    from distlab.measure import load_calibration
 
     return load_calibration(Path(name)).cluster
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.expert_parallel import Load
-from distlab.measure.machine.once import on_first_rank
-from distlab.measure.machine.speed import REFERENCES, now
+from distlab.measure.machine.ranks import now, on_first_rank
+from distlab.measure.machine.speed import REFERENCES
 from distlab.plan import Layer, Plan, Workload, split_evenly
 
 STEPS, REPEATS = 2, 3
 
 
-def loads_of(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
+def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
     """Return how many times its even share the busiest rank had of the last forward pass; every rank calls this.
 
     Returns:
@@ -44,7 +44,7 @@ def loads_of(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> 
     return tuple((of_ranks.max(0).values / even).tolist())
 
 
-def measure_alone(device: torch.device) -> float:
+def measure_alone_speedup(device: torch.device) -> float:
     """Return how many times faster a rank computes while all others wait; every rank calls this.
 
     Returns:
@@ -70,19 +70,23 @@ def measure_alone(device: torch.device) -> float:
     return on_first_rank(lambda: min(max(1.0, median(a / b for a, b in pairs)), float(dist.get_world_size())))
 
 
-def with_loads(workload: Workload, loads: Sequence[float], plan: Plan, *, alone: float = 1.0) -> Workload:
+def with_expert_loads(
+    workload: Workload, loads: Sequence[float], plan: Plan, *, alone_speedup: float = 1.0
+) -> Workload:
     """Return the workload with each layer's experts so many times as busy; () leaves it as it is.
 
     Args:
         workload: counted with even loads.
-        loads: of each layer of experts, as `loads_of` returns them.
+        loads: of each layer of experts, as `expert_loads` returns them.
         plan: whose ranks share the experts.
-        alone: how many times faster a rank is while the others wait.
+        alone_speedup: how many times faster a rank is while the others wait.
     """
     if not loads or plan.expert == 1:
         return workload
     num_ranks = plan.expert
-    felt = max(0.0, (num_ranks / alone - 1) / (num_ranks - 1))  # of what the busiest rank has more than its share
+    felt = max(
+        0.0, (num_ranks / alone_speedup - 1) / (num_ranks - 1)
+    )  # of what the busiest rank has more than its share
     left = iter(loads)
     layers = [_busier(layer, 1 + felt * (next(left) - 1)) if layer.experts else layer for layer in workload.layers]
     return replace(workload, layers=tuple(layers))

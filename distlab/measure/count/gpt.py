@@ -91,6 +91,19 @@ def merge_stages(workload: Workload, num_stages: int) -> Workload:
     return replace(workload, layers=tuple(merged))
 
 
+def without_accumulation(workload: Workload) -> Workload:
+    """Return the workload without adding gradients to earlier ones: sharding takes gradients as they come."""
+
+    def taken(layer: Layer) -> Layer:
+        adds = Work(memory_bytes=3 * layer.num_parameters * workload.bytes_per_parameter)
+        work = layer.weight_gradient
+        kernels = max(0, work.num_kernels - BACKWARD_KERNELS * len(layer.parameter_sizes))
+        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds.memory_bytes), kernels)
+        return replace(layer, weight_gradient=rest)
+
+    return replace(workload, layers=tuple(taken(layer) for layer in workload.layers))
+
+
 class _Sizes:
     """Bytes of what a micro-batch has at each position."""
 

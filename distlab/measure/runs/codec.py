@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
-from distlab.measure.machine.speed import now
+from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
 from simulator import MeasuredCodec
@@ -54,9 +54,8 @@ def measure_codec(
         _time_bucket(hook, compression, cluster, size=(index, rows), device=device, group=group, repeats=repeats)
         for index, rows in enumerate(ROWS)
     ]
-    means = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(means, group=group)
-    encode, decode = (means / dist.get_world_size(group)).T.tolist()
+    means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device, group)
+    encode, decode = means[: len(ROWS)], means[len(ROWS) :]
     sizes = [rows * COLUMNS * 4 for rows in ROWS]
     return MeasuredCodec(compression, dist.get_world_size(group), *_fit_line(sizes, encode), *_fit_line(sizes, decode))
 
