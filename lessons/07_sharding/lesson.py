@@ -571,8 +571,7 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # fast this machine computes and sends, and what work the model is.
 
 # %%
-from distlab.measure import fit_cluster, measure_round
-from distlab.measure import workload_from_module
+from distlab.measure import fit_cluster, measure_round, workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
 HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)
