@@ -48,7 +48,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         )
     if matrix.dtype in HALVES:
         return orthogonalize(matrix.float()).to(matrix.dtype)
-    return torch.linalg.qr(matrix).Q
+    directions: Tensor = torch.linalg.qr(matrix).Q
+    return directions
 
 
 def power_step(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def unit_columns(matrix: Tensor) -> Tensor:
 
     Shapes: matrix [..., m, r] -> [..., m, r]
     """
-    length = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
     return matrix / length.clamp_min(torch.finfo(matrix.dtype).tiny)
 
 

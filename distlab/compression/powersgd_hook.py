@@ -167,7 +167,7 @@ class PowerSGD:
         drawn = [
             first_right(batch.columns, batch.rank, source).flatten()
             for batch in memory.layout.batches
-            for _ in range(batch.count)
+            for _ in range(batch.num_matrices)
         ]
         return torch.cat(drawn).to(memory.second)
 

@@ -135,7 +135,7 @@ def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
     """
     coarse = list(_named_leaves(model, ("attention", "feed_forward")))
     fine = list(_named_leaves(model, ("experts.",)))
-    found = {}
+    found: dict[str, Layer] = {}
     for run in (coarse, fine):
         parts = nn.Module()
         for index, name in enumerate(run):
@@ -228,11 +228,12 @@ def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_expe
     own = [part for name, part in parts.items() if name.startswith(f"{layer.name}.feed_forward.experts.")]
     if not own:
         return layer
-    works = [
-        sum((getattr(part, name) for part in own), Work()) for name in ("forward", "input_gradient", "weight_gradient")
-    ]
-    kernels = min(work.num_kernels for work in works) // num_experts
-    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, *works, kernels_each=kernels)
+    forward = sum((part.forward for part in own), Work())
+    input_gradient = sum((part.input_gradient for part in own), Work())
+    weight_gradient = sum((part.weight_gradient for part in own), Work())
+    kernels = min(work.num_kernels for work in (forward, input_gradient, weight_gradient)) // num_experts
+    row_bytes = top_k * sizes.row_bytes
+    experts = Experts(num_experts, top_k, row_bytes, forward, input_gradient, weight_gradient, kernels)
     return replace(layer, experts=experts)
 
 

@@ -171,7 +171,7 @@ class _Counter(TorchDispatchMode):
     """Adds each operator's work to the layer and phase that it runs in."""
 
     def __init__(self, layers: dict[str, _Counts]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = layers
         self.current = HEAD
         self.phase = "forward"

@@ -16,7 +16,7 @@ from distlab.comm import run
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
-from distlab.plan import Cluster, Contention, Device, Link, Protocol
+from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s
 
 MIN_ROUNDS = 3
@@ -94,7 +94,9 @@ class _Rounds:
 
     def __call__(self) -> list[Round]:
         device = device_of(self.device, dist.get_rank())
-        start, rounds, works = time.monotonic(), [], {}
+        start = time.monotonic()
+        rounds: list[Round] = []
+        works: dict[str, Work] = {}
         more = torch.tensor(1, device=device)
         while more:
             rounds.append(measure_round(device, works=works))

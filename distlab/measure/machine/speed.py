@@ -169,7 +169,7 @@ def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float
 
 def _count_references(device: torch.device) -> dict[str, Work]:
     """Count each phase of each reference, by its name."""
-    works = {}
+    works: dict[str, Work] = {}
     for reference in REFERENCES:
         model, optimizer, loss = reference.build(device)
         counted = workload_from_module(model, loss, optimizer=optimizer)

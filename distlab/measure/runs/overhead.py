@@ -36,13 +36,14 @@ from distlab.measure.runs.predict import (
     row_bytes,
 )
 from distlab.measure.runs.programs import (
+    Program,
     barely_moving_sgd,
     is_pipeline_alone,
     make_program,
-    make_replica,
     program_kind,
     schedule_of,
 )
+from distlab.measure.runs.replicas import make_replica
 from distlab.measure.runs.windows import time_window
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Workload
@@ -69,8 +70,13 @@ class ReplicaOverhead:
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        buckets = {"bucket_bytes": BUCKET_BYTES, "first_bucket_bytes": FIRST_BUCKET_BYTES}
-        self.plan = Plan(data=plan.data, sharding=plan.sharding, compression=plan.compression, **buckets)
+        self.plan = Plan(
+            data=plan.data,
+            sharding=plan.sharding,
+            compression=plan.compression,
+            bucket_bytes=BUCKET_BYTES,
+            first_bucket_bytes=FIRST_BUCKET_BYTES,
+        )
         self.device = device
         without = None if plan.sharding.stage else replace(self.plan, compression=None)
         references = REPLICA_REFERENCES if self.plan != without else ()
@@ -90,7 +96,8 @@ class ReplicaOverhead:
         """Share what steps of sharded models take beyond steps of each rank for itself among gathers and scatters."""
         totals = np.zeros((2, 2))  # gathers, scatters: seconds and how many
         for (alone, sharded), workload in zip(self.pairs, self.workloads, strict=True):
-            more = np.subtract(*(time_phases(each, REPEATS, self.device) for each in (sharded, alone)))
+            sharded_s, alone_s = (time_phases(each, REPEATS, self.device) for each in (sharded, alone))
+            more = np.subtract(sharded_s, alone_s)
             extra = np.array(mean_over_ranks(more.tolist(), self.device))
             step = predict_step(workload, measured, self.plan)
             single = predict_step(workload, replace(measured, calls={}), Plan())
@@ -161,13 +168,13 @@ class StepOverhead:
         self, plan: Plan, order: Sequence[str], device: torch.device, *, num_experts: int = 0, top_k: int = 2
     ) -> None:
         self.plan, self.order, self.device = plan, tuple(order), device
-        experts = {"num_experts": num_experts, "top_k": top_k}
         references = PIPELINE_REFERENCES if is_pipeline_alone(plan) else MESH_REFERENCES
         sizes = [(reference_sizes(each, plan), reference_samples(each, plan)) for each in references]
         kind = program_kind(plan, num_experts)
-        self._programs, self._steps = [], []
+        self._programs: list[Program] = []
+        self._steps: list[Callable[[], object]] = []
         for config, samples in sizes:
-            model = make_gpt(config, 0, **experts)
+            model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k)
             program = make_program(model, plan, barely_moving_sgd, device=device, kind=kind, order=order)
             shape = (samples * plan.num_microbatches * plan.num_replicas, config.context)
             tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
@@ -176,7 +183,8 @@ class StepOverhead:
 
         def count() -> list[Workload]:
             stages = plan.pipeline * plan.stages_per_rank
-            return [merge_stages(count_gpt(*each, **experts, device=device), stages) for each in sizes]
+            counted = (count_gpt(*each, num_experts=num_experts, top_k=top_k, device=device) for each in sizes)
+            return [merge_stages(each, stages) for each in counted]
 
         self._workloads = on_first_rank(count)
 
