@@ -1,6 +1,6 @@
 """What to do with the learning rate when the batch grows, and how to get there.
 
-k times the batch means k times fewer updates an epoch. *Linear scaling* makes each k times as long: k small steps and
+k times the batch means k times fewer updates per epoch. *Linear scaling* makes each k times as long: k small steps and
 one large one then cover the same way, as long as the gradient does not change much on it. *Square-root scaling* keeps
 the noise: the mean of k times as many samples has 1/sqrt(k) of the deviation, and Adam divides a gradient by its own
 size, in which noise is the larger part. Both break where the gradient turns within one step, first at the start of
@@ -30,7 +30,7 @@ def linear_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to it, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * _times(batch, base_batch)
 
@@ -39,7 +39,7 @@ def sqrt_scaled_lr(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a batch, in proportion to its root, where `lr` was good for `base_batch`.
 
     Raises:
-        ValueError: a batch is no whole number of at least 1.
+        ValueError: a batch is not a whole number of at least 1.
     """
     return lr * math.sqrt(_times(batch, base_batch))
 

@@ -1,8 +1,8 @@
 """How unevenly tokens fell on the ranks that share experts, and a workload as its busiest rank has it.
 
-Nothing makes a router choose evenly but a balance loss: without one a few updates are enough for two experts to get all
-tokens. The others wait in the exchange, so a layer of experts takes as long as on the rank that most tokens came to.
-Which tokens chose what is no time: it is read off the timed steps themselves.
+Only a balance loss makes a router choose evenly: without one a few updates are enough for two experts to get all
+tokens. The others wait in the exchange, so a layer of experts takes as long as on the rank with the most tokens. The
+routing is not a duration; it is taken from the timed steps.
 
 A rank that computes while the others wait is faster than one among many that compute, where they share cores, caches or
 memory: how much faster is measured. At n times the speed of a rank among n an uneven load would cost nothing.
@@ -30,7 +30,8 @@ def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device)
     """Return how many times its even share the busiest rank had of the last forward pass; every rank calls this.
 
     Returns:
-        A number a layer of experts, in forward order: 1 is even, the ranks that share them the most; () for none.
+        One number per layer of experts, in forward order; () for none. 1 is even; the most is the number of ranks that
+        share them.
     """
     loads = [load for module in modules for each in module.modules() if (load := getattr(each, "load", None))]
     kept = [load.kept for load in loads if isinstance(load, Load)]

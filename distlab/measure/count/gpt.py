@@ -1,8 +1,8 @@
 """Count a whole GPT for every layout at once: what its layers ask of a device, and which parts ranks may share.
 
 `workload_from_module` counts work by layers. This adds where tensor-parallel regions begin and end, what attention and
-experts exchange, and which ranks divide which parameter, so that the simulator can time any plan from one count of the
-model in one process. The work of a region is counted by a second run, with the region's modules in the place of layers.
+experts exchange, and which ranks divide which parameter. So the simulator can time any plan from one count in one
+process. The work of a region is counted by a second run, with the region's modules in the place of layers.
 
 Symbols: B samples of a micro-batch, S positions, H features, A heads.
 """

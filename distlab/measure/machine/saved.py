@@ -73,7 +73,7 @@ def load_calibration(path: Path) -> Calibration:
     """Read a calibration that `save` wrote.
 
     Raises:
-        ValueError: the file is missing or is no calibration.
+        ValueError: the file is missing or is not a calibration.
     """
     try:
         facts = json.loads(path.read_text())
@@ -81,7 +81,9 @@ def load_calibration(path: Path) -> Calibration:
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; run distlab calibrate first, or name a preset") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no calibration ({type(error).__name__}: {error}); run distlab calibrate") from None
+        raise ValueError(
+            f"{path} is not a calibration ({type(error).__name__}: {error}); run distlab calibrate"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 A round takes about a second. Every rank runs the same small transformers forward, backward and through an optimizer,
 then all-reduces of growing size, then both together. A round is fitted to a Cluster of few numbers, each with a
-physical meaning: seconds a kernel, floating-point operations a second, bytes a second in memory, latency and bandwidth
-of an all-reduce, and how much computing and communicating slow each other down. The transformers are not the model to
-be predicted: other sizes, other batches.
+physical meaning: seconds per kernel, floating-point operations per second, bytes per second in memory, latency and
+bandwidth of an all-reduce, and how much computing and communicating slow each other down. The transformers have other
+sizes and batches than the model to be predicted.
 
 A rank's speed is measured with all ranks at work, since four ranks on two cores each get half a core.
 """

@@ -1,10 +1,10 @@
-"""Time a compression hook on this machine's ranks: seconds to encode and to decode a bucket, beside the sending.
+"""Time a compression hook on this machine's ranks: seconds to encode and to decode a bucket, without the sending.
 
 All ranks do the same at the same time, as in a step, and for so long that ranks which share a core take turns on it:
 one bucket alone is over before the other ranks have woken up. So several buckets are encoded in a row (what `start`
-takes), then the exchanges are left to finish, then all are decoded (what `wait` takes); of PowerSGD, which sends its
-second factor there, the predicted time of those calls is taken off. Buckets of several sizes give a fixed time a bucket
-and a time a byte.
+takes). Then the exchanges finish, then all buckets are decoded (what `wait` takes). PowerSGD sends its second factor
+there, so the predicted time of those calls is subtracted. Buckets of several sizes give a fixed time per bucket and a
+time per byte.
 """
 
 from __future__ import annotations

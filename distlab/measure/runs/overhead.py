@@ -1,10 +1,10 @@
 """Measure the overhead of steps: what they cost beyond their work and their calls, each of which is timed alone.
 
-In a step the threads that move messages want the cores on which ranks compute, hooks run between layers, a call is over
-when the slower rank is, and a bucket to encode is no longer in the cache. We measure this on two small transformers
-that are not the model to be predicted, trained by the same plan. What their steps take beyond what the simulator makes
-of them is divided among the steps' calls (sharding), their encoded buckets (compression), their actions (a pipeline),
-or their blocks' passes (any other mesh). The small and the large reference of a mesh differ in the rows that a block
+In a step the threads that move messages compete with the ranks for the cores, and hooks run between layers. A call ends
+when the slower rank does. A bucket to encode has left the cache. We measure this on two small transformers that are not
+the model to be predicted, trained by the same plan. Their steps take longer than the simulator says. The difference is
+divided among the steps' calls (sharding), encoded buckets (compression), actions (a pipeline), or passes of blocks (any
+other mesh). The small and the large reference of a mesh differ in the rows that a block
 hands on, since a part of its cost grows with them: they are cut, copied and put together again on the way to a call.
 
 The time of a reference step is that of its slowest rank, as everywhere (`windows.time_window`).

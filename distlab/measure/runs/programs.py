@@ -1,7 +1,7 @@
 """Programs: a model on its ranks, trained by a plan, under one set of names whatever the plan.
 
-`program_kind` chooses: replicas of the whole model (averaged, compressed or sharded gradients) for a plan with only the
-data axis, `Pipeline` for a plan with only the pipeline axis, and `Hybrid` for all others.
+`program_kind` chooses. A plan with only the data axis runs replicas of the whole model, with averaged, compressed or
+sharded gradients. A plan with only the pipeline axis runs `Pipeline`; all others run `Hybrid`.
 """
 
 from __future__ import annotations

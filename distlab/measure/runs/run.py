@@ -57,7 +57,7 @@ class TrainingRun:
         num_experts: experts of each block; 0 for ordinary feed-forward layers.
         top_k: experts of each token.
         order: axes of the mesh, slowest first.
-        seed: of the weights and of the order of the data.
+        seed: for the weights and the order of the data.
         device: where ranks compute: "cpu" or "cuda".
         num_updates: updates before any is timed.
         num_windows: calm windows of steps to time after that; 0 for none.

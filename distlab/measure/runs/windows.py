@@ -178,7 +178,7 @@ def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
     With fewer than ten calm windows all are used for the figures, and `holds` is None.
 
     Raises:
-        ValueError: there is no window.
+        ValueError: the list of windows is empty.
     """
     if not windows:
         raise ValueError("no window was measured; measure at least one")
