@@ -251,20 +251,10 @@ def time_calibrated(lab: Lab[Settings]) -> None:
     if settings.schedule not in ("all", *RUNNABLE):
         return
     name = "one_f_one_b" if settings.schedule == "all" else settings.schedule
-    plan = Plan(
-        pipeline=lab.member.world_size,
-        schedule=name,
-        num_microbatches=settings.microbatches,
-        stages_per_rank=SCHEDULES[name].stages_per_rank(None),
-    )
-    training = TrainingRun(
-        model=settings.model,
-        plan=plan,
-        batch_size=settings.microbatches * settings.samples,
-        device=lab.member.device.type,
-        num_windows=4,
-        budget_s=15.0,
-    )
+    n, m, device = lab.member.world_size, settings.microbatches, lab.member.device.type
+    stages = SCHEDULES[name].stages_per_rank(None)
+    plan = Plan(pipeline=n, schedule=name, num_microbatches=m, stages_per_rank=stages)
+    training = TrainingRun(settings.model, plan, m * settings.samples, device=device, num_windows=4, budget_s=15.0)
     windows = windows_of(training, time_training(training))
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured(f"{SCHEDULES[name].title}, calibrated: step", measured, "s", predicted=expected)
