@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from distlab import collectives
 from distlab.comm import Ranks
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
+from distlab.measure import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
 
 WORLD_SIZES = (2, 4)
 JUDGED_MIB = (16, 64)

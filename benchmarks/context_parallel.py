@@ -32,16 +32,7 @@ from torch import Tensor
 
 from distlab.comm import Ranks, Records, recorded
 from distlab.context_parallel import all_to_all_attention, ring_attention, scatter_sequence
-from distlab.measure.machine.ratio import (
-    MIN_BLOCKS,
-    Row,
-    compare,
-    compare_counts,
-    format_rows,
-    interleave,
-    noise,
-    without_bar,
-)
+from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
 
 SIZES = {"2,048 positions": (1, 8, 2048, 64), "512 positions": (2, 8, 512, 32)}
 PEERS = {"torch's ring": "ALL_GATHER", "torch's ring again": "ALL_GATHER", "torch's ring, all-to-all": "ALL_TO_ALL"}

@@ -23,6 +23,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _script import backend_of, run_script
 from torch import nn
 
 from distlab.clip import clip_gradients_
@@ -38,8 +39,7 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
-from distlab.measure.runs.bench_script import backend_of, run_script
+from distlab.measure import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25

@@ -27,16 +27,7 @@ from torch import Tensor, nn
 
 from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
-from distlab.measure.machine.ratio import (
-    MIN_BLOCKS,
-    Row,
-    compare,
-    compare_counts,
-    format_rows,
-    interleave,
-    noise,
-    without_bar,
-)
+from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
 from distlab.models import FeedForward, GPTConfig
 from distlab.rng import generator
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from distlab.measure.machine.ratio import Row, absolute, compare, format_rows, interleave, noise
+from distlab.measure import Row, absolute, compare, format_rows, interleave, noise
 from distlab.trace import Trace
 from simulator.viz import draw_schedule, draw_timeline, to_png
 

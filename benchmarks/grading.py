@@ -17,7 +17,7 @@ from distlab.comm.launch.fork_client import shut_down
 from distlab.grading import Evidence, Exercise, Fault, Report
 from distlab.grading.check import examine
 from distlab.grading.values import explain_sum, seeded
-from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.measure import Row, absolute, format_rows
 
 SIZE = 100
 

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from distlab.data import ByteCorpus, digits, python_documentation
 from distlab.large_batch import LAMB, LARS, LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
-from distlab.measure.machine.facts import this_machine
-from distlab.measure.machine.ratio import Row
+from distlab.measure import Row, this_machine
 from distlab.models import GPT, GPTConfig
 from distlab.rng import derive_seed, generator
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from _memory_run import Job, RankMemory, measure_memory, workload_of
+
 from distlab.comm import Ranks
-from distlab.measure.machine.ratio import Row, format_rows
-from distlab.measure.memory.measured import KINDS
-from distlab.measure.memory.memory_run import Job, RankMemory, measure_memory, workload_of
+from distlab.measure import KINDS, Row, format_rows
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator import Memory, memory_of

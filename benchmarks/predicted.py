@@ -19,24 +19,21 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
+from _replay import pipeline_replay_errors
+
 from distlab.cli.tour import prepare
-from distlab.comm import run
-from distlab.measure.machine.ratio import Row, format_rows, median_interval
-from distlab.measure.runs.layouts import LayoutTraining, run_layout
-from distlab.measure.runs.pipeline import PipelineTraining, run_pipeline
-from distlab.measure.runs.training import RankReport, Training, train, windows_of
-from distlab.measure.runs.windows import Window, judge
+from distlab.measure import Row, TrainingRun, Window, format_rows, judge, median_interval, time_on_new_ranks
 from distlab.models import GPTConfig
-from distlab.plan import Plan, Sharding
+from distlab.plan import Plan, Sharding, make_schedule
 from distlab.plan.compression import Compression
 
 BAR = 0.10
 NUM_RANKS = 2
 CASES = (
-    ("4 micro-batches accumulated", {"num_microbatches": 4, "batch_size": 16}),
+    ("4 micro-batches accumulated", {"num_microbatches": 4}),
     ("gradients quantized to 8 bits", {"compression": Compression("quantize", bits=8)}),
     ("gradients by PowerSGD of rank 4", {"compression": Compression("powersgd", rank=4)}),
     ("the 1 % largest gradients", {"compression": Compression("top_k", ratio=0.01)}),
@@ -48,30 +45,19 @@ CASES = (
 LONG = GPTConfig(context=256, num_layers=4, num_heads=4, hidden_size=128, tied=False)
 PIPELINES = (("GPipe", "gpipe"), ("1F1B", "one_f_one_b"), ("ZB-H1", "zb_h1"))
 LAYOUTS = (
-    ("tensor parallel", LayoutTraining(plan=Plan(tensor=2))),
-    ("tensor and sequence parallel", LayoutTraining(plan=Plan(tensor=2, sequence_parallel=True))),
-    ("context parallel by a ring", LayoutTraining(model=LONG, plan=Plan(context=2), batch_size=4)),
-    ("context parallel by all-to-all", LayoutTraining(LONG, Plan(context=2, context_kind="all_to_all"), batch_size=4)),
-    ("4 experts a block, 2 on each rank", LayoutTraining(plan=Plan(expert=2), num_experts=4)),
+    ("tensor parallel", TrainingRun(plan=Plan(tensor=2))),
+    ("tensor and sequence parallel", TrainingRun(plan=Plan(tensor=2, sequence_parallel=True))),
+    ("context parallel by a ring", TrainingRun(model=LONG, plan=Plan(context=2), batch_size=4)),
+    ("context parallel by all-to-all", TrainingRun(LONG, Plan(context=2, context_kind="all_to_all"), batch_size=4)),
+    ("4 experts a block, 2 on each rank", TrainingRun(plan=Plan(expert=2), num_experts=4)),
     (
         "data x tensor x pipeline, 2 of each",
-        LayoutTraining(
-            plan=Plan(data=2, tensor=2, pipeline=2, num_microbatches=2), steps_a_window=2
+        TrainingRun(
+            plan=Plan(data=2, tensor=2, pipeline=2, num_microbatches=2), steps_per_window=2
         ),  # long steps drift
     ),
 )
 REPLAY_BAR = 0.03
-
-
-@dataclass(frozen=True)
-class _Train:
-    """What a rank runs."""
-
-    training: Training
-    data: bytes
-
-    def __call__(self) -> RankReport:
-        return train(self.training, self.data)
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
@@ -79,13 +65,19 @@ def rows(quick: bool = False) -> Iterator[Row]:
     plain, data = prepare(Namespace(data=None, ranks=NUM_RANKS, device="cpu"))
     limits = {"num_windows": 2 if quick else 14, "budget_s": 10.0 if quick else 80.0}
     for words, change in CASES:
-        training = replace(plain, num_updates=1, **limits, **change)
-        report = run(_Train(training, data), NUM_RANKS, timeout_s=900.0, record=False)[0]
-        yield _row(words, windows_of(training, report, NUM_RANKS))
-    for title, schedule in PIPELINES:
-        result = run_pipeline(PipelineTraining(schedule=schedule, **limits), NUM_RANKS, data=data)
+        plan = replace(plain.plan, **change)
+        batch_size = max(plain.batch_size, 2 * NUM_RANKS * plan.num_microbatches)
+        training = replace(plain, plan=plan, batch_size=batch_size, num_updates=1, **limits)
+        yield _row(words, time_on_new_ranks(training, data).windows)
+    for title, name in PIPELINES:
+        plan = Plan(pipeline=NUM_RANKS, num_microbatches=4, schedule=name)
+        result = time_on_new_ranks(TrainingRun(plan=plan, **limits), data)
         yield _row(f"as a pipeline by {title}, 4 micro-batches", result.windows)
-        errors = [abs(error) for error in result.replay_errors]
+        schedule = make_schedule(name, NUM_RANKS, plan.num_microbatches)
+        steps = [
+            [report.step_trace(step) for report in result.reports] for step in range(len(result.reports[0].step_ns))
+        ]
+        errors = [abs(error) for error in pipeline_replay_errors(schedule, steps)]
         interval = median_interval(errors)
         yield Row(
             claim=f"measured durations of a {title} step fed to the engine: error of its end (median over steps)",
@@ -105,7 +97,7 @@ def layout_rows(quick: bool = False) -> Iterator[Row]:
     """Yield the error of the prediction for each layout."""
     for words, layout in LAYOUTS:
         timed = replace(layout, num_windows=2 if quick else 14, budget_s=10.0 if quick else 80.0)
-        yield _row(words, run_layout(timed).windows, layout.plan.world_size)
+        yield _row(words, time_on_new_ranks(timed).windows, layout.plan.world_size)
 
 
 def _row(words: str, windows: Sequence[Window], num_ranks: int = NUM_RANKS) -> Row:

@@ -17,10 +17,10 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _script import run_script
 
 from distlab.comm import Ranks, Recorder, recorded
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
-from distlab.measure.runs.bench_script import run_script
+from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0

@@ -23,14 +23,14 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _script import backend_of, run_script
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.machine.ratio import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
-from distlab.measure.runs.bench_script import backend_of, run_script
+from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard
 

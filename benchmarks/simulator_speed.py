@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.measure import Row, absolute, format_rows
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, make_schedule, one_f_one_b
 from simulator import CompiledOrder, Jitter, cluster, gpt_workload, order_of, simulate, simulate_schedule
 from simulator.pipeline.simulate_schedule import F, forget_orders

@@ -38,16 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from distlab.comm import Ranks, recorded
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure.machine.ratio import (
-    MIN_BLOCKS,
-    Row,
-    compare,
-    compare_counts,
-    format_rows,
-    interleave,
-    noise,
-    without_bar,
-)
+from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
 from distlab.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 

@@ -36,10 +36,20 @@ from distlab.comm.throttle import link_s
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, train_step
-from distlab.measure.count.module import workload_from_module
-from distlab.measure.machine.ratio import Row, absolute, format_rows, interleave, median_interval
-from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
-from distlab.measure.runs.compression import measure_codec, median_codec
+from distlab.measure import (
+    Round,
+    Row,
+    absolute,
+    fit_cluster,
+    format_rows,
+    interleave,
+    measure_codec,
+    measure_round,
+    median_codec,
+    median_interval,
+    median_round,
+    workload_from_module,
+)
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression

@@ -13,11 +13,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distlab.cli.findings import STEP_BAR, compare_runs
+from _replay import replica_replay_errors
+
+from distlab.cli.findings import STEP_BAR
 from distlab.cli.tour import prepare, run_training
-from distlab.measure.machine.ratio import Row, format_rows, median_interval
-from distlab.measure.runs.replay import replay_errors
-from distlab.measure.runs.training import windows_of
+from distlab.measure import Row, RunResult, format_rows, median_interval
 
 MAX_REPLAY_ERROR = 0.03
 
@@ -27,9 +27,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
     for num_ranks in (2, 4):
         training, data = prepare(Namespace(data=None, ranks=num_ranks, device="cpu"))
         training = replace(training, num_windows=2 if quick else 20, budget_s=8.0 if quick else 90.0)
-        one_process, reports, records = run_training(num_ranks, training, data, echo=False)
-        verdict = compare_runs(training, one_process, reports, records).step
-        errors = [abs(window.error) for window in windows_of(training, reports[0], num_ranks) if window.calm]
+        _, reports, _ = run_training(num_ranks, training, data, echo=False)
+        result = RunResult(training, reports)
+        verdict = result.verdict(bar=STEP_BAR)
+        errors = [abs(window.error) for window in result.windows if window.calm]
         yield Row(
             claim=f"step time of the small GPT on {num_ranks} ranks, predicted against measured (median error)",
             ours=verdict.median_error,
@@ -41,7 +42,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
             holds=verdict.holds,
             note=f"bias {verdict.signed_error:+.1%}; {verdict}",
         )
-        replayed = [abs(error) for error in replay_errors(reports)]
+        replayed = [abs(error) for error in replica_replay_errors(reports)]
         middle = sorted(replayed)[len(replayed) // 2]
         yield Row(
             claim=f"measured durations replayed through the engine, end of the step on {num_ranks} ranks",

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.measure import Row, absolute, format_rows
 
 HARNESS = Path(__file__).resolve().parents[1] / "tests" / "browser"
 REPEATS, QUICK_REPEATS = 20, 4

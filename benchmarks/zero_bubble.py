@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from distlab.measure.machine.ratio import Row, absolute, format_rows
+from distlab.measure import Row, absolute, format_rows
 from distlab.plan import SCHEDULES, automatic
 from simulator import simulate_schedule
 from simulator.pipeline.simulate_schedule import ActionTimes

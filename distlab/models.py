@@ -71,7 +71,8 @@ class Attention(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, A, S, H/A]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
-        return self.output(mixed.transpose(1, 2).flatten(-2))  # [B, S, H]
+        found: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))  # [B, S, H]
+        return found
 
 
 class FeedForward(nn.Module):
@@ -87,7 +88,8 @@ class FeedForward(nn.Module):
 
         Shapes: x [B, S, H] -> [B, S, H]
         """
-        return self.output(F.gelu(self.widen(x)))
+        found: Tensor = self.output(F.gelu(self.widen(x)))
+        return found
 
 
 class Block(nn.Module):
@@ -107,7 +109,8 @@ class Block(nn.Module):
         Shapes: x [B, S, H] -> [B, S, H]
         """
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        found: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return found
 
 
 class GPT(nn.Module):
@@ -166,7 +169,8 @@ class GPT(nn.Module):
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))  # [B, S, H]
         for block in self.blocks:
             x = block(x)
-        return self.output(self.norm(x))  # [B, S, V]
+        logits: Tensor = self.output(self.norm(x))  # [B, S, V]
+        return logits
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -131,7 +131,8 @@ class _Run:
         tensors: list[Tensor] = []
         self.structure = _take_out((inputs, options), tensors)  # the same, with places in a list for tensors
         self.wants_gradient = [tensor.requires_grad for tensor in tensors]
-        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+        empty = torch.empty(0, requires_grad=True)
+        self.kept = _Keep.apply(empty, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
         devices = {tensor.device.type for tensor in tensors} | {"cpu"}
         self.modes = [_autocast_mode(device) for device in sorted(devices)]
         self.random = _random_state(tensors)

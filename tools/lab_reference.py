@@ -19,7 +19,7 @@ from pathlib import Path
 
 from distlab.cli.lab import find_lab
 from distlab.lab.report import reference_section
-from distlab.measure.machine.facts import this_machine
+from distlab.measure import this_machine
 
 DEVICES = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 8)}
 NOT_MEASURED = "Not measured here: this machine has no such GPUs. If you run it, send us what `--json` prints."

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     prog = f"distlab {arguments.command}"
     try:
-        return COMMANDS[arguments.command].main(arguments)
+        status: int = COMMANDS[arguments.command].main(arguments)
+        return status
     except (ValueError, OSError) as error:
         print(f"{prog}: {_one_line(error)}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Measure this project's claims against their bars and print one row a claim.
+"""Measure this project's claims against their bars and print one row per claim.
 
 Each file in benchmarks/ tests some claims: our program and its peer take turns in one run, and a row gives the median
 ratio with its interval, the bar, and whether it holds. Run it with nothing else running.
@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.measure.machine.facts import this_machine
-from distlab.measure.machine.ratio import Row, format_rows
+from distlab.measure import Row, format_rows, this_machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -70,9 +69,11 @@ def names() -> list[str]:
 
 def load_rows(name: str, *, quick: bool = False) -> Iterator[Row]:
     """Load benchmarks/NAME.py by path and yield its rows as they are measured."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
     spec = importlib.util.spec_from_file_location(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
     if spec is None or spec.loader is None:
-        raise ValueError(f"{FOLDER / name}.py cannot be loaded")
+        raise ValueError(f"{FOLDER / name}.py cannot be loaded as Python; restore it from the repository")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -15,7 +15,7 @@ from distlab.cli.arguments import MAX_RANKS, whole_number
 from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
-    from distlab.measure.machine.saved import Calibration
+    from distlab.measure import Calibration
 
 SECONDS = 12
 
@@ -31,8 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, print and keep."""
-    from distlab.measure.machine.saved import DEFAULT_PATH, calibrate
-    from distlab.measure.runs.programs import device_of
+    from distlab.measure import DEFAULT_PATH, calibrate, device_of
 
     device_of(arguments.device, 0)
     path = arguments.output or DEFAULT_PATH

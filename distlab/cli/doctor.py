@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from distlab.measure.machine.facts import gpu_names, memory_bytes, num_cores, this_machine, version_of
+from distlab.measure import gpu_names, memory_bytes, num_cores, this_machine, version_of
 
 MIN_TORCH = (2, 11)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

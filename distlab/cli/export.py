@@ -47,5 +47,5 @@ def _norm(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no norm; pass a positive number, such as 1.0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a norm; pass a positive number, such as 1.0")
     return value

@@ -6,10 +6,7 @@ from dataclasses import asdict, dataclass
 
 from distlab.comm import Records
 from distlab.comm.record.operations import ring_bytes
-from distlab.measure.machine.facts import Machine, this_machine
-from distlab.measure.machine.speed import median_round
-from distlab.measure.runs.training import RankReport, Training, predict, windows_of
-from distlab.measure.runs.windows import Verdict, judge
+from distlab.measure import Machine, RankReport, RunResult, Verdict, this_machine
 
 TOLERANCE = 1e-5
 STEP_BAR = 0.15
@@ -25,11 +22,11 @@ class Findings:
         max_difference: largest difference of any weight between the ranks and one process.
         equal: whether max_difference is at most 1e-5 (fp32, SGD with momentum) and all ranks agree bit for bit.
         losses_one_process: loss before each of the compared updates.
-        losses: the same on the ranks, and on through the timed windows.
-        sent_bytes: gradient bytes that a rank sent in a step, counted from its calls as a ring would send them.
+        losses: the same on the ranks, and then of each timed window's last step.
+        sent_bytes: gradient bytes that rank 0 sent in a step, counted from its calls as a ring would send them.
         predicted_bytes: what the simulator says it sends.
-        step: predicted against measured step time.
-        exposed_s: predicted communication that no computing hides.
+        step: predicted against measured step time, which is that of the slowest rank.
+        exposed_s: predicted communication that no computation hides.
     """
 
     ranks: int
@@ -76,15 +73,15 @@ class Findings:
         return "\n".join([*lines, "", f"{self.parameters:,} parameters on {self.device}; {step}"])
 
 
-def compare_runs(training: Training, one_process: RankReport, reports: list[RankReport], records: Records) -> Findings:
+def compare_runs(result: RunResult, one_process: RankReport, records: Records) -> Findings:
     """Compare the ranks with one process, and both timelines."""
+    training, reports, prediction = result.run, result.reports, result.predicted
     first = reports[0]
     assert first.workload is not None, "windows were timed, so the workload was counted"
     differences = [float((weight - one_process.weights[name]).abs().max()) for name, weight in first.weights.items()]
     replicas_agree = all(
         bool((report.weights[name] == weight).all()) for report in reports for name, weight in first.weights.items()
     )
-    prediction = predict(training, first.workload, median_round(first.rounds), len(reports))
     start_ns, end_ns = first.step_ns[0]
     return Findings(
         ranks=len(reports),
@@ -97,13 +94,13 @@ def compare_runs(training: Training, one_process: RankReport, reports: list[Rank
         losses=first.losses,
         sent_bytes=_sent_bytes(records, start_ns, end_ns),
         predicted_bytes=round(prediction.sent_bytes_per_rank[0]),
-        step=judge(windows_of(training, first, len(reports)), bar=STEP_BAR),
+        step=result.verdict(bar=STEP_BAR),
         exposed_s=prediction.exposed_communication_s,
         machine=this_machine(),
     )
 
 
 def _sent_bytes(records: Records, start_ns: int, end_ns: int) -> int:
-    """Return what rank 0 sent in a time, each collective counted as the ring that its library runs."""
+    """Return the bytes that rank 0 sent in a time, each collective counted as the ring that its library runs."""
     calls = [call for call in records.calls(0) if start_ns <= call.start_ns <= end_ns]
     return round(sum(ring_bytes(call.op, call.num_bytes, len(call.group)) for call in calls))

@@ -70,7 +70,7 @@ def default_num_ranks() -> int:
     """Return one rank a GPU where there are any; else up to four, two a core."""
     import torch
 
-    from distlab.measure.machine.facts import num_cores
+    from distlab.measure import num_cores
 
     return torch.cuda.device_count() or min(4, 2 * num_cores())
 

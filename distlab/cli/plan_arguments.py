@@ -79,7 +79,7 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     """Return the model that the flags describe.
 
     Raises:
-        ValueError: there is no such model, sizes are given beside a name, or they make no sense together.
+        ValueError: the model does not exist, sizes come together with a name, or they make no sense together.
     """
     from simulator import gpt_workload, mix_experts, model_by_name
 

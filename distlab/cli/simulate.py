@@ -111,7 +111,7 @@ def find_cluster(name: str, num_devices: int) -> Cluster:
         return hardware.cluster(name, per_node * nodes)
     if not Path(name).exists():
         raise ValueError(f"{name!r} is neither a preset nor a file; presets: {', '.join(known)}")
-    from distlab.measure.machine.saved import load_calibration
+    from distlab.measure import load_calibration
 
     return load_calibration(Path(name)).cluster
 
@@ -194,6 +194,6 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
 def _schedule(plan: Plan, step: Step) -> str:
     from distlab.plan import SCHEDULES
 
-    stages = f"{plan.stages_per_rank} stages a rank, " if plan.stages_per_rank > 1 else ""
+    stages = f"{plan.stages_per_rank} stages per rank, " if plan.stages_per_rank > 1 else ""
     held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
     return f"{SCHEDULES[plan.schedule].title}, {stages}{plan.num_microbatches} micro-batches, in flight {held}"

@@ -21,10 +21,12 @@ from distlab.cli.progress import progress_file, report
 if TYPE_CHECKING:
     from distlab.cli.findings import Findings
     from distlab.comm import Records
-    from distlab.measure.runs.training import RankReport, Training
+    from distlab.measure import RankReport, TrainingRun
     from distlab.trace import Trace
 
-SAMPLES_A_RANK = 4
+SAMPLES_PER_RANK = 4
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 1_000_000, 250_000
+NUM_UPDATES = 10  # after which the ranks' weights are compared with one process
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -41,17 +43,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 class _Job:
     """What a rank runs; rank 0 reports how far it is."""
 
-    training: Training
+    training: TrainingRun
     data: bytes
     progress: Path
 
     def __call__(self) -> RankReport:
         import torch.distributed as dist
 
-        from distlab.measure.runs.training import train
+        from distlab.measure import time_training
 
         path = self.progress if dist.get_rank() == 0 else None
-        return train(self.training, self.data, functools.partial(report, path))
+        return time_training(self.training, self.data, functools.partial(report, path))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -70,37 +72,38 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if findings.equal else 1
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[Training, bytes]:
+def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
     """Check what the user asked for before any process starts, and read the data.
 
     Raises:
         ValueError: the data file cannot be used, or there is no GPU.
     """
     from distlab.data import python_documentation, read_text
-    from distlab.measure.runs.programs import device_of
-    from distlab.measure.runs.training import Training
+    from distlab.measure import TrainingRun, device_of
     from distlab.models import GPTConfig
+    from distlab.plan import Plan
 
     model = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
     data = python_documentation() if arguments.data is None else read_text(arguments.data, model.context)
     device_of(arguments.device, 0)
-    return Training(model, SAMPLES_A_RANK * arguments.ranks, device=arguments.device), data
+    plan = Plan(data=arguments.ranks, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=FIRST_BUCKET_BYTES)
+    batch_size = SAMPLES_PER_RANK * arguments.ranks
+    return TrainingRun(model, plan, batch_size, num_updates=NUM_UPDATES, device=arguments.device), data
 
 
-def run_tour(num_ranks: int, training: Training, data: bytes, *, echo: bool) -> tuple[Findings, Trace, Trace]:
+def run_tour(num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool) -> tuple[Findings, Trace, Trace]:
     """Run one process, then the ranks; return what was found, and the measured and predicted trace of one step."""
     from distlab.cli.findings import compare_runs
+    from distlab.measure import RunResult
 
     one_process, reports, records = run_training(num_ranks, training, data, echo=echo)
-    return (
-        compare_runs(training, one_process, reports, records),
-        measured_step(reports),
-        predicted_step(training, reports[0], num_ranks),
-    )
+    result = RunResult(training, reports)
+    findings = compare_runs(result, one_process, records)
+    return findings, result.measured, result.predicted.trace.from_zero()
 
 
 def run_training(
-    num_ranks: int, training: Training, data: bytes, *, echo: bool
+    num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool
 ) -> tuple[RankReport, list[RankReport], Records]:
     """Train in one process, then on the ranks; return both reports and what the ranks' calls were."""
     from dataclasses import replace
@@ -108,7 +111,7 @@ def run_training(
     from distlab.comm import Ranks, run
 
     backend = "gloo" if training.device == "cpu" else None
-    alone = replace(training, num_windows=0)
+    alone = replace(training, plan=replace(training.plan, data=1), num_windows=0)
     with progress_file(training.num_updates, "one process") as path:
         one_process = run(_Job(alone, data, path), 1, timeout_s=600.0, backend=backend, echo=echo)[0]
     with (
@@ -117,28 +120,6 @@ def run_training(
     ):
         reports = ranks.run(_Job(training, data, path))
         return one_process, reports, ranks.records()
-
-
-def measured_step(reports: list[RankReport]) -> Trace:
-    """Cut the timed step of median length out of what the ranks marked, each rank by its own clock marks."""
-    from distlab.trace import Trace
-
-    lengths = [end - start for start, end in reports[0].step_ns]
-    middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-    parts = []
-    for seen in reports:
-        start, end = seen.step_ns[middle]
-        parts.append(seen.trace.select((seen.trace.start_ns >= start) & (seen.trace.end_ns <= end)))
-    return Trace.concatenate(parts).from_zero()
-
-
-def predicted_step(training: Training, report: RankReport, num_ranks: int) -> Trace:
-    """Simulate the step from the median of all calibration rounds."""
-    from distlab.measure.machine.speed import median_round
-    from distlab.measure.runs.training import predict
-
-    assert report.workload is not None, "windows were timed, so the workload was counted"
-    return predict(training, report.workload, median_round(report.rounds), num_ranks).trace.from_zero()
 
 
 def write_files(folder: Path, findings: Findings, measured: Trace, predicted: Trace) -> list[Path]:

@@ -26,10 +26,10 @@ _ROUNDS = ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFF
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Lay codes end to end, the first in the lowest bits of the first byte.
 
-    Shapes: codes [E] uint8, each below 2**bits -> [ceil(E bits / 8)] uint8; what is left of the last byte is zero
+    Shapes: codes [E] uint8, each below 2**bits -> [ceil(E bits / 8)] uint8; the rest of the last byte is zero
 
     Raises:
-        ValueError: bits outside 1 to 8, or codes that are no flat tensor of uint8.
+        ValueError: bits outside 1 to 8, or codes that are not a flat tensor of uint8.
     """
     check_bits(bits)
     _check_bytes("codes", codes)

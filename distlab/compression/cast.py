@@ -82,4 +82,5 @@ class _Casting:
 
 def _in_cache(vector: Tensor) -> tuple[Tensor, ...]:
     """Cut a vector so that a part stays in a CPU's cache from one operation to the next; a GPU takes it whole."""
-    return vector.split(PART if vector.device.type == "cpu" else max(1, vector.numel()))
+    parts: tuple[Tensor, ...] = vector.split(PART if vector.device.type == "cpu" else max(1, vector.numel()))
+    return parts

@@ -120,7 +120,7 @@ class FeedbackHook:
         self._works: dict[int, Any] = {}  # last call of each bucket; waiting twice costs nothing
 
     def end_last(self, bucket: GradientBucket) -> None:
-        """Let a call end that nobody waited for, since its step failed in another bucket: it writes where we do."""
+        """Wait for a call whose step failed in another bucket before its own wait: it writes into the same memory."""
         work = self._works.pop(bucket.index, None)
         if work is not None and not work.is_completed():
             work.wait()

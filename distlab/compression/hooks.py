@@ -83,7 +83,7 @@ class TopK(_GatherHook):
 
     Args:
         ratio: share of the elements to send, in (0, 1].
-        error_feedback: send later what is not sent now. Without it small gradients are lost for ever.
+        error_feedback: send later what is not sent now. Without it small gradients are lost forever.
 
     Cost: one all-gather of k (b + 4) bytes.
 

@@ -30,9 +30,9 @@ HALVES = (torch.float16, torch.bfloat16)
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return orthonormal columns that span what the columns of a tall matrix span.
 
-    By Householder's QR and not by Gram-Schmidt: gradients without full rank are everyday (a unit that never fired, a
-    head that starts at zero, a batch with fewer samples than columns), and there Gram-Schmidt divides zero by zero or
-    normalizes what rounding left over. QR fills up with any other directions, which costs nothing: what M has in them
+    By Householder's QR and not by Gram-Schmidt. Gradients without full rank are common: a unit that never fired, a head
+    that starts at zero, a batch with fewer samples than columns. There Gram-Schmidt divides zero by zero or normalizes
+    rounding errors. QR fills up with any other directions, which costs nothing: what M has in them
     is added, never lost. Half-precision matrices are decomposed in float32.
 
     Shapes: matrix [..., n, r] with r <= n -> [..., n, r]
@@ -48,7 +48,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         )
     if matrix.dtype in HALVES:
         return orthogonalize(matrix.float()).to(matrix.dtype)
-    return torch.linalg.qr(matrix).Q
+    directions: Tensor = torch.linalg.qr(matrix).Q
+    return directions
 
 
 def power_step(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def unit_columns(matrix: Tensor) -> Tensor:
 
     Shapes: matrix [..., m, r] -> [..., m, r]
     """
-    length = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
     return matrix / length.clamp_min(torch.finfo(matrix.dtype).tiny)
 
 

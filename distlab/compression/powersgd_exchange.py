@@ -91,8 +91,8 @@ class WholeExchange:
         self.memory.steps += 1
 
     def reduce(self, message: Tensor) -> dist.Work:
-        """Begin to sum a message over ranks."""
-        work = dist.all_reduce(message, group=self.group, async_op=True)
+        """Start summing a message over ranks."""
+        work: dist.Work | None = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None
         return work
 

@@ -54,11 +54,11 @@ class PowerSGD:
         ValueError: an option is out of range; on every rank at a bucket's first step: ranks have different options,
             shapes or step counts.
 
-    Source: Vogels, Karimireddy, Jaggi 2019, PowerSGD, algorithms 1 and 2. As in torch's powerSGD_hook except: left
-        factors travel with what goes whole (one call less), right factors are scaled and not orthogonalized before
-        they are used (only what they span matters), and the remainder is that of this rank's own message. torch
-        subtracts the mean's. Both remainders have the same mean over ranks, so the gradients are the same; but torch's
-        also collects how each rank differs from the mean, which grows for ever and costs float32 digits.
+    Source: Vogels, Karimireddy, Jaggi 2019, PowerSGD, algorithms 1 and 2. It differs from torch's powerSGD_hook in
+        three points. Left factors travel with what goes whole (one call less). Right factors are scaled, not
+        orthogonalized, before use: only what they span matters. And the remainder is that of this rank's own message;
+        torch subtracts the mean's. Both remainders have the same mean over ranks, so the gradients are the same; but
+        torch's also collects how each rank differs from the mean, which grows forever and costs float32 digits.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class PowerSGD:
         drawn = [
             first_right(batch.columns, batch.rank, source).flatten()
             for batch in memory.layout.batches
-            for _ in range(batch.count)
+            for _ in range(batch.num_matrices)
         ]
         return torch.cat(drawn).to(memory.second)
 

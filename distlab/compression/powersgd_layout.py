@@ -22,7 +22,7 @@ class Batch(NamedTuple):
         rows: n.
         columns: m.
         rank: r, columns of each factor.
-        count: matrices.
+        num_matrices: matrices in the batch.
         offset: of the first matrix in the bucket.
         distance: from one matrix to the next, in elements.
         left_at: where the left factors begin among all left factors.
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     rows: int
     columns: int
     rank: int
-    count: int
+    num_matrices: int
     offset: int
     distance: int
     left_at: int
@@ -41,25 +41,25 @@ class Batch(NamedTuple):
     @property
     def left_end(self) -> int:
         """Where the left factors end."""
-        return self.left_at + self.count * self.rows * self.rank
+        return self.left_at + self.num_matrices * self.rows * self.rank
 
     @property
     def right_end(self) -> int:
         """Where the right factors end."""
-        return self.right_at + self.count * self.columns * self.rank
+        return self.right_at + self.num_matrices * self.columns * self.rank
 
     def matrices(self, buffer: Tensor) -> Tensor:
         """See the matrices in a buffer of the bucket's size: [count, n, m], a view."""
-        shape, strides = (self.count, self.rows, self.columns), (self.distance, self.columns, 1)
+        shape, strides = (self.num_matrices, self.rows, self.columns), (self.distance, self.columns, 1)
         return buffer.as_strided(shape, strides, buffer.storage_offset() + self.offset)
 
     def left(self, factors: Tensor) -> Tensor:
         """See the left factors among all left factors: [count, n, r], a view."""
-        return factors[self.left_at : self.left_end].view(self.count, self.rows, self.rank)
+        return factors[self.left_at : self.left_end].view(self.num_matrices, self.rows, self.rank)
 
     def right(self, factors: Tensor) -> Tensor:
         """See the right factors among all right factors: [count, m, r], a view."""
-        return factors[self.right_at : self.right_end].view(self.count, self.columns, self.rank)
+        return factors[self.right_at : self.right_end].view(self.num_matrices, self.columns, self.rank)
 
 
 class Layout:
@@ -80,7 +80,7 @@ class Layout:
         self.whole: list[tuple[int, int]] = []
         for gradient in bucket.gradients:
             assert gradient.is_contiguous(), "gradients are pieces of the buffer"
-            offset = gradient.storage_offset() - bucket.buffer.storage_offset()
+            offset = int(gradient.storage_offset() - bucket.buffer.storage_offset())
             matrix = as_matrix(gradient.shape)
             if worth_factoring(matrix, rank, min_saving):
                 offsets.setdefault(matrix, []).append(offset)

@@ -49,7 +49,7 @@ def quantize(vector: Tensor, bits: int, generator: torch.Generator | None = None
         bits: of a code, 1 to 8.
         generator: rounds up or down by chance, so that the mean is right; None rounds to the nearest level.
 
-    Cost: ceil(E bits / 8) bytes of codes and two numbers a block.
+    Cost: ceil(E bits / 8) bytes of codes and two numbers per block.
     Error: at most half a step to the nearest level, less than one by chance; a step is (highest - lowest) /
         (2**bits - 1). A block of equal elements is exact. NaN or inf, or a range that overflows, makes the block's
         step NaN or inf.
@@ -107,13 +107,14 @@ def two_means(vector: Tensor) -> Quantized:
     The levels of `quantize` are the ends of the range. With one bit that puts most elements far from either, farther
     than from zero, and a memory of such errors would grow without bound. Means are the best two levels for a cut.
 
-    Shapes: vector [E] -> E bits, and two numbers a block
+    Shapes: vector [E] -> E bits, and two numbers per block
     Error: never more than the block's own length: |x - result| <= |x|.
 
     Raises:
         ValueError: the vector is not flat.
 
-    Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section 3; there the cut is at zero, a column a block.
+    Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section 3. There the cut is at zero, and a block
+        is a column.
     """
     check_vector(vector)
     middles = per_block(vector, lambda part: part.amin(dim=1) / 2 + part.amax(dim=1) / 2)
@@ -137,7 +138,7 @@ def sign(vector: Tensor) -> Quantized:
 
     It is a quantization to one bit whose two levels are -scale and +scale.
 
-    Shapes: vector [E] -> E bits, and one number a block (lows; steps follow from it)
+    Shapes: vector [E] -> E bits, and one number per block (lows; steps follow from it)
 
     Raises:
         ValueError: the vector is not flat.
@@ -183,7 +184,7 @@ def chunks(vector: Tensor) -> Iterator[tuple[Tensor, slice]]:
 
 
 def check_vector(vector: Tensor) -> None:
-    """Refuse what is no flat vector of float32 or float64.
+    """Refuse what is not a flat vector of float32 or float64.
 
     Raises:
         ValueError: it is not.

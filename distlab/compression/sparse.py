@@ -2,8 +2,8 @@
 
 Most of a gradient's length sits in few of its elements, so 1 % of them points nearly the same way. But every rank has
 its own largest elements. Values without their indices cannot be added, so they are gathered from all ranks and added
-here. Random-k sends indices to nobody: ranks that draw with one seed draw the same, and then values do line up, and
-an ordinary all-reduce adds them.
+here. Random-k sends no indices: ranks that draw with one seed draw the same. Then values do line up, and an ordinary
+all-reduce adds them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def top_k(vector: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Error: exact; among elements of equal size it is not said which are taken.
 
     Raises:
-        ValueError: the vector is not flat, or k is no whole number from 1 to E.
+        ValueError: the vector is not flat, or k is not a whole number from 1 to E.
 
     Source: Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent; the sample that narrows the
         search: Lin et al. 2018, Deep Gradient Compression, section 5. Here the result stays exact.
@@ -75,7 +75,7 @@ def random_indices(size: int, k: int, generator: torch.Generator) -> Tensor:
     Shapes: -> [k] int64, on the generator's device
 
     Raises:
-        ValueError: k is no whole number from 1 to size.
+        ValueError: k is not a whole number from 1 to size.
     """
     _check_k(k, size)
     return _draw(size, k, generator)

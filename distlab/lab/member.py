@@ -253,7 +253,7 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
 
 def _tell(lab: Lab[Any]) -> bool:
     """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
-    from distlab.measure.machine.facts import this_machine
+    from distlab.measure import this_machine
 
     if lab.settings.trace is not None:
         lab.report.note(

@@ -1,7 +1,7 @@
 """Large batches: fewer, longer updates, and what keeps them from going wrong.
 
-Read `scaling` first (what a larger batch asks of the learning rate, and warmup), then `trust` (LARS and LAMB on one
-tensor, as the papers write them), then `lars` and `lamb`: the same as torch optimizers, for many tensors at once.
+Read `scaling` first: what a larger batch asks of the learning rate, and warmup. Then `trust`: LARS and LAMB on one
+tensor, as the papers write them. Then `lars` and `lamb`: the same as torch optimizers, for many tensors at once.
 
 Accumulating gradients over several backward passes makes a large batch on few ranks: see `distlab.data_parallel`.
 """

@@ -19,9 +19,10 @@ class LAMB(torch.optim.Optimizer):
 
     A parameter group may set any of the arguments, and any field of `Trust` by its name (`adapt="none"`).
 
-    Bias correction comes *before* the norms are taken. Where the update is adapted a common factor cancels, but not
-    the one of the square in eps, nor either of them beside weight decay; and where it is not adapted they do not
-    cancel at all. Of the public versions some correct, some do not, some correct after the ratio.
+    Bias correction comes *before* the norms are taken. Where the update is adapted, a factor common to both means
+    cancels. But the square's factor does not cancel with eps, and neither factor cancels where weight decay is added.
+    Where the update is not adapted nothing cancels. Some public versions correct, some do not, some correct after the
+    ratio.
 
     A NaN or inf in a gradient reaches its own tensor and no other; `DataParallel` refuses it by name before.
 
@@ -34,7 +35,7 @@ class LAMB(torch.optim.Optimizer):
         bias_correction: correct the running means for their start at zero; False as in Google's ALBERT.
         trust: how the ratio is taken.
 
-    Cost: two buffers of the parameters' size; one wait for the device an update, to read all norms.
+    Cost: two buffers of the parameters' size; one wait for the device per update, to read all norms. No communication.
 
     Error: none in float64 against `lamb_update`.
 

@@ -30,7 +30,7 @@ class LARS(torch.optim.Optimizer):
             buffer, as torch's SGD and most implementations of LARS do. The same while the rate is constant.
         trust: how the ratio is taken.
 
-    Cost: one buffer of the parameters' size; one wait for the device an update, to read all norms.
+    Cost: one buffer of the parameters' size; one wait for the device per update, to read all norms. No communication.
 
     Error: none in float64 against `lars_update`.
 
@@ -103,7 +103,7 @@ class LARS(torch.optim.Optimizer):
             add_scaled(buffers, gradients, scales)
             if decay:
                 add_scaled(buffers, parameters, [scale * decay for scale in scales])
-        if not momentum or group["nesterov"]:  # this gradient's own step, beside that of the buffer
+        if not momentum or group["nesterov"]:  # this gradient's own step, in addition to the buffer's
             if decay:
                 torch._foreach_mul_(parameters, [1 - outside * scale * decay for scale in scales])
             add_scaled(parameters, gradients, [-outside * scale for scale in scales])

@@ -1,6 +1,6 @@
 """What to do with the learning rate when the batch grows, and how to get there.
 
-k times the batch means k times fewer updates an epoch. *Linear scaling* makes each k times as long: k small steps and
+k times the batch means k times fewer updates per epoch. *Linear scaling* makes each k times as long: k small steps and
 one large one then cover the same way, as long as the gradient does not change much on it. *Square-root scaling* keeps
 the noise: the mean of k times as many samples has 1/sqrt(k) of the deviation, and Adam divides a gradient by its own
 size, in which noise is the larger part. Both break where the gradient turns within one step, first at the start of

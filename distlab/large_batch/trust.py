@@ -3,7 +3,7 @@
 SGD moves a tensor w by lr * g. In a deep network |g| / |w| differs between layers by orders of magnitude, so the
 learning rate that one layer needs makes another explode; with small batches a low rate hides that, with large ones
 there are too few steps to go slowly. LARS and LAMB set the length of each tensor's step by the *trust ratio*: the
-length of the weight over the length of the update. What is left of the update is its direction.
+length of the weight over the length of the update. Only the direction of the update remains.
 
     LARS: ratio = coefficient |w| / (|g| + decay |w|);  buffer = momentum buffer + lr ratio (g + decay w);  w -= buffer
     LAMB: u = m / (sqrt(v) + eps) + decay w  (Adam's direction, with decay);  ratio = |w| / |u|;  w -= lr ratio u
@@ -37,7 +37,7 @@ class Trust:
         coefficient: multiplies the ratio; the LARS paper's eta (0.001 there), 1 for LAMB.
         max_ratio: upper limit of the ratio, or None. The LAMB paper has none; several implementations clip at 10.
         max_weight_norm: upper limit of the weight's norm in the ratio, or None: the paper's phi(z) = min(z, limit).
-            It is no limit of the ratio: a clip at 10 that was meant for the one is often found at the other.
+            It does not limit the ratio: implementations often confuse the two, and clip at 10 the wrong one.
         ratio_eps: added to the denominator of the ratio; the papers have none.
     """
 
@@ -82,6 +82,8 @@ def trust_ratio(weight_norm: float, update_norm: float, trust: Trust | None = No
 
     It is 1 where either norm is zero: a weight that starts at zero could otherwise never leave, and 0 / 0 is NaN. The
     papers do not say. A norm that is NaN stays NaN: a broken gradient shall be seen.
+
+    Cost: no communication; a few operations on two numbers.
     """
     trust = trust or Trust()
     if weight_norm == 0.0 or update_norm == 0.0:
@@ -108,7 +110,8 @@ def lars_update(
 
     The learning rate is *inside* the buffer: a rate that falls reaches the weight only as old steps fade.
 
-    Shapes: weight, gradient and buffer [...] -> [...], [...]
+    Shapes: weight, gradient, buffer [...] -> weight [...], buffer [...]
+    Cost: no communication; reads each tensor about twice and makes new ones of the weight's size.
 
     Source: You et al. 2017, algorithm 1. Zero norms: see `trust_ratio`.
     """
@@ -130,7 +133,8 @@ def lamb_update(
 ) -> tuple[Tensor, Moments]:
     """Return the weight and the moments after one update of the LAMB paper.
 
-    Shapes: weight and gradient [...] -> [...]; moments alike
+    Shapes: weight, gradient, both moments [...] -> weight [...], both moments [...]
+    Cost: no communication; reads each tensor about twice and makes new ones of the weight's size.
 
     Source: You et al. 2020, algorithm 2, with its bias correction and phi(z) = z. Zero norms: see `trust_ratio`.
     """
@@ -145,7 +149,7 @@ def lamb_update(
 
 
 def check_number(what: str, value: Any, *, above_zero: bool = False, below: float | None = None) -> None:
-    """Refuse what is no finite number of at least 0.
+    """Refuse what is not a finite number of at least 0.
 
     Raises:
         ValueError: says what was got and what to pass.

@@ -69,7 +69,7 @@ def text_table(lessons: Path, work: Path) -> str:
 
 def this_machine_can() -> str:
     """Say in a sentence what of the course runs here; a GPU is never needed."""
-    from distlab.measure.machine.facts import gpu_names, num_cores
+    from distlab.measure import gpu_names, num_cores
 
     cores, gpus = num_cores(), gpu_names()
     here = f"This machine has {cores} core{'s' if cores != 1 else ''} and"

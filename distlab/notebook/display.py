@@ -37,7 +37,8 @@ def show(figure: Figure | bytes, text: str) -> None:
 
     if not text.strip():
         raise ValueError("show(figure, text) needs the text that says what the figure shows")
-    display(Picture(figure if isinstance(figure, bytes) else png_of(figure), text))
+    picture = Picture(figure if isinstance(figure, bytes) else png_of(figure), text)
+    display(picture)  # type: ignore[no-untyped-call]
 
 
 def png_of(figure: Any, dpi: int = 110) -> bytes:

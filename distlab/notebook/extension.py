@@ -15,7 +15,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     warm()  # first: the fork server loads torch while this process does
     shell.register_magics(RanksMagics)
-    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)
+    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]
     for name, value in _names().items():
         shell.user_ns.setdefault(name, value)
 

@@ -32,10 +32,11 @@ class RanksMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
+        self.notebook = shell
         self.ranks: Ranks | None = None
         self.records: Records | None = None
 
-    @cell_magic("ranks")
+    @cell_magic("ranks")  # type: ignore[arg-type]
     def cell(self, line: str, cell: str) -> None:
         """Execute the cell on every rank; what they print comes after `[rank r]`, and the last expression's value too.
 
@@ -46,7 +47,7 @@ class RanksMagics(Magics):
             wanted = read_line(line)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        name = f"<ranks In[{len(self.shell.user_ns.get('In', ' ')) - 1}]>"
+        name = f"<ranks In[{len(self.notebook.user_ns.get('In', ' ')) - 1}]>"
         source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
         _compile(source, name)
         values = self._values(wanted)
@@ -59,7 +60,7 @@ class RanksMagics(Magics):
                     ranks.run(take, values)
                 shown = ranks.execute(source, wanted.chosen, name=name)
             except RankError as error:
-                failed = name_cells(explain(str(error), self.shell.user_ns, kept=bool(ranks.pids)), self.shell)
+                failed = name_cells(explain(str(error), self.notebook.user_ns, kept=bool(ranks.pids)), self.notebook)
             except ValueError as error:
                 raise UsageError(str(error)) from None
         with contextlib.suppress(RuntimeError):
@@ -70,12 +71,12 @@ class RanksMagics(Magics):
         if not cell.rstrip().endswith(";"):
             _print_values(dict(zip(chosen, shown, strict=True)))
 
-    @line_magic("ranks")
+    @line_magic("ranks")  # type: ignore[arg-type]
     def status(self, line: str) -> None:
         """Say how many ranks run, their process numbers and what they hold; `%ranks stop` ends them."""
         word = line.strip()
         if word == "stop":
-            print(stop_ranks(self.shell))
+            print(stop_ranks(self.notebook))
         elif word:
             raise UsageError(f"%ranks cannot read {word!r}; write %ranks or %ranks stop (a whole cell begins %%ranks)")
         elif self.ranks is None or not self.ranks.pids:
@@ -116,7 +117,7 @@ class RanksMagics(Magics):
         return fresh
 
     def _values(self, wanted: Line) -> Mapping[str, object]:
-        names = self.shell.user_ns
+        names = self.notebook.user_ns
         if missing := [name for name in wanted.push if name not in names]:
             raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
         return {name: names[name] for name in wanted.push}

@@ -15,7 +15,7 @@ def as_dtype(name: str | torch.dtype) -> torch.dtype:
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name!r} is no floating type; choose float32, bfloat16, float16 or float64")
+        raise ValueError(f"{name!r} is not a floating type; choose float32, bfloat16, float16 or float64")
     return dtype
 
 

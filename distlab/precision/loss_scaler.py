@@ -15,7 +15,7 @@ from distlab.comm.agree import group_device
 from distlab.precision.half import HALF
 from distlab.precision.master_weights import MasterWeights
 
-LARGEST_SCALE = 2.0**100  # gradients that are all zero would let it grow for ever
+LARGEST_SCALE = 2.0**100  # gradients that are all zero would let it grow forever
 SMALLEST_SCALE = 2.0**-20  # a scaler that has come here fights NaN, not overflow
 
 
@@ -30,7 +30,7 @@ class LossScaler:
     """Dynamic loss scaling: the largest factor that does not overflow, found by trying, the same on all ranks.
 
     A step: `scale(loss).backward()`, average, `unscale_(parameters)`, clip, `step(optimizer, parameters)`, `update()`.
-    `step` unscales where nobody did. Average with `check_finite=False`: here an overflow is no error.
+    `step` unscales if `unscale_` was not called. Average with `check_finite=False`: here an overflow is not an error.
 
     Args:
         initial: the first factor. A power of two, times powers of two, loses no bits.

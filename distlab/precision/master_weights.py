@@ -30,7 +30,7 @@ class MasterWeights:
         parameters: what the optimizer updates: float32, in the order given, a tied parameter once.
         optimizer: the one that was made.
 
-    Cost: 4 bytes a parameter, and 4 for its gradient until `zero_grad()`; nothing is sent.
+    Cost: 4 bytes per parameter, and 4 for its gradient until `zero_grad()`; nothing is sent.
     Error: as float32 training, with parameters rounded for each forward.
 
     Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.1.
@@ -61,7 +61,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the masters with what was accumulated (and what is left to be) and round them into the module."""
+        """Update the masters with all gradients, those not yet accumulated too, and round them into the module."""
         self.accumulate()
         self.optimizer.step()
         self.copy_to_module()

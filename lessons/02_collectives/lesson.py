@@ -432,7 +432,7 @@ def time_all(programs, sizes, blocks):
     import time
     from functools import partial
 
-    from distlab.measure.machine.ratio import interleave
+    from distlab.measure import interleave
 
     def seconds(fn, tensor):
         dist.barrier()

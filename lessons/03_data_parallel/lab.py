@@ -21,8 +21,7 @@ from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
 from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.count.module import workload_from_module
-from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
+from distlab.measure import Round, fit_cluster, measure_round, median_round, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload
 from simulator import Step, simulate

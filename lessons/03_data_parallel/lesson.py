@@ -290,7 +290,7 @@ print(f"a ring on 4 ranks: {2 * 3} rounds an all-reduce, {2 * 3 * len(sizes_byte
 # all-reduce, and how much the two slow each other down.
 
 # %%
-from distlab.measure.machine.speed import fit_cluster, measure_round
+from distlab.measure import fit_cluster, measure_round
 
 rounds = [ranks.run(measure_round, torch.device("cpu"))[0]]
 MACHINE = fit_cluster(rounds[0], 4)
@@ -305,7 +305,7 @@ print(f"communicating {MACHINE.contention.communication_slowdown:.2f}x slower")
 # step.
 
 # %%
-from distlab.measure.count.module import workload_from_module
+from distlab.measure import workload_from_module
 
 
 def count_work():
@@ -574,7 +574,7 @@ measured_panel.controls["at_ms"].value = 0.8 * measured["flat"].duration_s * 1e3
 # The calibration is some time old by now. Take another, so that the prediction rests on what was before *and* after.
 
 # %%
-from distlab.measure.machine.speed import median_round
+from distlab.measure import median_round
 from simulator.viz.timeline.facts import facts_of
 
 rounds.append(ranks.run(measure_round, torch.device("cpu"))[0])

@@ -478,8 +478,7 @@ print(f"memory: gradients of {gradients_gb:.1f} GB (32 bit) stay from the first 
 # with one and with eight micro-batches. The model is the small GPT of lesson 3, which has enough to compute.
 
 # %%
-from distlab.measure.machine.speed import fit_cluster, measure_round
-from distlab.measure.count.module import workload_from_module
+from distlab.measure import fit_cluster, measure_round, workload_from_module
 
 MACHINE = fit_cluster(ranks.run(measure_round, torch.device("cpu"))[0], 4)
 

@@ -593,9 +593,7 @@ print(pays.text)
 # %%
 from dataclasses import replace
 
-from distlab.measure.machine.speed import fit_cluster, measure_round
-from distlab.measure.runs.compression import measure_codec
-from distlab.measure.count.module import workload_from_module
+from distlab.measure import fit_cluster, measure_codec, measure_round, workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
 QUANTIZE = Compression("quantize", bits=4)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.memory.measured import track_memory
+from distlab.measure import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision
 

@@ -125,7 +125,7 @@ import contextlib
 
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory.measured import track_memory
+from distlab.measure import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.precision import autocast
 from distlab.recompute import recompute_blocks
@@ -182,7 +182,7 @@ guess_1 = predict("Peak of an update of the small GPT, 16 samples a rank?", unit
 guess_1
 
 # %%
-from distlab.measure.count.module import workload_from_module
+from distlab.measure import workload_from_module
 
 
 def counted(samples=16, **plan):

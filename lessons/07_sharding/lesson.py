@@ -398,7 +398,7 @@ print(guess_1.compare(3))
 
 
 # %%
-from distlab.measure.memory.measured import KINDS, track_memory
+from distlab.measure import KINDS, track_memory
 
 STATES = ("parameters", "gradients", "optimizer", "buffers")
 PREPARE = (data_parallel, zero(1), zero(2), fully_sharded(prefetch=0))
@@ -446,7 +446,7 @@ for n, members in ((2, pair), (4, ranks)):
 # gradients, 26 MB of moments. The tracker refuses what goes beyond, as a GPU would.
 
 # %%
-from distlab.measure.memory.measured import MemoryLimitError
+from distlab.measure import MemoryLimitError
 
 LARGE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=256)
 LIMIT = 40_000_000
@@ -571,8 +571,7 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # fast this machine computes and sends, and what work the model is.
 
 # %%
-from distlab.measure.machine.speed import fit_cluster, measure_round
-from distlab.measure.count.module import workload_from_module
+from distlab.measure import fit_cluster, measure_round, workload_from_module
 
 WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
 HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)

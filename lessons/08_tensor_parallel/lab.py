@@ -16,7 +16,7 @@ from torch import Tensor
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.grading import load_lesson
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.runs.layouts import LayoutTraining, train_layout, windows_of_layout
+from distlab.measure import TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import Plan, make_schedule
@@ -249,7 +249,7 @@ def use_own_parts(lab: Lab[Settings]) -> None:
 def time_calibrated(lab: Lab[Settings]) -> None:
     """Time windows of steps between calibrations of this machine, and set them beside a simulation from these."""
     settings = lab.settings
-    training = LayoutTraining(
+    training = TrainingRun(
         model=settings.model,
         plan=Plan(tensor=lab.member.world_size),
         batch_size=settings.samples,
@@ -257,7 +257,7 @@ def time_calibrated(lab: Lab[Settings]) -> None:
         num_windows=4,
         budget_s=15.0,
     )
-    windows = windows_of_layout(training, train_layout(training))
+    windows = windows_of(training, time_training(training))
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured("tensor parallel, calibrated: step", measured, "s", predicted=expected)
 

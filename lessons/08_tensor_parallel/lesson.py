@@ -516,15 +516,15 @@ guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as on
 guess_3
 
 # %%
-from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.trace import SpanWriter, Trace
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
-TRAINING = LayoutTraining(model=WIDE, plan=Plan(tensor=2), num_windows=1, budget_s=1.0)
+TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_windows=1, budget_s=1.0)
 
 ranks.close()
 ranks = Ranks(2)
-result = LayoutResult(TRAINING, ranks.run(train_layout, TRAINING))
+result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
 
 # %% [markdown]
 # And one process, with the same model and the same batches. (Rank 0 alone, while rank 1 waits.)

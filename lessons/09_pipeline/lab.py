@@ -14,12 +14,19 @@ from torch import Tensor
 
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.runs.pipeline_calibrate import measure_messages
-from distlab.measure.runs.pipeline_predict import MESSAGE_BYTES
-from distlab.measure.runs.pipeline_training import PipelineTraining, train_pipeline, windows_of_pipeline
+from distlab.measure import TrainingRun, measure_messages, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
-from distlab.plan import SCHEDULES, ActionTimes, Schedule, add_communication, make_schedule, parse_schedule, validate
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Plan,
+    Schedule,
+    add_communication,
+    make_schedule,
+    parse_schedule,
+    validate,
+)
 from distlab.trace import Trace
 from simulator import PipelineRun, simulate_schedule
 
@@ -233,7 +240,8 @@ def predicted(lab: Lab[Settings], schedule: Schedule, work: Trace) -> PipelineRu
     inputs = [one or other / 2 for one, other in zip(inputs, whole, strict=True)]
     weights = [one or other / 2 for one, other in zip(weights, whole, strict=True)]
     size = 4 * lab.settings.samples * lab.settings.model.context * lab.settings.hidden
-    message_s = float(np.interp(size, MESSAGE_BYTES, measure_messages(device)))
+    messages = measure_messages(device)
+    message_s = float(np.interp(size, messages.num_bytes, messages.seconds))
     return simulate_schedule(schedule, ActionTimes(forward, inputs, weights, message_s), unit_s=1.0)
 
 
@@ -243,17 +251,11 @@ def time_calibrated(lab: Lab[Settings]) -> None:
     if settings.schedule not in ("all", *RUNNABLE):
         return
     name = "one_f_one_b" if settings.schedule == "all" else settings.schedule
-    training = PipelineTraining(
-        model=settings.model,
-        schedule=name,
-        num_microbatches=settings.microbatches,
-        stages_per_rank=SCHEDULES[name].stages_per_rank(None),
-        batch_size=settings.microbatches * settings.samples,
-        device=lab.member.device.type,
-        num_windows=4,
-        budget_s=15.0,
-    )
-    windows = windows_of_pipeline(training, train_pipeline(training), lab.member.world_size)
+    n, m, device = lab.member.world_size, settings.microbatches, lab.member.device.type
+    stages = SCHEDULES[name].stages_per_rank(None)
+    plan = Plan(pipeline=n, schedule=name, num_microbatches=m, stages_per_rank=stages)
+    training = TrainingRun(settings.model, plan, m * settings.samples, device=device, num_windows=4, budget_s=15.0)
+    windows = windows_of(training, time_training(training))
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured(f"{SCHEDULES[name].title}, calibrated: step", measured, "s", predicted=expected)
 

@@ -16,7 +16,7 @@ from distlab.comm.record.read import Call
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure import RunResult, TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Mesh, Plan, Sharding, mesh_of
 from distlab.trace import Trace
@@ -149,7 +149,7 @@ def predict(lab: Lab[Settings], plan: Plan) -> Trace | None:
     if plan.sharding.stage:
         lab.report.note("The calibrated step is timed without sharding only (--zero 0).")
         return None
-    training = LayoutTraining(
+    training = TrainingRun(
         model=MODEL,
         plan=plan,
         batch_size=BATCH,
@@ -159,11 +159,11 @@ def predict(lab: Lab[Settings], plan: Plan) -> Trace | None:
         num_windows=3,
         budget_s=8.0,
     )
-    report = train_layout(training)
-    windows = windows_of_layout(training, report)
+    report = time_training(training)
+    windows = windows_of(training, report)
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured("calibrated: step", measured, "s", predicted=expected)
-    return LayoutResult(training, [report]).predicted.trace
+    return RunResult(training, [report]).predicted.trace
 
 
 def train(

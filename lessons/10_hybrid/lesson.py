@@ -131,7 +131,7 @@ show(
 from distlab.comm.launch.fork_client import preload
 from distlab.comm import mesh_groups
 
-preload("distlab.measure.runs.layouts")  # loads nearly all of the package once, and not in each of eight ranks
+preload("distlab.measure.runs.run")  # loads nearly all of the package once, and not in each of eight ranks
 ranks = Ranks(8, timeout_s=120)
 
 
@@ -419,14 +419,14 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 # the simulator takes measured speeds and predicts the step.
 
 # %%
-from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure import RunResult, TrainingRun, time_training
 from simulator.viz.timeline.timeline_widget import Timeline
 
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
 SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=2)
-TRAINING = LayoutTraining(CONFIG, SQUARE, num_updates=1, num_windows=1, steps_a_window=2, budget_s=1.0)
-result = LayoutResult(TRAINING, ranks.run(train_layout, TRAINING))
+TRAINING = TrainingRun(CONFIG, SQUARE, num_updates=1, num_windows=1, steps_per_window=2, budget_s=1.0)
+result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
 for window in result.windows:
     error = window.predicted_s / window.measured_s - 1
     print(f"measured {window.measured_s * 1e3:5.1f} ms, predicted {window.predicted_s * 1e3:5.1f} ms ({error:+.0%})")

@@ -26,7 +26,7 @@ from distlab.expert_parallel import (
     reduce_gradients,
 )
 from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout, windows_of_layout
+from distlab.measure import RunResult, TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 
@@ -276,7 +276,7 @@ def own_exchange(lab: Lab[Settings], probabilities: Tensor) -> None:
 def time_calibrated(lab: Lab[Settings], name: str, plan: Plan) -> None:
     """Time windows of steps between calibrations of this machine, and set them beside a simulation from these."""
     settings, n = lab.settings, lab.member.world_size
-    training = LayoutTraining(
+    training = TrainingRun(
         model=settings.model,
         plan=plan,
         batch_size=settings.samples * n,
@@ -285,13 +285,13 @@ def time_calibrated(lab: Lab[Settings], name: str, plan: Plan) -> None:
         device=lab.member.device.type,
         **SHORT,
     )
-    report = train_layout(training)
-    windows = windows_of_layout(training, report)
+    report = time_training(training)
+    windows = windows_of(training, report)
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured(f"{name}, calibrated: step", measured, "s", predicted=expected)
     if name == "ring":  # the picture shows the timed step of median length
         middle = sorted(report.step_ns, key=lambda step: step[1] - step[0])[len(report.step_ns) // 2]
-        lab.mark_step(*middle, predicted=LayoutResult(training, [report]).predicted.trace, title="ring attention")
+        lab.mark_step(*middle, predicted=RunResult(training, [report]).predicted.trace, title="ring attention")
 
 
 if __name__ == "__main__":

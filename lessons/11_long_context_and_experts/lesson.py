@@ -384,19 +384,19 @@ for kind, values in losses.items():
 # ### Measured over predicted
 #
 # What does the simulator say of a step of such a model? First it must know this machine: how fast two ranks compute,
-# and what a hop costs. `train_layout` calibrates before and after it times some steps; `LayoutResult` predicts them
+# and what a hop costs. `time_training` calibrates before and after it times some steps; `RunResult` predicts them
 # from these calibrations. Two ranks on a ring, 512 positions, two samples.
 
 # %%
-from distlab.measure.runs.layouts import LayoutResult, LayoutTraining, train_layout
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.plan import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
-SHORT = {"num_windows": 1, "steps_a_window": 3, "num_updates": 1, "budget_s": 1.0}
-TRAINING = LayoutTraining(model=LONGER, plan=Plan(context=2), batch_size=2, **SHORT)
+SHORT = {"num_windows": 1, "steps_per_window": 3, "num_updates": 1, "budget_s": 1.0}
+TRAINING = TrainingRun(model=LONGER, plan=Plan(context=2), batch_size=2, **SHORT)
 
 with Ranks(2, timeout_s=110) as pair:
-    result = LayoutResult(TRAINING, pair.run(train_layout, TRAINING))
+    result = RunResult(TRAINING, pair.run(time_training, TRAINING))
 
 # %%
 guess_ring = predict("How long is this step, in milliseconds?", unit="ms")

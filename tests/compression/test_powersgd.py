@@ -97,7 +97,7 @@ def test_equal_matrices_at_even_distances_are_one_view():
     flat.buffer.copy_(torch.arange(float(flat.buffer.numel())))
     layout = Layout(GradientBucket(0, flat.buffer, flat.views), 1, 2.0)
     first, alone = layout.batches
-    assert (first.count, first.distance, alone.count) == (3, 56, 1)
+    assert (first.num_matrices, first.distance, alone.num_matrices) == (3, 56, 1)
     assert torch.equal(first.matrices(flat.buffer), torch.stack([flat.views[0], flat.views[2], flat.views[4]]))
     assert torch.equal(alone.matrices(flat.buffer)[0], flat.views[7])
     assert layout.whole == [(48, 8), (104, 8), (160, 11), (219, 16)]

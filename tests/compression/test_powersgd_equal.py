@@ -60,7 +60,7 @@ class FromTorchsDraws(PowerSGD):
         drawn = [
             torch.randn(1, batch.columns, batch.rank, dtype=torch.float64).flatten()
             for batch in memory.layout.batches
-            for _ in range(batch.count)
+            for _ in range(batch.num_matrices)
         ]
         return torch.cat(drawn)
 

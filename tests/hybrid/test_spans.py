@@ -5,7 +5,7 @@ from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
 from distlab.comm import recorded
 from distlab.hybrid import Hybrid
-from distlab.measure.runs.layouts import LayoutTraining
+from distlab.measure import TrainingRun
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from distlab.trace import SpanWriter
@@ -40,7 +40,7 @@ def marked(plan, experts):
 
 def simulated(plan, experts):
     config = GPTConfig(**{**vars(CONFIG), "context": LENGTH})
-    training = LayoutTraining(config, plan, batch_size=BATCH, num_experts=experts)
+    training = TrainingRun(config, plan, batch_size=BATCH, num_experts=experts)
     return simulate(training.count(), cluster("laptop", plan.world_size), plan).trace
 
 

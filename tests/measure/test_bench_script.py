@@ -2,9 +2,9 @@ import sys
 
 import pytest
 import torch
+from _script import backend_of, run_script
 
-from distlab.measure.machine.ratio import absolute
-from distlab.measure.runs.bench_script import backend_of, run_script
+from distlab.measure import absolute
 
 
 def test_rows_are_printed_as_they_come(capsys, monkeypatch):

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from distlab.measure.machine.speed import MESSAGE_BYTES, Observation, Round, fit_cluster, fit_device, median_round
+from distlab.measure import Round, fit_cluster, median_round
+from distlab.measure.machine.speed import MESSAGE_BYTES, Observation, fit_device
 from distlab.plan import Contention, Work
 
 WORKS = [Work(1e6 * k**2, 1e5 * (7 - k) ** 2, 10 + k) for k in range(1, 7)]

@@ -3,15 +3,14 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from distlab.measure.runs.beside import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from distlab.measure.runs.codec_beside import slowdown
-from distlab.measure.runs.compression import COLUMNS, IN_A_ROW, ROWS, _fit_line, median_codec
-from distlab.measure.runs.training import Training
+from distlab.measure import CalibrationRound, Round, TrainingRun, fit_cluster, median_codec
+from distlab.measure.machine.speed import Observation
+from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, ROWS, _fit_line
+from distlab.measure.runs.overhead import BUCKET_BYTES, FIRST_BUCKET_BYTES, codec_slowdown
 from distlab.models import GPTConfig
-from distlab.plan import Cluster, Device, Link, Plan, Protocol
+from distlab.plan import Cluster, Contention, Device, Link, Plan, Protocol, Work
 from distlab.plan.compression import Compression, exchanges
 from simulator import Measured, MeasuredCodec, gpt_workload, simulate
 
@@ -26,7 +25,7 @@ def measured(ranks, compression):
     def on_ranks():
         import torch
 
-        from distlab.measure.runs.compression import measure_codec
+        from distlab.measure import measure_codec
 
         return measure_codec(compression, MACHINE, device=torch.device("cpu"), repeats=1)
 
@@ -67,11 +66,15 @@ def test_codecs_combine_by_median():
 def test_a_codec_is_as_much_slower_as_its_steps_are_longer():
     codec = MeasuredCodec(EACH[0], 2, 1e-3, 1e-9, 2e-3, 2e-9)
     workloads = [gpt_workload(**SIZES, num_layers=layers, microbatch_size=2) for layers in (2, 3)]
+    seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
+    machine = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
+    measured, cluster = CalibrationRound(machine, codec=codec), fit_cluster(machine, 2)
+    plan = Plan(data=2, **BUCKETS, compression=EACH[0])
 
     def added_s(slower):
         busy, plain = (
             sum(
-                simulate(each, MACHINE, Plan(data=2, **BUCKETS, compression=compression), measured=measured).duration_s
+                simulate(each, cluster, replace(plan, compression=compression), measured=measured).duration_s
                 for each in workloads
             )
             for compression, measured in ((EACH[0], Measured(slower)), (None, Measured()))
@@ -79,28 +82,28 @@ def test_a_codec_is_as_much_slower_as_its_steps_are_longer():
         return busy - plain
 
     for factor in (0.5, 1.0, 2.5):
-        extra = np.array([0.4, 0.6]) * added_s(codec.slower(factor))
-        assert slowdown(extra, workloads, MACHINE, codec) == pytest.approx(factor, rel=0.01)
-    assert slowdown(np.array([-9.0]), workloads, MACHINE, codec) == 0.0
+        extra_s = added_s(codec.slower(factor))
+        assert codec_slowdown(extra_s, workloads, measured, plan) == pytest.approx(factor, rel=0.01)
+    assert codec_slowdown(-9.0, workloads, measured, plan) == 0.0
 
 
 def test_training_accumulates_to_the_same_weights_and_predicts_every_window(ranks):
-    plain = Training(GPTConfig(context=16, num_layers=1, num_heads=2, hidden_size=16), 8, num_updates=3, num_windows=0)
-    compressed = replace(plain, compression=EACH[0], num_windows=1, steps_a_window=1, budget_s=0.0)
+    model = GPTConfig(context=16, num_layers=1, num_heads=2, hidden_size=16)
+    plain = TrainingRun(model, Plan(data=2), 8, num_updates=3, num_windows=0)
+    split = replace(plain, plan=Plan(data=2, num_microbatches=2))
+    limits = {"num_windows": 1, "steps_per_window": 1, "budget_s": 0.0}
+    compressed = replace(plain, plan=Plan(data=2, compression=EACH[0]), **limits)
 
     def on_ranks():
-        from distlab.data import python_documentation
-        from distlab.measure.runs.training import train
+        from distlab.measure import time_training
 
-        data = python_documentation()
-        split = replace(plain, num_microbatches=2)
-        return train(plain, data), train(split, data), train(compressed, data)
+        return time_training(plain), time_training(split), time_training(compressed)
 
     for whole, parts, last in ranks(2).run(on_ranks):
         assert parts.losses == pytest.approx(whole.losses, abs=1e-5)
         for name, weight in whole.weights.items():
             assert float((parts.weights[name] - weight).abs().max()) <= 1e-5
-        assert len(last.rounds) == len(last.codecs) == len(last.codec_slowdowns) >= 1
-        assert min(last.codec_slowdowns) >= 0
+        assert len(last.rounds) == 2
+        assert all(each.codec is not None and each.overhead.codec_slowdown >= 0 for each in last.rounds)
         kinds = [span.kind for span in parts.trace]
         assert kinds.count("F") == kinds.count("B") == 2 * kinds.count("optimizer") == 6

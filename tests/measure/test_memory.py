@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.data_parallel import DataParallel
-from distlab.measure.count.module import workload_from_module
-from distlab.measure.memory.measured import KINDS, MemoryLimitError, storage_bytes, track_memory
+from distlab.measure import KINDS, MemoryLimitError, storage_bytes, track_memory, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.precision import MasterWeights

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distlab.measure.count.module import workload_from_module
-from distlab.measure.memory.measured import track_memory
+from distlab.measure import track_memory, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from simulator import memory_of

@@ -1,6 +1,6 @@
-"""Whatever is sharded, the training loop of the predictions trains the same model, and its calls can be fitted."""
+"""Whatever is sharded, replicas train the same model, and the calls of sharding can be fitted."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,17 +8,24 @@ import torch
 from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 
 from distlab.data import python_documentation
-from distlab.measure.machine.speed import MESSAGE_BYTES, measure_round
-from distlab.measure.runs.beside import BusyRanks, phases, shared_out
-from distlab.measure.runs.calls import CallTimes, links_of, measure_calls, median_calls, without_accumulation
-from distlab.measure.runs.programs import sharded_program
-from distlab.measure.runs.training import Training, train
+from distlab.measure import CalibrationRound, Round, TrainingRun, measure_round, predict_step, time_training
+from distlab.measure.count.gpt import without_accumulation
+from distlab.measure.machine.speed import MESSAGE_BYTES, Observation
+from distlab.measure.runs.calls import CallTimes, links_of, measure_sharding_calls, median_calls
+from distlab.measure.runs.overhead import ReplicaOverhead, phases_of, share_among_calls
+from distlab.measure.runs.predict import Overhead
+from distlab.measure.runs.replicas import make_replica
 from distlab.models import GPT, GPTConfig
-from distlab.plan import Plan, Sharding
+from distlab.plan import Contention, Plan, Sharding, Work
 from simulator import Measured, all_gather_s, message_s, simulate
+from simulator.hardware.cost import Steps, reduce_scatter_steps
 
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
 SHARDINGS = (Sharding(), Sharding(1), Sharding(2), Sharding(3), Sharding(3, reshard_after_forward=False, prefetch=0))
+
+
+def timed(steps, seconds):
+    return CallTimes(steps, MESSAGE_BYTES, seconds)
 
 
 def train_each(data):
@@ -26,18 +33,10 @@ def train_each(data):
     found = []
     for num_microbatches, shardings in ((1, SHARDINGS), (3, (Sharding(2), Sharding(3)))):
         for sharding in shardings:
-            training = Training(
-                CONFIG,
-                6,
-                num_updates=3,
-                num_windows=0,
-                bucket_bytes=4000,
-                num_microbatches=num_microbatches,
-                sharding=sharding,
-            )
-            report = train(training, data)
+            plan = Plan(data=2, bucket_bytes=4000, num_microbatches=num_microbatches, sharding=sharding)
+            report = time_training(TrainingRun(CONFIG, plan, 6, num_updates=3, num_windows=0), data)
             found.append((report.losses, report.weights))
-    return found, measure_calls(torch.device("cpu"))
+    return found, measure_sharding_calls(torch.device("cpu"))
 
 
 def test_all_programs_train_the_same_model(ranks):
@@ -49,12 +48,12 @@ def test_all_programs_train_the_same_model(ranks):
             assert other.keys() == weights.keys()
             for name in weights:
                 assert torch.allclose(other[name], weights[name], atol=1e-5), name
-        *parts, beside = astuple(times)
-        for part in parts:
-            assert len(part) == len(MESSAGE_BYTES)
-            assert min(part) > 0
-        assert beside == ()
-        links = links_of(times, 2)
+        assert len(times) == 5
+        for part in times.values():
+            assert part.num_bytes == MESSAGE_BYTES
+            assert len(part.seconds) == len(MESSAGE_BYTES)
+            assert min(part.seconds) > 0
+        links = links_of(times)
         step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), measured=Measured(links=links))
         assert {"start unit 1", "sum unit 1"} <= {span.name for span in spans_of(step, "compute")}
 
@@ -62,48 +61,53 @@ def test_all_programs_train_the_same_model(ranks):
 def test_links_are_fitted_to_each_kind_of_call():
     slow = tuple(1e-3 + size / 2 / 1e8 for size in MESSAGE_BYTES)  # two ranks: half of the bytes travel
     fast = tuple(1e-4 + size / 2 / 1e9 for size in MESSAGE_BYTES)
-    links = links_of(median_calls([CallTimes(fast, slow)] * 3), 2)
+    ring = reduce_scatter_steps(2)
+    calls = {"all_gather": timed(ring, fast), "reduce_scatter": timed(ring, slow)}
+    links = links_of(median_calls([calls] * 3))
     for kind, want in (("all_gather", fast), ("reduce_scatter", slow)):
         for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
             assert all_gather_s(size, 2, links[kind]) == pytest.approx(seconds, rel=0.02)
     assert links.keys() == {"all_gather", "reduce_scatter"}
-    assert links_of(CallTimes(fast, slow), 1) == {}
+    assert links_of({}) == {}
 
 
 def test_what_calls_cost_the_computing_rank_is_fitted_as_one_piece_of_work():
     start, added = (tuple(1e-5 + size / rate for size in MESSAGE_BYTES) for rate in (1e10, 2e9))
-    links = links_of(median_calls([CallTimes(start, start, start, start, added)] * 3), 3)
-    for part, want in (("all_gather start", start), ("reduce_scatter start", start), ("reduce_scatter sum", added)):
+    parts = {"all_gather start": start, "reduce_scatter start": start, "reduce_scatter sum": added}
+    links = links_of(median_calls([{name: timed(Steps(1, 1.0), each) for name, each in parts.items()}] * 3))
+    for part, want in parts.items():
         for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
             assert message_s(size, links[part]) == pytest.approx(seconds, rel=0.02)
-    nothing = CallTimes(start, start, start, start, (0.0,) * len(MESSAGE_BYTES))  # nccl adds up on the way
-    assert message_s(8e6, links_of(nothing, 2)["reduce_scatter sum"]) < 1e-6
+    nothing = {"reduce_scatter sum": timed(Steps(1, 1.0), (0.0,) * len(MESSAGE_BYTES))}  # nccl adds up on the way
+    assert message_s(8e6, links_of(nothing)["reduce_scatter sum"]) < 1e-6
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS[1:], ids=str)
 def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(sharding):
-    times = CallTimes(*[tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)] * 5)
+    seconds = tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)
+    kinds = ("all_gather", "reduce_scatter", "all_gather start", "reduce_scatter start", "reduce_scatter sum")
+    seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
+    compute = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
+    measured = CalibrationRound(compute, {kind: timed(Steps(1, 1.0), seconds) for kind in kinds})
+    costly = replace(measured, overhead=Overhead(gather_s=0.02, scatter_s=0.05))
     plan = Plan(data=2, sharding=sharding, bucket_bytes=4000, first_bucket_bytes=1000)
-    alone, busy = (
-        simulate(workload_of([1, 1, 1], [500] * 3), cluster_of(2), plan, measured=Measured(links=links_of(each, 2)))
-        for each in (times, replace(times, beside=(0.02, 0.05)))
-    )
-    gathers, scatters = shared_out(np.subtract(phases(busy), phases(alone)), alone)
+    alone, busy = (predict_step(workload_of([1, 1, 1], [500] * 3), each, plan) for each in (measured, costly))
+    gathers, scatters = share_among_calls(np.subtract(phases_of(busy), phases_of(alone)), alone)
     assert gathers[0] / gathers[1] == pytest.approx(0.02, rel=0.02)
     assert scatters[0] / scatters[1] == pytest.approx(0.05, rel=0.02)
 
 
 def measure_busy_ranks():
     device = torch.device("cpu")
-    busy = [BusyRanks(sharding, device) for sharding in (Sharding(1), Sharding(3))]
-    measured, calls = measure_round(device), measure_calls(device)
-    return [each.measure(measured, calls).beside for each in busy]
+    busy = [ReplicaOverhead(Plan(data=2, sharding=sharding), device) for sharding in (Sharding(1), Sharding(3))]
+    measured = CalibrationRound(measure_round(device), measure_sharding_calls(device))
+    return [each.measure(measured) for each in busy]
 
 
 def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
     first, second = ranks(2).run(measure_busy_ranks)
     assert first == second
-    assert all(len(beside) == 2 and min(beside) >= 0 for beside in first)
+    assert all(min(each.gather_s, each.scatter_s) >= 0 for each in first)
 
 
 def test_gradients_that_are_taken_as_they_come_cost_no_addition():
@@ -113,7 +117,7 @@ def test_gradients_that_are_taken_as_they_come_cost_no_addition():
     assert (rest.memory_bytes, rest.num_kernels) == (0.0, 0)
 
 
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding(3, unit_layers=2), Sharding(1, offload="optimizer")])
+@pytest.mark.parametrize("sharding", [Sharding(3, unit_layers=2), Sharding(1, offload="optimizer")])
 def test_what_is_not_run_is_refused(sharding):
-    with pytest.raises(ValueError, match="measured are stages 1 to 3 over all ranks"):
-        sharded_program(GPT(CONFIG), sharding, torch.optim.SGD, bucket_bytes=1000)
+    with pytest.raises(ValueError, match="this measures stages 1 to 3 over all ranks.*use replicas=1"):
+        make_replica(GPT(CONFIG), Plan(data=2, sharding=sharding), torch.optim.SGD)

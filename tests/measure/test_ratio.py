@@ -1,6 +1,6 @@
 import pytest
 
-from distlab.measure.machine.ratio import (
+from distlab.measure import (
     absolute,
     compare,
     compare_counts,

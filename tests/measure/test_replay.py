@@ -1,12 +1,14 @@
-"""The engine, fed with a step's own durations, puts its end where it was."""
+"""The engines, fed with a step's own durations, put its end where it was, and notice a broken dependency."""
 
+import numpy as np
 import pytest
+from _replay import pipeline_replay_errors, replica_replay_errors
 
-from distlab.measure.runs.replay import replay_errors
-from distlab.measure.runs.training import RankReport
-from distlab.plan import Plan
-from distlab.trace import Trace
-from simulator import cluster, gpt_workload, simulate
+from distlab.measure import RankReport
+from distlab.plan import Plan, make_schedule
+from distlab.trace import Span, Trace
+from simulator import CompiledOrder, cluster, gpt_workload, order_of, simulate
+from simulator.pipeline.simulate_schedule import LETTERS
 
 SIZES = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "sequence_length": 128, "vocab_size": 256}
 
@@ -30,14 +32,14 @@ def simulated_reports(num_ranks, late_ns=0):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_simulated_step_replays_to_its_own_end(num_ranks):
     reports, step = simulated_reports(num_ranks)
-    (error,) = replay_errors(reports)
+    (error,) = replica_replay_errors(reports)
     assert abs(error) < 1e-6, (error, step.duration_s)
 
 
 def test_a_rank_that_is_late_moves_the_end():
     on_time, _ = simulated_reports(2)
     late, _ = simulated_reports(2, late_ns=50_000_000)
-    assert replay_errors(late) == pytest.approx([0.0], abs=1e-6)
+    assert replica_replay_errors(late) == pytest.approx([0.0], abs=1e-6)
     assert max(end for _, end in (late[1].step_ns)) - max(end for _, end in on_time[1].step_ns) == 50_000_000
 
 
@@ -54,5 +56,58 @@ def test_a_dependency_that_was_not_kept_shows():
         ]
         report.trace = Trace.from_spans(moved)
         report.step_ns = [(0, max(span.end_ns for span in moved))]
-    (error,) = replay_errors(reports)
+    (error,) = replica_replay_errors(reports)
     assert error > 0.03
+
+
+MESSAGE_NS = 2_000_000
+
+
+def traces_of(schedule, *, early_ns=0):
+    """Simulate a step with uneven actions, as its ranks would have marked it; the last rank may begin too early."""
+    compiled = CompiledOrder(order_of(schedule))
+    order = compiled.order
+    duration = np.random.default_rng(0).integers(5_000_000, 20_000_000, len(order.kind))
+    end = compiled.run(duration, MESSAGE_NS)
+    begin = end - duration
+    traces = []
+    for rank in range(order.num_ranks):
+        spans, free = [], 0
+        for action in range(order.offsets[rank], order.offsets[rank + 1]):
+            kind, stage, microbatch = (
+                LETTERS[order.kind[action]],
+                int(order.stage[action]),
+                int(order.microbatch[action]),
+            )
+            what = {"stage": stage, "microbatch": microbatch}
+            times = int(begin[action]), int(end[action])
+            if compiled.remote[action]:
+                letter = "F" if kind == "F" else "B"
+                name = f"{stage}RECV_{letter}{microbatch}"
+                spans.append(Span(rank, "receive", name, f"RECV_{letter}", free, max(free, times[0]), **what))
+            spans.append(Span(rank, "compute", f"{stage}{kind}{microbatch}", kind, *times, **what))
+            free = times[1]
+        spans.append(Span(rank, "compute", "optimizer", "optimizer", free, free + 3_000_000))
+        trace = Trace.from_spans(spans)
+        traces.append(trace.shifted(-early_ns) if rank == order.num_ranks - 1 else trace)
+    return traces
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "zb_v"])
+def test_a_simulated_pipeline_replays_to_its_own_end(name):
+    schedule = make_schedule(name, 2, 4, stages_per_rank=2 if name in ("interleaved", "zb_v") else 1)
+    (error,) = pipeline_replay_errors(schedule, [traces_of(schedule)])
+    assert abs(error) < 1e-6
+
+
+def test_a_dependency_between_stages_that_was_not_kept_shows():
+    schedule = make_schedule("one_f_one_b", 2, 4)
+    (error,) = pipeline_replay_errors(schedule, [traces_of(schedule, early_ns=60_000_000)])  # before its input was made
+    assert error > 0.03
+
+
+def test_a_trace_without_one_of_the_actions_is_refused():
+    schedule = make_schedule("gpipe", 2, 2)
+    first, second = traces_of(schedule)
+    with pytest.raises(ValueError, match="rank 1: its trace has no 1B1"):
+        pipeline_replay_errors(schedule, [[first, second.select(lambda span: span.name != "1B1")]])

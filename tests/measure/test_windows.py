@@ -1,6 +1,8 @@
+"""Windows: how steps are timed, when enough windows are calm, and how predictions are judged."""
+
 import pytest
 
-from distlab.measure.runs.windows import Window, judge
+from distlab.measure import Window, judge
 
 
 def windows(count, measured=1.0, predicted=1.0, drift=0.0):
@@ -34,3 +36,60 @@ def test_noise_excuses_twice_its_size_and_no_more():
 def test_no_window_is_refused():
     with pytest.raises(ValueError, match="no window"):
         judge([], bar=0.1)
+
+
+def time_made_up():
+    """Time windows of which every second one is calm; before the round after the next, none is."""
+    from distlab.measure.runs.windows import time_windows
+
+    measured_s, done, asked, order = [], [], [], []
+
+    def windows_from(start):
+        asked.append((start, len(measured_s)))
+        last = len(measured_s) - 1
+        return [Window(1.0, 1.0, 1.0, 1.0 if index % 2 and index < last else 2.0) for index in range(start, last + 1)]
+
+    time_windows(
+        measured_s,
+        num_windows=3,
+        budget_s=1e9,
+        window=lambda: order.append("window") or 1.0,
+        calibrate=lambda: order.append("calibrate"),
+        windows_from=windows_from,
+        progress=done.append,
+    )
+    return len(measured_s), done, asked, order
+
+
+def test_windows_go_on_until_enough_are_calm_and_are_judged_as_they_come(ranks):
+    num_windows, done, asked, order = ranks(1).run(time_made_up)[0]
+    assert num_windows == 7  # 1, 3 and 5 are calm, and 5 is known to be with the round after 6
+    assert done == list(range(1, 8))
+    assert order == ["calibrate", *["window", "calibrate"] * 7]
+    assert asked == [(0, 3), (2, 4), (3, 5), (4, 6), (5, 7)]
+
+
+def time_uneven_steps():
+    """Time two steps in which one rank after the other sleeps for 20 ms."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from distlab.measure.runs.windows import time_window
+
+    slow = iter([0, 1])
+
+    def step():
+        if dist.get_rank() == next(slow):
+            time.sleep(0.02)
+
+    return time_window(step, 2, torch.device("cpu"))
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank(ranks):
+    (seconds, first), (same, second) = ranks(2).run(time_uneven_steps)
+    assert seconds == same >= 0.02  # the mean over ranks would be 0.01 s and what the machine adds
+    assert [len(first), len(second)] == [2, 2]
+    assert first[0][1] - first[0][0] >= 20e6
+    assert second[1][1] - second[1][0] >= 20e6

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.measure.count.module import HEAD, workload_from_module
+from distlab.measure import workload_from_module
+from distlab.measure.count.module import HEAD
 from distlab.models import GPT, GPTConfig
 
 SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)

@@ -191,7 +191,7 @@ def test_refusals():
     for bad in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}):
         with pytest.raises(ValueError, match="pass an initial"):
             LossScaler(**bad)
-    with pytest.raises(ValueError, match="no floating type"):
+    with pytest.raises(ValueError, match="not a floating type"):
         as_dtype("int8")
     with pytest.raises(ValueError, match="choose float16"):
         autocast("float64")

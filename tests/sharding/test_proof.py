@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.data_parallel import DataParallel
-from distlab.measure.memory.measured import KINDS, MemoryLimitError, track_memory
+from distlab.measure import KINDS, MemoryLimitError, track_memory
 from distlab.sharding import FullyShard, ShardedOptimizer, build_sharded, offloaded
 
 LAYERS, FLOAT = 6, 4

@@ -1,8 +1,8 @@
 """How unevenly tokens fell on the ranks that share experts, and a workload as its busiest rank has it.
 
-Nothing makes a router choose evenly but a balance loss: without one a few updates are enough for two experts to get all
-tokens. The others wait in the exchange, so a layer of experts takes as long as on the rank that most tokens came to.
-Which tokens chose what is no time: it is read off the timed steps themselves.
+Only a balance loss makes a router choose evenly: without one a few updates are enough for two experts to get all
+tokens. The others wait in the exchange, so a layer of experts takes as long as on the rank with the most tokens. The
+routing is not a duration; it is taken from the timed steps.
 
 A rank that computes while the others wait is faster than one among many that compute, where they share cores, caches or
 memory: how much faster is measured. At n times the speed of a rank among n an uneven load would cost nothing.
@@ -19,18 +19,19 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.expert_parallel import Load
-from distlab.measure.machine.once import on_first_rank
-from distlab.measure.machine.speed import REFERENCES, now
+from distlab.measure.machine.ranks import now, on_first_rank
+from distlab.measure.machine.speed import REFERENCES
 from distlab.plan import Layer, Plan, Workload, split_evenly
 
 STEPS, REPEATS = 2, 3
 
 
-def loads_of(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
+def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
     """Return how many times its even share the busiest rank had of the last forward pass; every rank calls this.
 
     Returns:
-        A number a layer of experts, in forward order: 1 is even, the ranks that share them the most; () for none.
+        One number per layer of experts, in forward order; () for none. 1 is even; the most is the number of ranks that
+        share them.
     """
     loads = [load for module in modules for each in module.modules() if (load := getattr(each, "load", None))]
     kept = [load.kept for load in loads if isinstance(load, Load)]
@@ -44,7 +45,7 @@ def loads_of(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> 
     return tuple((of_ranks.max(0).values / even).tolist())
 
 
-def measure_alone(device: torch.device) -> float:
+def measure_alone_speedup(device: torch.device) -> float:
     """Return how many times faster a rank computes while all others wait; every rank calls this.
 
     Returns:
@@ -70,19 +71,23 @@ def measure_alone(device: torch.device) -> float:
     return on_first_rank(lambda: min(max(1.0, median(a / b for a, b in pairs)), float(dist.get_world_size())))
 
 
-def with_loads(workload: Workload, loads: Sequence[float], plan: Plan, *, alone: float = 1.0) -> Workload:
+def with_expert_loads(
+    workload: Workload, loads: Sequence[float], plan: Plan, *, alone_speedup: float = 1.0
+) -> Workload:
     """Return the workload with each layer's experts so many times as busy; () leaves it as it is.
 
     Args:
         workload: counted with even loads.
-        loads: of each layer of experts, as `loads_of` returns them.
+        loads: of each layer of experts, as `expert_loads` returns them.
         plan: whose ranks share the experts.
-        alone: how many times faster a rank is while the others wait.
+        alone_speedup: how many times faster a rank is while the others wait.
     """
     if not loads or plan.expert == 1:
         return workload
     num_ranks = plan.expert
-    felt = max(0.0, (num_ranks / alone - 1) / (num_ranks - 1))  # of what the busiest rank has more than its share
+    felt = max(
+        0.0, (num_ranks / alone_speedup - 1) / (num_ranks - 1)
+    )  # of what the busiest rank has more than its share
     left = iter(loads)
     layers = [_busier(layer, 1 + felt * (next(left) - 1)) if layer.experts else layer for layer in workload.layers]
     return replace(workload, layers=tuple(layers))

@@ -1,8 +1,8 @@
 """Count a whole GPT for every layout at once: what its layers ask of a device, and which parts ranks may share.
 
 `workload_from_module` counts work by layers. This adds where tensor-parallel regions begin and end, what attention and
-experts exchange, and which ranks divide which parameter, so that the simulator can time any plan from one count of the
-model in one process. The work of a region is counted by a second run, with the region's modules in the place of layers.
+experts exchange, and which ranks divide which parameter. So the simulator can time any plan from one count in one
+process. The work of a region is counted by a second run, with the region's modules in the place of layers.
 
 Symbols: B samples of a micro-batch, S positions, H features, A heads.
 """
@@ -91,6 +91,19 @@ def merge_stages(workload: Workload, num_stages: int) -> Workload:
     return replace(workload, layers=tuple(merged))
 
 
+def without_accumulation(workload: Workload) -> Workload:
+    """Return the workload without adding gradients to earlier ones: sharding takes gradients as they come."""
+
+    def taken(layer: Layer) -> Layer:
+        adds = Work(memory_bytes=3 * layer.num_parameters * workload.bytes_per_parameter)
+        work = layer.weight_gradient
+        kernels = max(0, work.num_kernels - BACKWARD_KERNELS * len(layer.parameter_sizes))
+        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds.memory_bytes), kernels)
+        return replace(layer, weight_gradient=rest)
+
+    return replace(workload, layers=tuple(taken(layer) for layer in workload.layers))
+
+
 class _Sizes:
     """Bytes of what a micro-batch has at each position."""
 
@@ -122,7 +135,7 @@ def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
     """
     coarse = list(_named_leaves(model, ("attention", "feed_forward")))
     fine = list(_named_leaves(model, ("experts.",)))
-    found = {}
+    found: dict[str, Layer] = {}
     for run in (coarse, fine):
         parts = nn.Module()
         for index, name in enumerate(run):
@@ -215,11 +228,12 @@ def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_expe
     own = [part for name, part in parts.items() if name.startswith(f"{layer.name}.feed_forward.experts.")]
     if not own:
         return layer
-    works = [
-        sum((getattr(part, name) for part in own), Work()) for name in ("forward", "input_gradient", "weight_gradient")
-    ]
-    kernels = min(work.num_kernels for work in works) // num_experts
-    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, *works, kernels_each=kernels)
+    forward = sum((part.forward for part in own), Work())
+    input_gradient = sum((part.input_gradient for part in own), Work())
+    weight_gradient = sum((part.weight_gradient for part in own), Work())
+    kernels = min(work.num_kernels for work in (forward, input_gradient, weight_gradient)) // num_experts
+    row_bytes = top_k * sizes.row_bytes
+    experts = Experts(num_experts, top_k, row_bytes, forward, input_gradient, weight_gradient, kernels)
     return replace(layer, experts=experts)
 
 

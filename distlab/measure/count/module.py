@@ -23,10 +23,10 @@ from distlab.plan import Layer, Work, Workload
 
 HEAD = "head and loss"
 
-# What an operator costs on the host beside its work, in those of an optimizer's update. Forward calls it from Python,
-# through a module, with views before and after it, and notes it for backward; backward is driven from C++. Read off the
-# reference models of `calibrate`: with one cost for all, a forward of small layers was predicted 60 % too short and a
-# backward of large ones 25 % too long; with these, all within some 15 %.
+# What calling an operator costs on the host, in operators of an optimizer's update. Forward calls it from Python,
+# through a module, with views before and after it, and notes it for backward; backward is driven from C++. The numbers
+# come from the reference models of `calibrate`. With one cost for all, a forward of small layers was predicted 60 % too
+# short and a backward of large ones 25 % too long; with these, all within some 15 %.
 FORWARD_KERNELS, BACKWARD_KERNELS = 5, 2
 
 
@@ -171,7 +171,7 @@ class _Counter(TorchDispatchMode):
     """Adds each operator's work to the layer and phase that it runs in."""
 
     def __init__(self, layers: dict[str, _Counts]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = layers
         self.current = HEAD
         self.phase = "forward"

@@ -1,5 +1,5 @@
 """This machine: how fast it is, what it is, and ratios measured on it.
 
-Read `speed` (calibrate), `saved` (keep the result), `facts` (processor, versions), `ratio` (benchmark rows), `once`
-(work that one rank does for all).
+Read `speed` (calibrate), `saved` (keep the result), `facts` (processor, versions), `ratio` (benchmark rows), `ranks`
+(devices, clocks, and numbers that are the same on every rank).
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that belong beside every measured figure."""
+    """The facts to state with every measured figure."""
 
     date: str
     processor: str

@@ -1,8 +1,8 @@
 """Benchmark rows: two programs timed in interleaved blocks, a ratio with an interval, and whether a bar holds.
 
-On a shared machine a single time says little. So the two programs take turns block by block, each block gives one
-ratio, and the median of the blocks' ratios is reported with a bootstrap interval, beside the ratio of the peer to
-itself: the noise.
+On a shared machine a single time says little. So the two programs take turns block by block, and each block gives one
+ratio. We report the median of the blocks' ratios with a bootstrap interval, and the noise: the ratio of the peer to
+itself.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def interleave(programs: Sequence[Callable[[], float]], blocks: int = MIN_BLOCKS
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Lay rows out for a terminal, two lines a row: the verdict, then the figures."""
+    """Lay rows out for a terminal, two lines per row: the verdict, then the figures."""
     lines = []
     for row in rows:
         verdict = {True: "holds", False: "FALLS SHORT", None: "info"}[row.holds]

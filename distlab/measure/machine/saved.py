@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.measure.machine.facts import memory_bytes, this_machine
+from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
-from distlab.measure.runs.programs import device_of
-from distlab.plan import Cluster, Contention, Device, Link, Protocol
+from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s
 
 MIN_ROUNDS = 3
@@ -73,7 +73,7 @@ def load_calibration(path: Path) -> Calibration:
     """Read a calibration that `save` wrote.
 
     Raises:
-        ValueError: the file is missing or is no calibration.
+        ValueError: the file is missing or is not a calibration.
     """
     try:
         facts = json.loads(path.read_text())
@@ -81,7 +81,9 @@ def load_calibration(path: Path) -> Calibration:
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; run distlab calibrate first, or name a preset") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no calibration ({type(error).__name__}: {error}); run distlab calibrate") from None
+        raise ValueError(
+            f"{path} is not a calibration ({type(error).__name__}: {error}); run distlab calibrate"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class _Rounds:
 
     def __call__(self) -> list[Round]:
         device = device_of(self.device, dist.get_rank())
-        start, rounds, works = time.monotonic(), [], {}
+        start = time.monotonic()
+        rounds: list[Round] = []
+        works: dict[str, Work] = {}
         more = torch.tensor(1, device=device)
         while more:
             rounds.append(measure_round(device, works=works))

@@ -2,16 +2,15 @@
 
 A round takes about a second. Every rank runs the same small transformers forward, backward and through an optimizer,
 then all-reduces of growing size, then both together. A round is fitted to a Cluster of few numbers, each with a
-physical meaning: seconds a kernel, floating-point operations a second, bytes a second in memory, latency and bandwidth
-of an all-reduce, and how much computing and communicating slow each other down. The transformers are not the model to
-be predicted: other sizes, other batches.
+physical meaning: seconds per kernel, floating-point operations per second, bytes per second in memory, latency and
+bandwidth of an all-reduce, and how much computing and communicating slow each other down. The transformers have other
+sizes and batches than the model to be predicted.
 
 A rank's speed is measured with all ranks at work, since four ranks on two cores each get half a core.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
-from distlab.measure.machine.once import on_first_rank
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 OVERLAP_MESSAGE_BYTES = 1_048_576
+
+Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def measure_round(
     ]
     times = [_time_all_reduce(size, device, group) for size in MESSAGE_BYTES]
     speeds = _time_contention(device, group)
-    means = _mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device, group)
+    means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device, group)
     observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
     contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
     return Round(tuple(observations), tuple(means[len(observations) : -2]), contention)
@@ -168,7 +169,7 @@ def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float
 
 def _count_references(device: torch.device) -> dict[str, Work]:
     """Count each phase of each reference, by its name."""
-    works = {}
+    works: dict[str, Work] = {}
     for reference in REFERENCES:
         model, optimizer, loss = reference.build(device)
         counted = workload_from_module(model, loss, optimizer=optimizer)
@@ -181,25 +182,37 @@ def _count_references(device: torch.device) -> dict[str, Work]:
 def _time_reference(
     reference: Reference, device: torch.device, group: dist.ProcessGroup | None, repeats: int, works: dict[str, Work]
 ) -> list[Observation]:
-    """Time forward, backward and update of one reference; each repeat starts together on all ranks."""
+    """Time forward, backward and update of one reference."""
     _, optimizer, loss = reference.build(device)
-    samples: list[tuple[float, float, float]] = []
-    for repeat in range(repeats + 1):
+
+    def step() -> Phases:
         optimizer.zero_grad(set_to_none=False)
         dist.barrier(group)
         start = now(device)
         value = loss()
         forward = now(device)
         value.backward()
-        backward_end = now(device)
+        backward = now(device)
         optimizer.step()
-        if repeat > 0:  # the first run warms up
-            samples.append((forward - start, backward_end - forward, now(device) - backward_end))
-    totals = torch.tensor(samples, dtype=torch.float64, device=device)
-    slowest = totals.sum(dim=1, keepdim=True).clone()
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    seconds = (totals * slowest / totals.sum(dim=1, keepdim=True)).median(dim=0).values.tolist()
-    return [Observation(key, works[key], value) for key, value in zip(reference.phases, seconds, strict=True)]
+        return forward - start, backward - forward, now(device) - backward
+
+    phases = time_phases(step, repeats, device, group)
+    return [Observation(key, works[key], value) for key, value in zip(reference.phases, phases, strict=True)]
+
+
+def time_phases(
+    step: Callable[[], Phases], repeats: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Phases:
+    """Time a step several times, after one that warms up; return this rank's median seconds of each phase.
+
+    Each step is stretched to the length that it had on the slowest rank, which is when a synchronous step ends. Each
+    rank keeps its own division into phases; take the mean over ranks of what this returns.
+    """
+    rows = np.array([step() for _ in range(repeats + 1)][1:])  # [repeats, phases]
+    own = rows.sum(axis=1)
+    slowest = np.array(largest_over_ranks(own.tolist(), device, group))
+    forward, backward, update = np.median(rows * (slowest / own)[:, None], axis=0).tolist()
+    return forward, backward, update
 
 
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
@@ -236,7 +249,8 @@ def _time_contention(device: torch.device, group: dist.ProcessGroup | None) -> t
     for work in communicate(4):
         work.wait()
     one_s = (now(device) - start) / 4
-    count = _agreed(max(4, min(200, round(1.5 * compute_s / one_s))), device, group)
+    (agreed,) = largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device, group)
+    count = int(agreed)
     dist.barrier(group)
     start = now(device)
     works = communicate(count)
@@ -248,22 +262,3 @@ def _time_contention(device: torch.device, group: dist.ProcessGroup | None) -> t
     left_s = both_s - computed_s  # communication that went on after computing had ended
     done_s = count * one_s - left_s  # what it had done by then, in seconds of its speed alone
     return compute_s / computed_s, min(1.0, max(done_s / computed_s, 0.05))
-
-
-def _mean_over_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    mean = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(mean, group=group)
-    return (mean / dist.get_world_size(group)).tolist()
-
-
-def _agreed(count: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    value = torch.tensor(count, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group)
-    return int(value)
-
-
-def now(device: torch.device) -> float:
-    """Return the time in seconds once the device has done all that it was asked."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -45,7 +45,7 @@ class Tracker(TorchDispatchMode):
         limit_bytes: int | None,
         buffers: Callable[[], Iterable[Tensor]],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.buffers = buffers
         self.ledger = ledger
         self.module = module

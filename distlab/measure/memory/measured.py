@@ -4,9 +4,9 @@
         train_one_step()
     memory.peak_bytes, memory.at_peak, memory.over_time()
 
-On a CPU no allocator keeps books, so we do: `memory_tracker.Ledger` enters every storage that an operator touches and
-leaves when it is freed. On a GPU the same ledger says what is what, and torch's allocator how much in all. How a
-storage's kind becomes known (`memory_hooks`):
+On a CPU the allocator keeps no record, so we do: `storages.Ledger` enters every storage that an operator touches, and
+notes when it is freed. On a GPU the same ledger says what each storage is for, and torch's allocator gives the sum. How
+the kind of a storage becomes known (`hooks`):
 
 - parameters: the module's own, and its buffers; gradients: what backward hands to a parameter;
 - optimizer: the state of any optimizer that steps; master weights: what it updates and the module does not own;
@@ -37,10 +37,10 @@ Ints = NDArray[np.int64]
 
 
 class MeasuredMemory:
-    """Bytes on this rank's device: each storage once, views and other ranks' apart.
+    """Bytes on this rank's device: each storage once, without views and other ranks' memory.
 
-    Not seen on a CPU: what C++ kernels hold for themselves while they run, and what another thread allocates and lets
-    go before this one touches it.
+    Not seen on a CPU: what C++ kernels hold for themselves while they run, and what another thread allocates and frees
+    before this one touches it.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
@@ -83,10 +83,10 @@ class MeasuredMemory:
         return times - times[:1], rows[:, : len(KINDS)]
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor's storage is for, for all its life: a kind of KINDS, or "host" (no part of the sum).
+        """Say what a tensor's storage is for, for all its life: a kind of KINDS, or "host" (not part of the sum).
 
         Raises:
-            ValueError: no such kind.
+            ValueError: the kind does not exist.
         """
         if kind not in (*KINDS, HOST):
             raise ValueError(f"no memory kind {kind!r}; choose one of {', '.join((*KINDS, HOST))}")
@@ -128,7 +128,7 @@ def track_memory(
         optimizer: whose state exists already; optimizers that step inside are found without it. A ShardedOptimizer's
             buckets are known through it: as gradients what it keeps of them, as buffers what it lends and what arrives.
         device: which kind of memory; that of the first parameter by default.
-        limit_bytes: refuse to hold more: a small rank to try large models on.
+        limit_bytes: refuse to hold more; makes a small rank on which to try large models.
         buffers: tensors to communicate with (buckets, gathered units), or what returns those that there are by now: it
             is asked before each step of an optimizer. Units of FullyShard, and their gradients, are known without it.
 
@@ -156,6 +156,6 @@ def track_memory(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind tensors, each once: a view counts as all of what it is a view of."""
+    """Return the bytes of the storages behind tensors, each once: a view counts as the whole storage."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""Every storage that a block of code touches: when it came, when it went, and at last what it was for.
+"""Every storage that a block of code touches: when it was made, when it was freed, and what it was for.
 
 A storage is the memory behind one or more tensors; views share it. What it is for often shows only later: the result of
 a matrix product becomes a gradient when backward hands it to a parameter, an activation when some operator saves it.
@@ -67,7 +67,7 @@ class Ledger:
         return came
 
     def catch_up(self) -> int:
-        """Enter what was let go, and storages that were resized in place; return the bytes that came."""
+        """Enter what was freed, and storages that were resized in place; return the bytes that came."""
         while self._gone:
             number, when = self._gone.popleft()
             self._note(number, -self._alive.pop(number).num_bytes, when)
@@ -138,12 +138,12 @@ class Ledger:
         number, self._next = self._next, self._next + 1
         address, num_bytes = storage._cdata, storage.nbytes()
         self._numbers[address] = number
-        self._alive[number] = _Storage(weakref.ref(storage, partial(self._let_go, address, number)), num_bytes)
+        self._alive[number] = _Storage(weakref.ref(storage, partial(self._freed, address, number)), num_bytes)
         self._kind[number] = _INDEX["temporary"]
         self._note(number, num_bytes, time.monotonic_ns())
         return num_bytes
 
-    def _let_go(self, address: int, number: int, _: object) -> None:
+    def _freed(self, address: int, number: int, _: object) -> None:
         # Runs wherever the last reference is dropped, on any thread and in the middle of anything: it only leaves word.
         if self._numbers.get(address) == number:
             del self._numbers[address]  # the address may be used again at once

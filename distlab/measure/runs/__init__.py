@@ -1,5 +1,5 @@
-"""Train on real ranks in timed windows, predict the same step, and compare.
+"""Train by any plan on real ranks in timed windows, predict the same step, and compare.
 
-Read `timed` (the frame of every run), `windows` (how a prediction is judged), then `training`, `pipeline` and
-`layouts`.
+Read `run` (the frame), `windows` (how steps are timed and a prediction is judged), `programs` and `replicas` (what
+trains, by the plan), `predict`, then what a round of `calibrate` measures: `calls`, `codec` and `overhead`.
 """

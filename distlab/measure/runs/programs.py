@@ -1,145 +1,214 @@
-"""Programs: a model on its ranks with a way to exchange gradients, under one set of names for a training loop."""
+"""Programs: a model on its ranks, trained by a plan, under one set of names whatever the plan.
+
+`program_kind` chooses. A plan with only the data axis runs replicas of the whole model, with averaged, compressed or
+sharded gradients. A plan with only the pipeline axis runs `Pipeline`; all others run `Hybrid`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from distlab.compression import make_hook
-from distlab.data_parallel import DataParallel
-from distlab.plan import Sharding
-from distlab.plan.compression import Compression
-from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.hybrid import Hybrid
+from distlab.measure.machine.ranks import mean_over_ranks, now
+from distlab.measure.runs.replicas import MakeOptimizer, make_replica
+from distlab.models import GPT
+from distlab.pipeline import Pipeline, split_gpt
+from distlab.plan import AXES, Plan, Schedule, make_schedule
 from distlab.trace import SpanWriter
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+LEARNING_RATE = 0.03
+MOMENTUM = 0.9
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer of every timed training."""
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def barely_moving_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make an optimizer that works as training's does and hardly changes a weight: for reference models."""
+    return torch.optim.SGD(parameters, lr=1e-6, momentum=MOMENTUM)
+
+
+def is_pipeline_alone(plan: Plan) -> bool:
+    """Whether the plan is a pipeline and nothing else: neither another axis nor sharding, recompute or a precision."""
+    return plan.pipeline == plan.world_size > 1 and _has_plain_passes(plan) and plan.sharding.stage == 0
+
+
+def _has_plain_passes(plan: Plan) -> bool:
+    return plan.recompute == "none" and plan.precision is None
+
+
+def program_kind(plan: Plan, num_experts: int = 0) -> str:
+    """Say what runs a plan: "replicas", "pipeline" or "hybrid"."""
+    if num_experts:
+        return "hybrid"
+    if is_pipeline_alone(plan):
+        return "pipeline"
+    return "replicas" if plan.data == plan.world_size and _has_plain_passes(plan) else "hybrid"
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule that a plan names."""
+    return make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
 
 
 @dataclass(frozen=True)
 class Program:
-    """How one rank takes part in a step, whatever it shards.
+    """How one rank takes part in training steps.
 
     Attributes:
-        model: what is called with a batch.
+        step: runs forward and backward of a batch that every rank has whole, and exchanges gradients; returns the loss.
         zero_grad: forgets the gradients.
-        no_sync: a block in which backward only accumulates.
-        synchronize: finishes the exchange of gradients.
-        update: updates the parameters, and brings them to all ranks where each updates its own.
-        weights: returns a copy of the whole parameters by name, on the CPU; all ranks call it.
+        update: updates the parameters on all ranks; returns when the device has done it.
+        mean_loss: makes a number of what `step` returned, the mean over the batch; all ranks call it.
+        close: ends the program.
+        weights: returns a copy of the whole parameters by name, on the CPU; all ranks call it. Only replicas have them.
+        modules: this rank's parts of the model.
+        groups: the ranks along each axis of a mesh.
+        peak_in_flight: returns the most micro-batches whose activations a pipeline's rank held at once.
     """
 
-    model: Callable[..., Any]
+    step: Callable[[Tensor, Tensor], Any]
     zero_grad: Callable[[], None]
-    no_sync: Callable[[], AbstractContextManager[None]]
-    synchronize: Callable[[], None]
     update: Callable[[], None]
-    weights: Callable[[], dict[str, Tensor]]
+    mean_loss: Callable[[Any], float]
+    close: Callable[[], None]
+    weights: Callable[[], dict[str, Tensor]] = dict
+    modules: Sequence[nn.Module] = ()
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    peak_in_flight: Callable[[], int] = lambda: 0
 
-
-def device_of(kind: str, rank: int) -> torch.device:
-    """Return a rank's device; ranks share GPUs in turn where there are fewer GPUs than ranks.
-
-    Raises:
-        ValueError: a GPU is wanted and there is none.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device {kind!r} was asked for, and torch sees no GPU here; pass --device cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def copy_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a module's parameters by name, on the CPU."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
+    def train_step(self, inputs: Tensor, targets: Tensor) -> Any:
+        """Run one whole step; return what `mean_loss` takes."""
+        self.zero_grad()
+        loss = self.step(inputs, targets)
+        self.update()
+        return loss
 
 
 def make_program(
-    module: nn.Module,
+    model: GPT,
+    plan: Plan,
     make_optimizer: MakeOptimizer,
     *,
-    sharding: Sharding,
-    compression: Compression | None,
-    bucket_bytes: int,
-    first_bucket_bytes: int,
+    device: torch.device,
+    kind: str,
+    order: Sequence[str] = AXES,
     spans: SpanWriter | None = None,
 ) -> Program:
-    """Let all ranks train a module, from the first rank's weights; without sharding by averaging gradients.
+    """Let all ranks train a model by a plan, from the first rank's weights; every rank calls this.
+
+    Args:
+        model: the same on every rank.
+        plan: how the ranks share the work.
+        make_optimizer: makes the optimizer of what a rank updates.
+        device: where this rank computes.
+        kind: as `program_kind` says.
+        order: axes of the mesh, slowest first.
+        spans: marks what the rank does, under the names of a simulated step.
 
     Raises:
-        ValueError: the sharding is of a kind that is not run here.
+        ValueError: the plan is not one that runs here; the text says what to use.
     """
-    if sharding.stage:
-        return sharded_program(module, sharding, make_optimizer, bucket_bytes=bucket_bytes, spans=spans)
-    replica = DataParallel(
-        module,
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=first_bucket_bytes,
-        spans=spans,
-        hook=None if compression is None else make_hook(compression),
-    )
-    optimizer = make_optimizer(list(module.parameters()))
+    model = model.to(device)
+    if kind == "pipeline":
+        return _pipeline_program(model, plan, make_optimizer, device, spans)
+    if kind == "replicas":
+        return _replica_program(model, plan, make_optimizer, device, spans)
+    hybrid = Hybrid(model, plan, make_optimizer, order=order, spans=spans)
+
+    def update() -> None:
+        hybrid.update()
+        now(device)
+
+    def peak_in_flight() -> int:
+        return hybrid.pipeline.peak_in_flight if hybrid.pipeline is not None else 0
+
     return Program(
-        module,
-        replica.zero_grad,
-        replica.no_sync,
-        replica.synchronize,
-        lambda: _update(optimizer),
-        lambda: copy_weights(module),
+        hybrid.step,
+        hybrid.zero_grad,
+        update,
+        float,
+        hybrid.close,
+        modules=tuple(hybrid.stages.values()),
+        groups=hybrid.groups,
+        peak_in_flight=peak_in_flight,
     )
 
 
-def sharded_program(
-    module: nn.Module,
-    sharding: Sharding,
-    make_optimizer: MakeOptimizer,
-    *,
-    bucket_bytes: int,
-    spans: SpanWriter | None = None,
+def _pipeline_program(
+    model: GPT, plan: Plan, make_optimizer: MakeOptimizer, device: torch.device, spans: SpanWriter | None
 ) -> Program:
-    """Shard a module's states over all ranks: ShardedOptimizer for stages 1 and 2, FullyShard for stage 3.
+    schedule = schedule_of(plan)
+    modules = split_gpt(model, schedule.num_stages)
+    own = {stage: modules[stage] for stage, home in enumerate(schedule.home) if home == dist.get_rank()}
+    pipeline = Pipeline(own, schedule, loss=GPT.loss, spans=spans)
+    optimizer = make_optimizer(list(pipeline.parameters()))
 
-    Raises:
-        ValueError: the sharding is of a kind that is not run here.
-    """
-    if sharding.stage == 0 or sharding.replicas > 1 or sharding.unit_layers > 1 or sharding.offload == "optimizer":
-        raise ValueError(
-            f"{sharding}: measured are stages 1 to 3 over all ranks, a block a unit, nothing or all offloaded"
-        )
-    if sharding.stage < 3:
-        optimizer = ShardedOptimizer(
-            module, make_optimizer, stage=sharding.stage, bucket_bytes=bucket_bytes, spans=spans
-        )
-        return Program(
-            module,
-            optimizer.zero_grad,
-            optimizer.no_sync,
-            optimizer.synchronize,
-            optimizer.step,
-            lambda: copy_weights(module),
-        )
-    model = FullyShard(
-        module,
-        reshard_after_forward=sharding.reshard_after_forward,
-        prefetch=sharding.prefetch,
-        offload=sharding.offload == "all",
-        spans=spans,
+    def update() -> None:
+        with _span_on_device(spans, "optimizer", "optimizer", device):
+            optimizer.step()
+
+    return Program(
+        pipeline.step,
+        pipeline.zero_grad,
+        update,
+        pipeline.mean_loss,
+        pipeline.close,
+        modules=tuple(own.values()),
+        peak_in_flight=lambda: pipeline.peak_in_flight,
     )
-    own = make_optimizer(list(model.parameters()))
-
-    def weights() -> dict[str, Tensor]:
-        with model.summon() as whole:
-            return copy_weights(whole)
-
-    return Program(model, model.zero_grad, model.no_sync, model.synchronize, lambda: _update(own), weights)
 
 
-def _update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
+def _replica_program(
+    model: GPT, plan: Plan, make_optimizer: MakeOptimizer, device: torch.device, spans: SpanWriter | None
+) -> Program:
+    """Train a replica per rank on its share of the samples; only the last micro-batch's backward sends gradients."""
+    replica = make_replica(model, plan, make_optimizer, spans=spans)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        own = (whole.chunk(plan.data)[dist.get_rank()].chunk(plan.num_microbatches) for whole in (inputs, targets))
+        microbatches = list(zip(*own, strict=True))
+        total = torch.zeros((), device=device)
+        for left, (part, wanted) in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
+            with replica.no_sync() if left else contextlib.nullcontext():
+                with _span_on_device(spans, "forward", "F", device):
+                    loss = model.loss(replica.model(part), wanted) / len(microbatches)
+                with _span_on_device(spans, "backward", "B", device):
+                    loss.backward()
+            total += loss.detach()
+        with _span_on_device(spans, "synchronize", "wait", device):
+            replica.synchronize()
+        return total
+
+    def update() -> None:
+        with _span_on_device(spans, "optimizer", "optimizer", device):
+            replica.update()
+
+    return Program(
+        step,
+        replica.zero_grad,
+        update,
+        lambda loss: mean_over_ranks([float(loss)], device)[0],
+        lambda: None,
+        replica.weights,
+        (model,),
+    )
+
+
+@contextlib.contextmanager
+def _span_on_device(spans: SpanWriter | None, name: str, kind: str, device: torch.device) -> Iterator[None]:
+    """Mark a span that ends when the device has done the work, not when the device has received it."""
+    with spans.span(name, kind=kind) if spans is not None else contextlib.nullcontext():
+        yield
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

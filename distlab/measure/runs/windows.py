@@ -1,17 +1,25 @@
-"""Judge predictions against measurements, window by window, on a machine whose speed drifts.
+"""Time windows of steps between calibrations, and judge predictions against them, on a machine whose speed drifts.
 
 Each window of steps has a calibration before it and one after. Where the two predict step times that differ by more
-than 5 %, the machine changed under our feet and the window says nothing: it is dropped, and counted. The bar is met
-when the median error over at least ten kept windows is at most the bar, or twice what repeats of a step differ by.
+than 5 %, the machine's speed changed and the window says nothing: it is dropped, and counted. The bar is met when the
+median error over at least ten kept windows is at most the bar, or twice what repeats of a step differ by.
+
+The time of a step is that of its slowest rank, from a barrier on: see `time_window`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
+import torch.distributed as dist
+
+from distlab.comm.agree import group_device
+from distlab.measure.machine.ranks import largest_over_ranks, now
 
 MAX_DRIFT = 0.05
 MIN_WINDOWS = 10
@@ -93,13 +101,84 @@ def windows_between(
     return windows
 
 
+def time_window(
+    step: Callable[[], object], num_steps: int, device: torch.device
+) -> tuple[float, list[tuple[int, int]]]:
+    """Time steps that all ranks begin together; every rank calls this.
+
+    A synchronous step is over when its slowest rank is done: no rank can use the new parameters before that. So the
+    time of a step is the largest over ranks, not their mean. No two clocks are compared: after a barrier each rank
+    measures a duration on its own clock, and the largest duration counts. The simulated step is alike: ranks begin
+    together, and it lasts until the last one ends. The barrier itself is not part of the time.
+
+    Returns:
+        The mean seconds of a step, the same on every rank; and start and end of each step on this rank, in nanoseconds
+        of the machine's monotonic clock.
+    """
+    seconds, step_ns = [], []
+    for _ in range(num_steps):
+        dist.barrier()
+        begin, start_ns = now(device), time.monotonic_ns()
+        step()
+        seconds.append(now(device) - begin)
+        step_ns.append((start_ns, time.monotonic_ns()))
+    return float(np.mean(largest_over_ranks(seconds, device))), step_ns
+
+
+def time_windows(
+    measured_s: list[float],
+    *,
+    num_windows: int,
+    budget_s: float,
+    window: Callable[[], float],
+    calibrate: Callable[[], None],
+    windows_from: Callable[[int], Sequence[Window]],
+    progress: Callable[[int], None],
+) -> None:
+    """Run on every rank: calibrate, time a window, calibrate, ... until enough windows are calm, or time is up.
+
+    Args:
+        measured_s: filled in, one number per window.
+        num_windows: calm windows to time.
+        budget_s: seconds after which no window starts; one window is always timed.
+        window: runs a window of steps and returns the seconds of a step.
+        calibrate: takes a round of measurements and keeps it.
+        windows_from: predicts the windows so far, from a number on; called on rank 0.
+        progress: gets the number of windows that are done.
+    """
+    deadline = time.monotonic() + budget_s
+    calm: list[bool] = []  # of windows that no later round can change
+
+    def num_calm() -> int:
+        """Count calm windows. Each is judged when it is over, and once more with the second round after it."""
+        *judged, newest = [each.calm for each in windows_from(len(calm))]
+        calm.extend(judged)
+        return sum(calm) + newest
+
+    def finished() -> bool:
+        """Decide on rank 0, since clocks differ."""
+        done = len(measured_s) > 0 and time.monotonic() > deadline
+        if dist.get_rank() == 0 and len(measured_s) >= num_windows:
+            done |= num_calm() >= num_windows
+        agreed = torch.tensor(int(done), device=group_device())
+        dist.broadcast(agreed, 0)
+        return bool(agreed)
+
+    calibrate()
+    while not finished():
+        seconds = window()
+        calibrate()
+        measured_s.append(seconds)
+        progress(len(measured_s))
+
+
 def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
     """Judge windows against a bar for the median error.
 
     With fewer than ten calm windows all are used for the figures, and `holds` is None.
 
     Raises:
-        ValueError: there is no window.
+        ValueError: the list of windows is empty.
     """
     if not windows:
         raise ValueError("no window was measured; measure at least one")

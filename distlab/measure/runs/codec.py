@@ -1,10 +1,10 @@
-"""Time a compression hook on this machine's ranks: seconds to encode and to decode a bucket, beside the sending.
+"""Time a compression hook on this machine's ranks: seconds to encode and to decode a bucket, without the sending.
 
 All ranks do the same at the same time, as in a step, and for so long that ranks which share a core take turns on it:
 one bucket alone is over before the other ranks have woken up. So several buckets are encoded in a row (what `start`
-takes), then the exchanges are left to finish, then all are decoded (what `wait` takes); of PowerSGD, which sends its
-second factor there, the predicted time of those calls is taken off. Buckets of several sizes give a fixed time a bucket
-and a time a byte.
+takes). Then the exchanges finish, then all buckets are decoded (what `wait` takes). PowerSGD sends its second factor
+there, so the predicted time of those calls is subtracted. Buckets of several sizes give a fixed time per bucket and a
+time per byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
-from distlab.measure.machine.speed import now
+from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
 from simulator import MeasuredCodec
@@ -54,9 +54,8 @@ def measure_codec(
         _time_bucket(hook, compression, cluster, size=(index, rows), device=device, group=group, repeats=repeats)
         for index, rows in enumerate(ROWS)
     ]
-    means = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(means, group=group)
-    encode, decode = (means / dist.get_world_size(group)).T.tolist()
+    means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device, group)
+    encode, decode = means[: len(ROWS)], means[len(ROWS) :]
     sizes = [rows * COLUMNS * 4 for rows in ROWS]
     return MeasuredCodec(compression, dist.get_world_size(group), *_fit_line(sizes, encode), *_fit_line(sizes, decode))
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
-from distlab.measure.count.module import workload_from_module
-from distlab.measure.memory.measured import KINDS, track_memory
+from distlab.measure import KINDS, track_memory, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload
 from distlab.recompute import recompute_blocks

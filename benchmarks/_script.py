@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from distlab.measure.machine.ratio import Row, format_rows
+from distlab.measure import Row, format_rows
 
 
 def run_script(doc: str | None, rows: Callable[..., Iterator[Row]], *, devices: bool = False) -> None:

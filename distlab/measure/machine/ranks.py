@@ -1,0 +1,86 @@
+"""What a measurement needs of its ranks: their devices and clocks, and numbers that are the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distlab.comm.agree import group_device
+from distlab.measure.machine.facts import num_cores
+
+Result = TypeVar("Result")
+
+
+def device_of(kind: str, rank: int) -> torch.device:
+    """Return a rank's device; ranks share GPUs in turn where there are fewer GPUs than ranks.
+
+    Raises:
+        ValueError: the caller asks for a GPU and there is none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {kind!r} was asked for, and torch sees no GPU here; pass --device cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def shared_cores(device: torch.device) -> int | None:
+    """Return the cores that all ranks share; None on GPUs, where ranks do not compute on cores."""
+    return None if device.type == "cuda" else num_cores()
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, after the device has finished its work so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def mean_over_ranks(values: Sequence[float], device: torch.device, group: ProcessGroup | None = None) -> list[float]:
+    """Return each value's mean over the group's ranks; every rank calls this.
+
+    Cost: one all-reduce of 8 bytes per value.
+    """
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return [float(value) for value in total / dist.get_world_size(group)]
+
+
+def largest_over_ranks(values: Sequence[float], device: torch.device, group: ProcessGroup | None = None) -> list[float]:
+    """Return the largest of each value over the group's ranks; every rank calls this.
+
+    Cost: one all-reduce of 8 bytes per value.
+    """
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return [float(value) for value in largest]
+
+
+def on_first_rank(make: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
+    """Call `make` on the group's first rank only, and return its result on all; every rank calls this.
+
+    Ranks that share cores would only wait for each other if each of them computed the same.
+
+    Cost: one broadcast of the pickled result, after one of its length.
+
+    Raises:
+        Exception: on every rank, what `make` raised on the first.
+    """
+    made: list[object] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            made[0] = make()
+        except Exception as error:  # the other ranks wait for this one, so they must receive the error
+            made[0] = error
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(made, src=first, group=group, device=group_device(group))
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return cast(Result, made[0])

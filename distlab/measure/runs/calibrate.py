@@ -1,0 +1,71 @@
+"""Calibrate for a plan: a round measures the machine's speed, the plan's calls and codec, and the overhead of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed import ProcessGroup
+
+from distlab.measure.count.expert_load import measure_alone_speedup
+from distlab.measure.machine.speed import fit_cluster, measure_round
+from distlab.measure.runs.calls import Calls, measure_mesh_calls, measure_messages, measure_sharding_calls
+from distlab.measure.runs.codec import measure_codec
+from distlab.measure.runs.overhead import ReplicaOverhead, StepOverhead
+from distlab.measure.runs.predict import CalibrationRound
+from distlab.measure.runs.programs import program_kind
+from distlab.plan import Plan, Work
+
+
+class CalibrationOfRun:
+    """What a run's rounds measure. Every rank makes one, and calls the methods at the same time as the others.
+
+    Args:
+        plan: of the run to be predicted.
+        order: of its axes, slowest first.
+        groups: the ranks along each axis of a mesh; {} for other programs.
+        device: where this rank computes.
+        num_experts: experts of a block; 0 for none.
+        top_k: experts of a token.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        order: Sequence[str],
+        groups: Mapping[str, ProcessGroup],
+        *,
+        device: torch.device,
+        num_experts: int = 0,
+        top_k: int = 2,
+    ) -> None:
+        self.plan, self.groups, self.device = plan, groups, device
+        self.kind = program_kind(plan, num_experts)
+        self._works: dict[str, Work] = {}
+        self._overhead: ReplicaOverhead | StepOverhead = (
+            ReplicaOverhead(plan, device)
+            if self.kind == "replicas"
+            else StepOverhead(plan, order, device, num_experts=num_experts, top_k=top_k)
+        )
+
+    def measure(self) -> CalibrationRound:
+        """Take one round of measurements: the same result on every rank."""
+        plan, device = self.plan, self.device
+        compute, codec = measure_round(device, works=self._works), None
+        if plan.compression is not None:
+            codec = measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
+        alone_speedup = measure_alone_speedup(device) if plan.expert > 1 else 1.0
+        measured = CalibrationRound(compute, self._measure_calls(), codec, alone_speedup)
+        return replace(measured, overhead=self._overhead.measure(measured))
+
+    def close(self) -> None:
+        """End the reference models."""
+        self._overhead.close()
+
+    def _measure_calls(self) -> Calls:
+        if self.kind == "replicas":
+            return measure_sharding_calls(self.device) if self.plan.sharding.stage else {}
+        if self.kind == "pipeline":
+            return {"send": measure_messages(self.device)}
+        return measure_mesh_calls(self.plan, self.groups, self.device)

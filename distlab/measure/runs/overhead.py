@@ -1,0 +1,292 @@
+"""Measure the overhead of steps: what they cost beyond their work and their calls, each of which is timed alone.
+
+In a step the threads that move messages compete with the ranks for the cores, and hooks run between layers. A call ends
+when the slower rank does. A bucket to encode has left the cache. We measure this on two small transformers that are not
+the model to be predicted, trained by the same plan. Their steps take longer than the simulator says. The difference is
+divided among the steps' calls (sharding), encoded buckets (compression), actions (a pipeline), or passes of blocks (any
+other mesh). The small and the large reference of a mesh differ in the rows that a block
+hands on, since a part of its cost grows with them: they are cut, copied and put together again on the way to a call.
+
+The time of a reference step is that of its slowest rank, as everywhere (`windows.time_window`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import mean, median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from distlab.measure.count.expert_load import expert_loads, with_expert_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
+from distlab.measure.machine.speed import REFERENCES, Phases, Reference, time_phases
+from distlab.measure.runs.predict import (
+    CalibrationRound,
+    Overhead,
+    PassCost,
+    num_blocks,
+    predict_step,
+    predicted_step_s,
+    row_bytes,
+)
+from distlab.measure.runs.programs import (
+    Program,
+    barely_moving_sgd,
+    is_pipeline_alone,
+    make_program,
+    program_kind,
+    schedule_of,
+)
+from distlab.measure.runs.replicas import make_replica
+from distlab.measure.runs.windows import time_window
+from distlab.models import GPTConfig
+from distlab.plan import Plan, Workload
+from simulator import Step
+
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
+REPLICA_REFERENCES = REFERENCES[1:3]
+# Layers of a pipeline's references: as many as stages, and one; of a mesh's: so many per stage, and one per stage.
+# Samples of a pipeline's references are those of a micro-batch; of a mesh's, those of all micro-batches and replicas.
+PIPELINE_REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))
+MESH_REFERENCES = (Reference(64, 1, 48, 2), Reference(96, 1, 96, 10))
+REPEATS = 4
+GUESSES = 6
+EXACT = 1e-4  # of a step: as close as a guess has to come
+
+Floats = NDArray[np.float64]
+
+
+class ReplicaOverhead:
+    """Of replicas: what sharding's calls cost the computing rank, or how much slower a codec is in a step than alone.
+
+    Two reference models are each trained in two ways, without what is to be measured and with it. Every rank makes this
+    once, and calls its methods in each round at the same time as the others.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = Plan(
+            data=plan.data,
+            sharding=plan.sharding,
+            compression=plan.compression,
+            bucket_bytes=BUCKET_BYTES,
+            first_bucket_bytes=FIRST_BUCKET_BYTES,
+        )
+        self.device = device
+        without = None if plan.sharding.stage else replace(self.plan, compression=None)
+        references = REPLICA_REFERENCES if self.plan != without else ()
+        self.pairs = [[_phases_of(each, other, device) for other in (without, self.plan)] for each in references]
+        self.workloads = on_first_rank(lambda: [_count_replica(each, self.plan, device) for each in references])
+
+    def measure(self, measured: CalibrationRound) -> Overhead:
+        """Return the overhead beyond what a round without overhead explains: the same on every rank."""
+        if self.plan.sharding.stage:
+            return self._of_sharding(measured)
+        return Overhead() if self.plan.compression is None else self._of_codec(measured)
+
+    def close(self) -> None:
+        """Do nothing: replicas have no threads to end."""
+
+    def _of_sharding(self, measured: CalibrationRound) -> Overhead:
+        """Share what steps of sharded models take beyond steps of each rank for itself among gathers and scatters."""
+        totals = np.zeros((2, 2))  # gathers, scatters: seconds and how many
+        for (alone, sharded), workload in zip(self.pairs, self.workloads, strict=True):
+            sharded_s, alone_s = (time_phases(each, REPEATS, self.device) for each in (sharded, alone))
+            more = np.subtract(sharded_s, alone_s)
+            extra = np.array(mean_over_ranks(more.tolist(), self.device))
+            step = predict_step(workload, measured, self.plan)
+            single = predict_step(workload, replace(measured, calls={}), Plan())
+            totals += share_among_calls(extra - np.subtract(phases_of(step), phases_of(single)), step)
+        gather, scatter = np.maximum(0.0, totals[:, 0] / np.maximum(totals[:, 1], 1)).tolist()
+        return Overhead(gather_s=gather, scatter_s=scatter)
+
+    def _of_codec(self, measured: CalibrationRound) -> Overhead:
+        """Find the slowdown of the codec that explains by how much compressing makes the steps longer.
+
+        Alone, a bucket that is encoded twelve times in a row stays in the cache, and nothing else wants the cores.
+        """
+        extra_s = 0.0
+        for pair in self.pairs:
+            rows = [[sum(step()) for step in pair] for _ in range(REPEATS + 1)][1:]  # the first warms up
+            slowest = np.reshape(largest_over_ranks(np.ravel(rows).tolist(), self.device), (REPEATS, 2))
+            extra_s += float(np.median(slowest[:, 1] - slowest[:, 0]))
+        found = on_first_rank(lambda: codec_slowdown(extra_s, self.workloads, measured, self.plan))
+        return Overhead(codec_slowdown=found)
+
+
+def share_among_calls(left_s: Floats, step: Step) -> Floats:
+    """Return the seconds of each phase that are left for gathers and for scatters, and how many of each there are.
+
+    Stage 3 gathers in forward, and again in backward next to its scatters; stages 1 and 2 gather after the update.
+
+    Shapes: left_s [3] -> [2, 2]
+    """
+    forward, backward, update = left_s
+    if step.plan.sharding.stage < 3:
+        count = len(step.stages[0].syncs)
+        return np.array([[update, count], [backward, count]])
+    units = len(step.stages[0].units)
+    again = sum(call.lane == "gather" for call in step.timing.calls[0]) - units
+    return np.array([[forward, units], [backward - forward / units * again, units]])
+
+
+def phases_of(step: Step) -> Phases:
+    """Return the phases of a simulated step, in seconds."""
+    forward = float(step.timing.end_ns[0]) / 1e9
+    update = step.timing.optimizer[0][0] / 1e9
+    return forward, update - forward, step.duration_s - update
+
+
+def codec_slowdown(extra_s: float, workloads: Sequence[Workload], measured: CalibrationRound, plan: Plan) -> float:
+    """Return the factor on a codec's times with which the workloads' steps take so much longer than without it."""
+
+    def added_s(factor: float) -> float:
+        slower = replace(measured, overhead=Overhead(codec_slowdown=factor))
+        plain = replace(measured, codec=None), replace(plan, compression=None)
+        return sum(
+            predict_step(each, slower, plan).duration_s - predict_step(each, *plain).duration_s for each in workloads
+        )
+
+    at_one = added_s(1.0)
+    per_unit = added_s(2.0) - at_one
+    return max(0.0, 1.0 + (extra_s - at_one) / per_unit) if per_unit > 0 else 1.0
+
+
+class StepOverhead:
+    """Of a pipeline or any other mesh: what an action costs, or a block's pass.
+
+    Two reference models are trained by the same plan. Every rank makes this once, and calls its methods in each round
+    at the same time as the others.
+    """
+
+    def __init__(
+        self, plan: Plan, order: Sequence[str], device: torch.device, *, num_experts: int = 0, top_k: int = 2
+    ) -> None:
+        self.plan, self.order, self.device = plan, tuple(order), device
+        references = PIPELINE_REFERENCES if is_pipeline_alone(plan) else MESH_REFERENCES
+        sizes = [(reference_sizes(each, plan), reference_samples(each, plan)) for each in references]
+        kind = program_kind(plan, num_experts)
+        self._programs: list[Program] = []
+        self._steps: list[Callable[[], object]] = []
+        for config, samples in sizes:
+            model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k)
+            program = make_program(model, plan, barely_moving_sgd, device=device, kind=kind, order=order)
+            shape = (samples * plan.num_microbatches * plan.num_replicas, config.context)
+            tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+            self._programs.append(program)
+            self._steps.append(partial(program.train_step, tokens, tokens))
+
+        def count() -> list[Workload]:
+            stages = plan.pipeline * plan.stages_per_rank
+            counted = (count_gpt(*each, num_experts=num_experts, top_k=top_k, device=device) for each in sizes)
+            return [merge_stages(each, stages) for each in counted]
+
+        self._workloads = on_first_rank(count)
+
+    def measure(self, measured: CalibrationRound) -> Overhead:
+        """Return the overhead beyond what a round without overhead explains: the same on every rank."""
+        seconds = [
+            median([time_window(step, 1, self.device)[0] for _ in range(REPEATS + 1)][1:])  # the first warms up
+            for step in self._steps
+        ]
+        loads = [expert_loads(program.modules, self.plan, self.device) for program in self._programs]
+
+        def solve() -> Overhead:
+            found = []
+            for counted, load, second in zip(self._workloads, loads, seconds, strict=True):
+                workload = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
+                found.append(PassCost(_row_bytes(workload), self._cost_s(workload, second, measured)))
+            return self._overhead(found)
+
+        return on_first_rank(solve)
+
+    def close(self) -> None:
+        """End the reference models."""
+        for program in self._programs:
+            program.close()
+
+    def _overhead(self, costs: Sequence[PassCost]) -> Overhead:
+        if is_pipeline_alone(self.plan):
+            return Overhead(action_s=mean(max(0.0, cost.seconds) for cost in costs))
+        return Overhead(passes=tuple(costs))
+
+    def _cost_s(self, workload: Workload, seconds: float, measured: CalibrationRound) -> float:
+        """Find the cost of an action or a pass with which the simulated step takes as long as the measured one.
+
+        It is below zero where the step took less than its work: noise, of which the median over rounds is taken.
+        """
+        if is_pipeline_alone(self.plan):
+            in_a_row = 2 * int(max(np.diff(schedule_of(self.plan).offsets)))  # at most so many follow one another
+        else:
+            in_a_row = 2 * self.plan.num_microbatches * sum(map(num_blocks, workload.layers)) // self.plan.pipeline
+        cost_s = 0.0
+        for _ in range(GUESSES):
+            overhead = self._overhead([PassCost(_row_bytes(workload), max(0.0, cost_s))])
+            step = predict_step(workload, replace(measured, overhead=overhead), self.plan, order=self.order)
+            left_s = seconds - predicted_step_s(step, shared_cores(self.device))
+            cost_s += left_s / in_a_row
+            if cost_s < 0 or abs(left_s) < EXACT * seconds:
+                break
+        return cost_s
+
+
+def reference_sizes(reference: Reference, plan: Plan) -> GPTConfig:
+    """Return a model about as large as the reference that the plan can split."""
+    num_heads = _multiple(4, plan.tensor * plan.context)
+    positions = plan.context * plan.tensor * (2 if plan.context > 1 else 1)
+    num_stages = plan.pipeline * plan.stages_per_rank
+    return GPTConfig(
+        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * (1 + reference.num_layers),
+        num_heads=num_heads,
+        hidden_size=_multiple(reference.hidden_size, num_heads),
+        context=_multiple(reference.context, positions),
+        tied=False,
+    )
+
+
+def reference_samples(reference: Reference, plan: Plan) -> int:
+    """Return the samples of a micro-batch of a replica, one at least."""
+    if is_pipeline_alone(plan):
+        return reference.samples
+    return -(-reference.samples // (plan.num_microbatches * plan.num_replicas))
+
+
+def _multiple(least: int, divisor: int) -> int:
+    """Return the smallest multiple of divisor that is at least so large."""
+    return -(-least // divisor) * divisor
+
+
+def _row_bytes(workload: Workload) -> float:
+    return next(row_bytes(layer) for layer in workload.layers if row_bytes(layer))
+
+
+def _phases_of(reference: Reference, plan: Plan | None, device: torch.device) -> Callable[[], Phases]:
+    """Return what runs a step of a reference on all ranks together."""
+    model, _, _ = reference.build(device)
+    tokens = torch.randint(256, (reference.samples, reference.context), device=device)
+    replica = make_replica(model, plan, barely_moving_sgd)
+
+    def step() -> Phases:
+        replica.zero_grad()
+        dist.barrier()
+        start = now(device)
+        loss = model.loss(replica.model(tokens), tokens)
+        forward = now(device)
+        loss.backward()
+        replica.synchronize()
+        backward = now(device)
+        replica.update()
+        return forward - start, backward - forward, now(device) - backward
+
+    return step
+
+
+def _count_replica(reference: Reference, plan: Plan, device: torch.device) -> Workload:
+    config = GPTConfig(num_layers=reference.num_layers, hidden_size=reference.hidden_size, context=reference.context)
+    counted = count_gpt(config, reference.samples, optimizer=barely_moving_sgd, device=device)
+    return without_accumulation(counted) if plan.sharding.stage else counted

@@ -1,0 +1,209 @@
+"""Predict a step of any plan: one count of the whole model, what a calibration round measured, and the simulator.
+
+The simulator gets three kinds of measured numbers: how fast ranks compute, what each kind of call costs alone, and the
+overhead: what a step costs beyond both, read off steps of other models (`overhead`).
+
+Where there are more ranks than cores, ranks take turns at computing: one that waits gives its core to the others, so a
+pipeline's bubbles are filled with the other ranks' work. The prediction then is the sum of what all ranks do, divided
+by the cores; the time when each of them waits is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from distlab.measure.machine.speed import Round, fit_cluster, median_round
+from distlab.measure.runs.calls import Calls, links_of, median_calls
+from distlab.measure.runs.codec import median_codec
+from distlab.measure.runs.programs import is_pipeline_alone
+from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
+from simulator import Measured, MeasuredCodec, Step, simulate
+
+
+class PassCost(NamedTuple):
+    """What a pass of a block costs in a model, beyond its work and its calls.
+
+    Attributes:
+        row_bytes: what a block hands on: all positions of a micro-batch.
+        seconds: of a forward, or of a backward.
+    """
+
+    row_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a step costs beyond its work and its calls, each of which is timed alone.
+
+    Attributes:
+        gather_s: what a gather of sharding costs the computing rank, whatever its bytes.
+        scatter_s: what a scatter of sharding costs the computing rank, whatever its bytes.
+        codec_slowdown: how many times slower encoding and decoding are in a step.
+        action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
+            for each stage and micro-batch.
+        passes: what a block's forward, or its backward, costs on a mesh: entering autograd functions, copies on the way
+            to a call, waiting for the slower rank. One for each reference model.
+    """
+
+    gather_s: float = 0.0
+    scatter_s: float = 0.0
+    codec_slowdown: float = 1.0
+    action_s: float = 0.0
+    passes: tuple[PassCost, ...] = ()
+
+
+@dataclass(frozen=True)
+class CalibrationRound:
+    """What the ranks measured in a round: the same values on every rank.
+
+    Attributes:
+        compute: how fast ranks compute, all of them at once.
+        calls: seconds of each kind of call that the plan makes, timed alone.
+        codec: encoding and decoding, timed alone, where the plan compresses gradients.
+        alone_speedup: how many times faster a rank computes while the others wait; measured for plans with experts.
+        overhead: what steps cost beyond these.
+    """
+
+    compute: Round
+    calls: Calls = field(default_factory=dict)
+    codec: MeasuredCodec | None = None
+    alone_speedup: float = 1.0
+    overhead: Overhead = Overhead()
+
+
+def median_calibration(rounds: Sequence[CalibrationRound]) -> CalibrationRound:
+    """Combine rounds taken one after the other into one."""
+
+    def middle(value: Callable[[CalibrationRound], float]) -> float:
+        return float(np.median([value(each) for each in rounds]))
+
+    codecs = [each.codec for each in rounds if each.codec is not None]
+    passes = zip(*(each.overhead.passes for each in rounds), strict=True)
+    return CalibrationRound(
+        median_round([each.compute for each in rounds]),
+        median_calls([each.calls for each in rounds]),
+        median_codec(codecs) if codecs else None,
+        middle(lambda each: each.alone_speedup),
+        Overhead(
+            middle(lambda each: each.overhead.gather_s),
+            middle(lambda each: each.overhead.scatter_s),
+            middle(lambda each: each.overhead.codec_slowdown),
+            middle(lambda each: each.overhead.action_s),
+            tuple(PassCost(rows[0].row_bytes, float(np.median([row.seconds for row in rows]))) for rows in passes),
+        ),
+    )
+
+
+def between_windows(rounds: Sequence[CalibrationRound], whole: CalibrationRound) -> CalibrationRound:
+    """Combine the rounds near a window, with what the median of all rounds, `whole`, knows better.
+
+    How much computing and communicating slow each other down, and all overhead, are small differences of large times:
+    hard to measure, and slow to drift. These are taken from all rounds.
+    """
+    near = median_calibration(rounds)
+    compute = replace(near.compute, contention=whole.compute.contention)
+    return replace(near, compute=compute, overhead=whole.overhead)
+
+
+def predict_step(
+    workload: Workload,
+    measured: CalibrationRound,
+    plan: Plan,
+    *,
+    order: Sequence[str] = AXES,
+    cores: int | None = None,
+) -> Step:
+    """Simulate a step of a whole model (see `count_gpt`) on this machine, as a calibration round saw it.
+
+    Each kind of call takes the line that was fitted to its times, on whatever axis it is made.
+
+    Args:
+        workload: a micro-batch of one replica.
+        measured: the calibration.
+        plan: what the ranks run.
+        order: axes of the mesh, slowest first.
+        cores: shared by the ranks: those that wait in a pipeline lend theirs to the others. None: one core for each.
+    """
+    overhead, links = measured.overhead, links_of(measured.calls)
+    cluster = replace(fit_cluster(measured.compute, plan.world_size), num_cores=cores)
+    if is_pipeline_alone(plan):
+        # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
+        link = links.pop("send")
+        cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
+    for call, seconds in (("all_gather", overhead.gather_s), ("reduce_scatter", overhead.scatter_s)):
+        if seconds:
+            source = "fitted to sharded steps of other models"
+            links[f"{call} beside"] = Link(f"{call} beside", (Protocol(seconds, 1e18),), source)
+    codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
+    costed = _with_overhead(workload, overhead, cluster, plan)
+    return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
+
+
+def predicted_step_s(step: Step, num_cores: int | None) -> float:
+    """Return the seconds of a step whose ranks share so many cores; None: one core for each.
+
+    With a core for each rank that is the simulated step. With fewer, waiting ranks give theirs away: the mean over
+    ranks of what each does, in seconds of a rank that computes while all others do.
+    """
+    if num_cores is None or step.plan.world_size <= num_cores:
+        return step.duration_s
+    return step.duration_s - step.bubble_fraction * step.pipeline_s
+
+
+def num_blocks(layer: Layer) -> int:
+    """Count a layer's blocks: a stage that is one layer has several."""
+    return sum(region.attention is not None for region in layer.regions)
+
+
+def row_bytes(layer: Layer) -> float:
+    """Return the bytes that a layer's blocks hand on, all together."""
+    return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
+
+
+def fit_passes(passes: Sequence[PassCost]) -> tuple[float, float]:
+    """Fit seconds = fixed + bytes x rate with the least squares, neither negative.
+
+    Returns:
+        fixed seconds, seconds per byte.
+    """
+    if not passes:
+        return 0.0, 0.0
+    x, y = np.array(passes, np.float64).T
+    slope = 0.0 if np.ptp(x) == 0 else float(np.cov(x, y, bias=True)[0, 1] / x.var())
+    fits = (
+        (float(y.mean()) - slope * float(x.mean()), slope),
+        (float(y.mean()), 0.0),
+        (0.0, float((x @ y) / (x @ x))),
+        (0.0, 0.0),
+    )
+    allowed = [fit for fit in fits if min(fit) >= 0]
+    return min(allowed, key=lambda fit: float(((fit[0] + fit[1] * x - y) ** 2).sum()))
+
+
+def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:
+    """Add what passes and actions cost to the work of each layer; W gets an action's cost where it is one of its own.
+
+    The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
+    """
+    fixed_s, s_per_byte = fit_passes(overhead.passes)
+    parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    rate = cluster.device.matmul_flops_per_s
+    action = Work(rate * overhead.action_s)
+
+    def costed(layer: Layer) -> Layer:
+        seconds = num_blocks(layer) * fixed_s + row_bytes(layer) * s_per_byte
+        more = action + Work(rate * seconds * parts)
+        own = action if SCHEDULES[plan.schedule].splits_backward else Work()
+        return replace(
+            layer,
+            forward=layer.forward + more,
+            input_gradient=layer.input_gradient + more,
+            weight_gradient=layer.weight_gradient + own,
+        )
+
+    return replace(workload, layers=tuple(costed(layer) for layer in workload.layers))

@@ -1,0 +1,297 @@
+"""Train the small GPT by a plan on real ranks, in timed windows between calibrations, and predict the same step.
+
+    run = TrainingRun(plan=Plan(tensor=2))
+    result = time_on_new_ranks(run)                # starts the ranks; from a notebook, a lab or a benchmark
+    print(result.verdict(bar=0.10))                # predicted against measured, as `windows` judges
+    result.measured, result.predicted.trace        # two Traces of one step, to be drawn together
+
+Inside ranks that run already (under torchrun, for example) every rank calls `time_training(run)`. One that holds all
+their reports makes a `RunResult(run, reports)` of them.
+
+The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, ... until enough
+windows are calm. The plan chooses the program (`programs`) and what a calibration measures: the machine's speed always,
+then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps of other models (`overhead`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm import run as run_on_ranks
+from distlab.data import ByteCorpus, python_documentation
+from distlab.measure.count.expert_load import expert_loads, with_expert_loads
+from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
+from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
+from distlab.measure.runs.calibrate import CalibrationOfRun
+from distlab.measure.runs.predict import (
+    CalibrationRound,
+    between_windows,
+    median_calibration,
+    predict_step,
+    predicted_step_s,
+)
+from distlab.measure.runs.programs import Program, make_program, program_kind, sgd
+from distlab.measure.runs.windows import Verdict, Window, judge, time_window, time_windows, windows_between
+from distlab.models import GPTConfig
+from distlab.plan import AXES, Plan, Workload
+from distlab.trace import SpanWriter, Trace
+from simulator import Step
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run of the small GPT by a plan.
+
+    Attributes:
+        model: sizes of the GPT; sequences are as long as its context.
+        plan: degrees, schedule, buckets, compression and sharding.
+        batch_size: samples of a step over all ranks.
+        num_experts: experts of each block; 0 for ordinary feed-forward layers.
+        top_k: experts of each token.
+        order: axes of the mesh, slowest first.
+        seed: for the weights and the order of the data.
+        device: where ranks compute: "cpu" or "cuda".
+        num_updates: updates before any is timed.
+        num_windows: calm windows of steps to time after that; 0 for none.
+        steps_per_window: steps in a window.
+        budget_s: seconds after which no further window starts.
+    """
+
+    model: GPTConfig = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
+    plan: Plan = Plan()
+    batch_size: int = 16
+    num_experts: int = 0
+    top_k: int = 2
+    order: tuple[str, ...] = AXES
+    seed: int = 0
+    device: str = "cpu"
+    num_updates: int = 3
+    num_windows: int = 10
+    steps_per_window: int = 4
+    budget_s: float = 36.0
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        parts = plan.num_replicas * plan.num_microbatches
+        if self.batch_size < 1 or self.batch_size % parts:
+            raise ValueError(
+                f"TrainingRun: {self.batch_size} samples do not make {plan.num_replicas} equal parts (data x expert) "
+                f"of {plan.num_microbatches} equal micro-batches; use a batch_size that is a multiple of {parts}"
+            )
+        if self.kind == "pipeline" and self.model.tied:
+            raise ValueError(
+                "TrainingRun: the model's output layer shares the embedding's weight, which two stages would have "
+                "to sum in each step; that is not timed here: use GPTConfig(tied=False)"
+            )
+
+    @property
+    def kind(self) -> str:
+        """What runs it: "replicas", "pipeline" or "hybrid"."""
+        return program_kind(self.plan, self.num_experts)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch of one replica."""
+        return self.batch_size // (self.plan.num_replicas * self.plan.num_microbatches)
+
+    def count(self) -> Workload:
+        """Count a micro-batch of the whole model in this process; of a pipeline, each stage as a layer.
+
+        Raises:
+            ValueError: a pipeline of layers with experts.
+        """
+        experts = {"num_experts": self.num_experts, "top_k": self.top_k}
+        whole = count_gpt(self.model, self.samples, **experts, optimizer=sgd, device=device_of(self.device, 0))
+        if self.kind == "replicas" and self.plan.sharding.stage:
+            return without_accumulation(whole)
+        return merge_stages(whole, self.plan.pipeline * self.plan.stages_per_rank)
+
+    def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of all steps, whole and the same on every rank."""
+        corpus = ByteCorpus(data, self.model.context)
+        step = 0
+        while True:
+            yield corpus.batch(step, self.batch_size, self.seed)
+            step += 1
+
+
+@dataclass
+class RankReport:
+    """What one rank saw.
+
+    Attributes:
+        losses: mean loss over the batch: of each update before the windows, and of each window's last step.
+        weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
+        workload: the whole model as counted on the first rank; None without windows.
+        rounds: calibration rounds, one more than windows.
+        expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
+        measured_s: seconds of a step in each window; see `windows.time_window`.
+        step_ns: start and end of each timed step on the machine's monotonic clock.
+        trace: what the rank did.
+        peak_in_flight: most micro-batches whose activations a pipeline's rank held at once.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    workload: Workload | None = None
+    rounds: list[CalibrationRound] = field(default_factory=list)
+    expert_loads: list[tuple[float, ...]] = field(default_factory=list)
+    measured_s: list[float] = field(default_factory=list)
+    step_ns: list[tuple[int, int]] = field(default_factory=list)
+    trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
+    peak_in_flight: int = 0
+
+    def step_trace(self, step: int) -> Trace:
+        """Return what the rank did in a timed step."""
+        start, end = self.step_ns[step]
+        return self.trace.select((self.trace.start_ns >= start) & (self.trace.end_ns <= end))
+
+
+def time_training(
+    run: TrainingRun, data: bytes | None = None, progress: Callable[[int], None] = lambda done: None
+) -> RankReport:
+    """Run on every rank: train num_updates steps, then time windows of further steps between calibrations.
+
+    Args:
+        run: what to train, the same on every rank.
+        data: text to train on; Python's documentation unless given.
+        progress: gets the number of updates and windows that are done.
+    """
+    device = device_of(run.device, dist.get_rank())
+    report, spans = RankReport(), SpanWriter(dist.get_rank())
+    if run.num_windows:
+        report.workload = on_first_rank(run.count)  # before anything is trained: it may refuse
+    model = make_gpt(run.model, run.seed, num_experts=run.num_experts, top_k=run.top_k)
+    program = make_program(model, run.plan, sgd, device=device, kind=run.kind, order=run.order, spans=spans)
+    whole = run.batches(python_documentation() if data is None else data)
+    batches = ((inputs.to(device), targets.to(device)) for inputs, targets in whole)
+    with contextlib.closing(program):
+        for update in range(run.num_updates):
+            report.losses.append(program.mean_loss(program.train_step(*next(batches))))
+            progress(update + 1)
+        report.weights = program.weights()
+        if run.num_windows:
+            _time_windows(run, report, program, batches, progress=lambda done: progress(run.num_updates + done))
+        report.peak_in_flight = program.peak_in_flight()
+    report.trace = spans.trace()
+    return report
+
+
+def _time_windows(
+    run: TrainingRun,
+    report: RankReport,
+    program: Program,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    *,
+    progress: Callable[[int], None],
+) -> None:
+    """Time windows between calibration rounds until enough of them are calm, or time is up."""
+    device = device_of(run.device, dist.get_rank())
+
+    def window() -> float:
+        program.train_step(*next(batches))  # a warm cache, as in the middle of training
+        ready = iter([next(batches) for _ in range(run.steps_per_window)])
+        losses: list[object] = []
+
+        def step() -> None:
+            losses.append(program.train_step(*next(ready)))
+
+        seconds, step_ns = time_window(step, run.steps_per_window, device)
+        report.step_ns += step_ns
+        report.losses.append(program.mean_loss(losses[-1]))
+        report.expert_loads.append(expert_loads(program.modules, run.plan, device))
+        return seconds
+
+    with contextlib.closing(
+        CalibrationOfRun(
+            run.plan, run.order, program.groups, device=device, num_experts=run.num_experts, top_k=run.top_k
+        )
+    ) as calibration:
+        time_windows(
+            report.measured_s,
+            num_windows=run.num_windows,
+            budget_s=run.budget_s,
+            window=window,
+            calibrate=lambda: report.rounds.append(calibration.measure()),
+            windows_from=lambda start: windows_of(run, report, start=start),
+            progress=progress,
+        )
+
+
+def windows_of(
+    run: TrainingRun, report: RankReport, workload: Workload | None = None, *, start: int = 0
+) -> list[Window]:
+    """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
+
+    Experts are as busy as they were in the window. The workload is the report's unless another is given.
+    """
+    counted = workload or report.workload or run.count()
+    middle = median_calibration(report.rounds)
+    cores = shared_cores(torch.device(run.device))
+
+    def predicted_s(loaded: Workload, first: int, stop: int) -> float:
+        measured = between_windows(report.rounds[first:stop], middle)
+        return predicted_step_s(predict_step(loaded, measured, run.plan, order=run.order), cores)
+
+    if not any(report.expert_loads):
+        return windows_between(report.measured_s, partial(predicted_s, counted), start=start)
+    windows = []
+    for index in range(start, len(report.measured_s)):
+        loads = report.expert_loads[index]
+        loaded = with_expert_loads(counted, loads, run.plan, alone_speedup=middle.alone_speedup)
+        windows += windows_between(report.measured_s[: index + 1], partial(predicted_s, loaded), start=index)
+    return windows
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The reports of all ranks, and what the simulator makes of their calibrations."""
+
+    run: TrainingRun
+    reports: Sequence[RankReport]
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The whole model, as the first rank counted it."""
+        return self.reports[0].workload or self.run.count()
+
+    @cached_property
+    def windows(self) -> list[Window]:
+        """Each window as measured and as predicted from the rounds around it."""
+        return windows_of(self.run, self.reports[0], self.workload)
+
+    def verdict(self, *, bar: float) -> Verdict:
+        """Judge the prediction by the rule of distlab.measure.runs.windows."""
+        return judge(self.windows, bar=bar)
+
+    @cached_property
+    def predicted(self) -> Step:
+        """The step from the median of all calibration rounds, ranks sharing this machine's cores."""
+        report = self.reports[0]
+        middle = median_calibration(report.rounds)
+        loads = np.median(report.expert_loads, axis=0).tolist() if report.expert_loads else ()
+        loaded = with_expert_loads(self.workload, loads, self.run.plan, alone_speedup=middle.alone_speedup)
+        cores = shared_cores(torch.device(self.run.device))
+        return predict_step(loaded, middle, self.run.plan, order=self.run.order, cores=cores)
+
+    @cached_property
+    def measured(self) -> Trace:
+        """The timed step of median length, from its beginning, as the ranks marked it."""
+        lengths = [end - start for start, end in self.reports[0].step_ns]
+        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
+        return Trace.concatenate(report.step_trace(middle) for report in self.reports).from_zero()
+
+
+def time_on_new_ranks(run: TrainingRun, data: bytes | None = None, *, timeout_s: float = 900.0) -> RunResult:
+    """Train on as many new ranks as the plan has, and return what they saw."""
+    backend = "gloo" if run.device == "cpu" else None
+    job = partial(time_training, run, data)
+    return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=timeout_s, backend=backend, record=False))

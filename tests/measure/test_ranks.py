@@ -1,0 +1,56 @@
+"""What is the same on every rank: the result of one rank, and means and largest values over ranks."""
+
+import pytest
+
+
+def on_one_of_three():
+    import torch.distributed as dist
+
+    from distlab.measure import on_first_rank
+
+    rank = dist.get_rank()
+    last = dist.new_group([1, 2])
+    asked = []
+
+    def make():
+        asked.append(rank)
+        return {"made by": rank, "shape": (2, 3)}
+
+    def refuse():
+        raise ValueError(f"rank {rank} cannot")
+
+    found = [on_first_rank(make)]
+    if rank:
+        found.append(on_first_rank(make, last))
+    with pytest.raises(ValueError, match="rank 0 cannot"):
+        on_first_rank(refuse)
+    return found, asked
+
+
+def test_one_rank_makes_it_and_all_have_it(ranks):
+    first, second, third = ranks(3).run(on_one_of_three)
+    made = [{"made by": rank, "shape": (2, 3)} for rank in (0, 1)]
+    assert first == (made[:1], [0])
+    assert second == (made, [1])
+    assert third == (made, [])
+
+
+def over_ranks():
+    import torch
+    import torch.distributed as dist
+
+    from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks
+
+    own = [float(dist.get_rank()), 3.0 - dist.get_rank()]
+    pair = dist.new_group([1, 2])
+    cpu = torch.device("cpu")
+    found = [mean_over_ranks(own, cpu), largest_over_ranks(own, cpu)]
+    if dist.get_rank():
+        found += [mean_over_ranks(own, cpu, pair), largest_over_ranks(own, cpu, pair)]
+    return found
+
+
+def test_means_and_largest_values_are_those_of_the_group(ranks):
+    first, second, third = ranks(3).run(over_ranks)
+    assert first == [[1.0, 2.0], [2.0, 3.0]]
+    assert second == third == [*first, [1.5, 1.5], [2.0, 2.0]]
