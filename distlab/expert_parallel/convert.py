@@ -80,7 +80,6 @@ def balance_loss(model: nn.Module) -> Tensor:
     """Return the mean over layers of the last forward pass's balance losses: 1 where all experts are asked evenly.
 
     Shapes: -> []
-    Cost: nothing is sent; the forward pass summed the loads.
 
     Raises:
         ValueError: no layer has one: no mixture, no forward pass yet, or not in training.

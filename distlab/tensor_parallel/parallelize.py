@@ -233,9 +233,7 @@ def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Load a state that `full_state_dict` or one process made: each rank keeps its parts.
-
-    Cost: nothing is sent.
+    """Load a state that `full_state_dict` or one process made: each rank keeps its parts. Nothing is sent.
 
     Raises:
         ValueError: names or shapes that are not the model's.
