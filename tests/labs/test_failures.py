@@ -118,7 +118,7 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     process = subprocess.Popen(
         command(tmp_path, STUBBORN), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 80
     while len(processes(tmp_path)) < 6 and time.monotonic() < deadline:  # command, agent, two ranks, two children
         time.sleep(0.2)
     time.sleep(0.5)
