@@ -9,18 +9,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev
 
-# Three files of tests at a time: most tests wait for processes. The browser's run alone, since they print times.
-# A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run would never end.
-SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --max-worker-restart 0
-# Files in the order of their names. By number of tests, the labs' files come last: few tests, and minutes each.
+# One more file of tests at a time than there are cores: most tests wait for processes. The browser's run alone, since
+# they print times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
+# would never end.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+SIDE_BY_SIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 8 --dist loadfile --max-worker-restart 0
+# Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
+SLOWEST := --durations 10 --durations-min 1
+# Cells are compared with what they printed when the notebook was built. pyproject.toml keeps nbval out of other runs:
+# it takes two seconds to load in each process.
+CELLS := -p nbval.plugin --nbval-lax --nbval-cell-timeout 60 --timeout 300
+# A lesson's notebook is its solution's with stubs for functions; after a check it goes on with the reference. So the
+# solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and one lesson runs as it is given out.
+NOTEBOOKS := $(sort $(wildcard lessons/*/solution.ipynb)) lessons/START.ipynb lessons/01_ranks_and_messages/lesson.ipynb
 
 # One thread of torch a process: three that each ask for all cores mostly spin while they wait for one another.
-test: export OMP_NUM_THREADS = 1
+test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates test browser lessons tour bench soak format clean
+.PHONY: setup gates quick test browser lessons tour bench soak format clean
 
 setup: $(VENV)/ready
 
@@ -33,10 +42,15 @@ $(VENV)/ready: pyproject.toml constraints.txt
 gates: setup
 	$(BIN)/python tools/gates.py
 
+# Gates, and for a minute the tests nearest to what has changed since BASE (default: since this branch left main).
+quick: setup
+	$(BIN)/python tools/quick.py $(BASE)
+
 test: gates
-	$(BIN)/python -m pytest tests/browser
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) -m "not soak" --ignore tests/architecture --ignore tests/browser
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --nbval-lax --nbval-cell-timeout 60 --timeout 300 lessons
+	$(BIN)/python -m pytest tests/browser $(SLOWEST)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
+		--ignore tests/architecture --ignore tests/browser
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(NOTEBOOKS)
 
 browser: setup
 	bash tools/install_browser.sh
@@ -46,6 +60,7 @@ lessons: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(wildcard lessons/*/lesson.ipynb))
 
 tour: setup
 	$(BIN)/distlab tour

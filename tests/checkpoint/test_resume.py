@@ -95,7 +95,7 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
     return model.state_dict(), optimizer.state_dict()["state"], hook and hook.state_dict(), draws
 
 
-@pytest.mark.parametrize("way", ["bucketed", "manual"])
+@pytest.mark.parametrize("way", ["bucketed", pytest.param("manual", marks=pytest.mark.soak)])
 def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, way):
     """The first in a save for certain: rank 0, which alone removes what was left of a save, dies while it writes."""
     expected = ranks(2).run(partial(train, way=way), str(tmp_path / "uninterrupted"))

@@ -70,7 +70,7 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
     return final
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, stage):
     run = partial(train, end=24, **({} if stage == 3 else {"stage": stage}))
     expected = ranks(2).run(run, tmp_path / "uninterrupted")

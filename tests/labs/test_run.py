@@ -1,4 +1,4 @@
-"""Labs on real ranks: by `distlab lab` and by plain torchrun, with the reference and with learners' functions."""
+"""Labs on real ranks, with the reference and with learners' functions; two through torchrun itself, as users do."""
 
 import json
 import os
@@ -7,39 +7,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
 
 from distlab.cli.lab import find_lab
+from distlab.comm.launch.torchrun import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
-QUICK = {
-    "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
-    "02": "--sizes 4096,65536 --blocks 1",
-    "03": "--steps 1 --hidden 16 --layers 1 --bucket-bytes 4000",
-    "04": "--batch 64 --epochs 1",
-    "05": "--updates 5 --hidden 8 --samples 2",
-    "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
-}
-LIMIT_S = 110
+CASES = [("01", 3), ("02", 2), ("02", 3), ("03", 1), ("03", 3), ("04", 3), ("05", 2), ("06", 2)]
 
 
-def lab(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "distlab", "lab", number, "--ranks", str(num_ranks), *QUICK[number].split()]
-    return subprocess.run([*command, *more], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def command(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
+    """Run `distlab lab`, which starts torchrun."""
+    line = [sys.executable, "-m", "distlab", "lab", number, "--ranks", str(num_ranks), *QUICK[number].split()]
+    return subprocess.run([*line, *more], capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def torchrun(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
+    """Run the lab's script by plain torchrun, without the `distlab` command."""
     flags = ["--standalone", "--nproc-per-node", str(num_ranks), str(find_lab(number)[1]), *QUICK[number].split()]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, *more]
+    line = [sys.executable, "-m", "torch.distributed.run", *flags, *more]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
-
-
-def facts(done: subprocess.CompletedProcess) -> dict[str, object]:
-    """Return the facts that the lab states, after seeing that it passed."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["passed"]
-    return {row["what"]: row["value"] for row in found["rows"] if row["expected"] is not None}
+    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -48,8 +36,8 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("number", "num_ranks"), [("01", 3), ("02", 2), ("03", 1), ("05", 2), ("06", 2)])
-def test_distlab_lab_states_right_facts(number, num_ranks):
+@pytest.mark.parametrize(("number", "num_ranks"), CASES)
+def test_a_lab_states_right_facts(lab, number, num_ranks):
     found = facts(lab(number, num_ranks, "--json"))
     if number == "01":
         assert found["token after 3 laps"] == 9
@@ -66,12 +54,20 @@ def test_distlab_lab_states_right_facts(number, num_ranks):
         assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 
 
-@pytest.mark.parametrize(("number", "num_ranks"), [("01", 2), ("02", 3), ("03", 3), ("04", 3)])
-def test_plain_torchrun_does_the_same(number, num_ranks):
-    assert facts(torchrun(number, num_ranks, "--json"))
+def test_plain_torchrun_does_the_same():
+    done = torchrun("01", 2, "--json")
+    assert facts(Ended(done.returncode, done.stdout, done.stderr))["token after 3 laps"] == 3
 
 
-def test_lab_03_sends_gradients_by_the_own_ring():
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "num_ranks"), CASES)
+@pytest.mark.parametrize("start", [command, torchrun])
+def test_every_lab_by_both_commands(start, number, num_ranks):
+    done = start(number, num_ranks, "--json")
+    assert facts(Ended(done.returncode, done.stdout, done.stderr))
+
+
+def test_lab_03_sends_gradients_by_the_own_ring(lab):
     found = facts(lab("03", 3, "--json", "--all-reduce", "ring"))
     assert found["DataParallel: equal to one process after 10 updates"]
     assert found["DataParallel: all-reduces a step"] == 1  # the flag
@@ -88,7 +84,7 @@ def test_one_process_without_torchrun_will_do():
 
 def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path):
     mine = written(tmp_path, "def shift(tensor):\n    print('hello from', dist.get_rank())\n    return 0\n")
-    done = lab("01", 2, "--impl", mine)
+    done = command("01", 2, "--impl", mine)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("torchrun --nproc-per-node 2 ")
     assert f"--impl {mine}" in lines[0]
@@ -98,16 +94,16 @@ def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path):
     assert done.stderr == ""  # the table has told it; nothing else is to be said
 
 
-def test_a_function_that_is_missing_or_not_yet_written_is_the_references(tmp_path):
+def test_a_function_that_is_missing_or_not_yet_written_is_the_references(lab, tmp_path):
     text = "from distlab.grading import NotYet\n\n\ndef shift(tensor):\n    raise NotYet('01.shift')\n"
     done = lab("01", 2, "--impl", written(tmp_path, text))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.failures
     assert "01.shift: not yet written; the reference ran instead." in done.stdout
     assert "01.fit: " in done.stdout
     assert "has none; the reference ran." in done.stdout
 
 
-def test_functions_of_a_notebook_run(tmp_path):
+def test_functions_of_a_notebook_run(lab, tmp_path):
     body = [
         "import torch.distributed as dist\n",
         "def average_flat(module):\n",
@@ -119,25 +115,25 @@ def test_functions_of_a_notebook_run(tmp_path):
     path = tmp_path / "mine.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     done = lab("03", 2, "--impl", str(path))
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.status == WRONG, done.stdout + done.failures
     assert f"03.flat: average_flat of {path} ran." in done.stdout
     assert "first: flat: all-reduces a step: " in done.stdout  # right values, and one call a parameter
     row = next(line for line in done.stdout.splitlines() if "flat: equal to one process" in line)
     assert row.endswith("yes")
 
 
-def test_replicas_that_start_apart_are_told_and_not_timed(tmp_path):
+def test_replicas_that_start_apart_are_told_and_not_timed(lab, tmp_path):
     done = lab("03", 2, "--impl", written(tmp_path, "def broadcast_module(module):\n    pass\n"))
-    assert done.returncode == 1
+    assert done.status == WRONG
     assert "flat: all ranks hold the same bits" in done.stdout
     assert "flat does not compute what one process computes, so it is not timed." in done.stdout
     assert "flat: step" not in done.stdout
 
 
-def test_a_trace_leaves_files_of_every_rank_and_a_picture(tmp_path):
+def test_a_trace_leaves_files_of_every_rank_and_a_picture(lab, tmp_path):
     folder = tmp_path / "trace"
     done = lab("03", 2, "--trace", str(folder))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.failures
     trace = load_folder(folder)
     assert trace.ranks == (0, 1)
     assert {"forward", "backward", "optimizer"} <= {span.name for span in trace}
@@ -149,26 +145,9 @@ def test_a_trace_leaves_files_of_every_rank_and_a_picture(tmp_path):
     assert "times are longer than without --trace" in done.stdout
 
 
-def test_a_lab_runs_where_pictures_and_notebooks_are_missing(tmp_path):
-    block = (
-        "import importlib.abc, sys\n"
-        "class Missing(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('matplotlib', 'IPython', 'ipywidgets', 'anywidget', 'jupyterlab'):\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name.split('.')[0])\n"
-        "sys.meta_path.insert(0, Missing())\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(block)
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "distlab", "lab", "02", "--ranks", "2", *QUICK["02"].split()]
-    done = subprocess.run(
-        [*command, "--trace", str(tmp_path / "t")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_lab_runs_where_pictures_and_notebooks_are_missing(lab, tmp_path):
+    hidden = ("matplotlib", "IPython", "ipywidgets", "anywidget", "jupyterlab")
+    done = lab("02", 2, "--trace", str(tmp_path / "t"), hidden=hidden)
+    assert done.status == 0, done.failures
     assert "There is no timeline.png: matplotlib is not installed" in done.stdout
     assert load_folder(tmp_path / "t").ranks == (0, 1)

@@ -3,13 +3,12 @@
 import json
 import re
 
-import nbformat
 import pytest
 
 
 def built(build, folder, kind="lesson"):
     assert build.main(["90", "--folder", str(folder)]) == 0
-    return nbformat.read(folder / "90_tiny" / f"{kind}.ipynb", as_version=4)
+    return build.nbformat.read(folder / "90_tiny" / f"{kind}.ipynb", as_version=4)
 
 
 def cell_of(notebook, role, name):
@@ -109,8 +108,8 @@ def test_outputs_of_unchanged_cells_are_kept(build, tiny):
     path = tiny / "90_tiny" / "lesson.ipynb"
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [nbformat.v4.new_output("stream", text="kept")]
-    path.write_text(nbformat.writes(notebook))
+            cell.outputs = [build.nbformat.v4.new_output("stream", text="kept")]
+    path.write_text(build.nbformat.writes(notebook))
     change(tiny, "print(x.tolist())", "print(x)")
     outputs = [len(cell.outputs) for cell in built(build, tiny).cells if cell.cell_type == "code"]
     assert outputs.count(0) == 1
@@ -147,7 +146,7 @@ def test_drift_is_named(build, tiny, capsys, what, says):
     notebook = built(build, tiny)
     path = tiny / "90_tiny" / "lesson.ipynb"
     tamper(notebook, what)
-    path.write_text(nbformat.writes(notebook))
+    path.write_text(build.nbformat.writes(notebook))
     before = path.read_bytes()
     capsys.readouterr()
     assert build.main(["90", "--check", "--folder", str(tiny)]) == 1
@@ -167,8 +166,8 @@ def test_drift_of_a_function_is_named(build, tiny, capsys):
 def test_outputs_alone_are_no_drift(build, tiny):
     notebook = built(build, tiny)
     path = tiny / "90_tiny" / "lesson.ipynb"
-    notebook.cells[3].outputs = [nbformat.v4.new_output("stream", text="12.3 ms")]
-    path.write_text(nbformat.writes(notebook))
+    notebook.cells[3].outputs = [build.nbformat.v4.new_output("stream", text="12.3 ms")]
+    path.write_text(build.nbformat.writes(notebook))
     assert build.main(["90", "--check", "--folder", str(tiny)]) == 0
 
 
@@ -233,7 +232,7 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
         "# %%\npredict('How long?')\n\n# %%\nprint(check.__code__.co_filename)\n\n# %% [markdown]\n# A fact",
     )
     assert build.main(["90", "--execute", "--folder", str(tiny)]) == 0, capsys.readouterr().out
-    notebook = nbformat.read(tiny / "90_tiny" / "lesson.ipynb", as_version=4)
+    notebook = build.nbformat.read(tiny / "90_tiny" / "lesson.ipynb", as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     text = json.dumps(outputs)
     assert "[rank 1] [2.0, 2.0, 2.0]" in text
@@ -243,7 +242,7 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
     assert str(build.ROOT) not in text
     assert "Not kept" not in text, "run in a folder of working copies"
     assert list((tiny.parent / "work").iterdir()) == []
-    solution = json.dumps(nbformat.read(tiny / "90_tiny" / "solution.ipynb", as_version=4))
+    solution = json.dumps(build.nbformat.read(tiny / "90_tiny" / "solution.ipynb", as_version=4))
     assert solution.count("Correct.") >= 2
     assert "Not yet attempted." in text
 
@@ -251,11 +250,11 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
 def test_an_error_in_a_cell_is_named(build, tiny, capsys):
     notebook = built(build, tiny)
     path = tiny / "90_tiny" / "lesson.ipynb"
-    error = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
-    warning = nbformat.v4.new_output("stream", name="stderr", text="careful\n")
-    picture = nbformat.v4.new_output("display_data", {"image/png": "", "text/plain": "<Figure size 640x480>"})
+    error = build.nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
+    warning = build.nbformat.v4.new_output("stream", name="stderr", text="careful\n")
+    picture = build.nbformat.v4.new_output("display_data", {"image/png": "", "text/plain": "<Figure size 640x480>"})
     notebook.cells[3].outputs = [error, warning, picture]
-    path.write_text(nbformat.writes(notebook))
+    path.write_text(build.nbformat.writes(notebook))
     assert build.main(["90", "--check", "--folder", str(tiny)]) == 1
     printed = capsys.readouterr().out
     assert "cell 4 ('%%ranks 2'): ended with ZeroDivisionError: division by zero" in printed

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
@@ -16,8 +15,8 @@ def test_as_its_source(build, name, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(LESSONS.rglob("*.ipynb")), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_executed_without_the_state_of_widgets(path):
-    notebook = nbformat.read(path, as_version=4)
+def test_executed_without_the_state_of_widgets(build, path):
+    notebook = build.nbformat.read(path, as_version=4)
     assert "widgets" not in notebook.metadata
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run from top to bottom"

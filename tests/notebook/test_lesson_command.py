@@ -16,16 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distlab.cli import main
 from distlab.notebook import server
 
 COMMAND = [sys.executable, "-m", "distlab", "lesson"]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def lesson(*arguments, work):
-    return subprocess.run(
-        [*COMMAND, *arguments, "--work", str(work)], capture_output=True, text=True, timeout=60, check=False
-    )
+@pytest.fixture
+def lesson(capsys):
+    """Make `lesson("list", work=folder)` run `distlab lesson list`, in this process: it starts no server."""
+
+    def run(*arguments, work):
+        status = main(["lesson", *arguments, "--work", str(work)])
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    return run
 
 
 class Started:
@@ -130,7 +137,7 @@ def test_the_server_goes_however_its_parent_goes(tmp_path, number):
         lab.gone_after(number)
 
 
-def test_damaged_copies_are_told_and_do_not_stop_the_start(tmp_path):
+def test_damaged_copies_are_told_and_do_not_stop_the_start(lesson, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     (work / "START.ipynb").write_bytes(b'{"cells": [')
@@ -147,7 +154,7 @@ def test_damaged_copies_are_told_and_do_not_stop_the_start(tmp_path):
     assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_a_port_that_is_taken(lesson, tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -170,7 +177,7 @@ def test_without_a_port_a_free_one_is_found(monkeypatch):
         assert server._free_port() > 0, "any, when all of those are taken"
 
 
-def test_list_and_mistakes_are_plain(tmp_path):
+def test_list_and_mistakes_are_plain(lesson, tmp_path):
     done = lesson("list", work=tmp_path / "work")
     assert done.returncode == 0
     assert "15  Planning" in done.stdout
@@ -199,7 +206,7 @@ def test_without_jupyterlab_one_line_says_what_to_install(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_work_folder_without_permission_is_one_line(tmp_path):
+def test_a_work_folder_without_permission_is_one_line(lesson, tmp_path):
     tmp_path.chmod(0o500)
     done = lesson("start", "--no-browser", work=tmp_path / "work")
     assert done.returncode == 2

@@ -17,7 +17,10 @@ from distlab.plan import (
 )
 from distlab.plan.schedules.grammar import SEND_F
 
-schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+def torch_schedules():
+    """Load torch's module when a test asks: it takes a second, in every process that collects tests."""
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def stage(index, num_stages, group_size):
@@ -69,7 +72,7 @@ def executed(schedule_class, num_stages, num_microbatches):
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 2), (2, 5), (4, 4), (4, 8), (3, 7)])
 @pytest.mark.parametrize(("name", "ours"), [("ScheduleGPipe", gpipe), ("Schedule1F1B", one_f_one_b)])
 def test_torch_runs_our_order(name, ours, sizes):
-    assert executed(getattr(schedules, name), *sizes) == ours(*sizes)
+    assert executed(getattr(torch_schedules(), name), *sizes) == ours(*sizes)
 
 
 def printed(order):
@@ -82,7 +85,7 @@ def printed(order):
 def test_the_order_that_torch_prints(name, ours, sizes):
     # torch 2.13 prints the last stage of 1F1B with its forward passes numbered from 1, and runs them from 0.
     num_stages = sizes[0]
-    schedule = getattr(schedules, name)(stage(0, num_stages, num_stages), sizes[1])
+    schedule = getattr(torch_schedules(), name)(stage(0, num_stages, num_stages), sizes[1])
     order = schedule._get_pipeline_order()
     theirs = parse_schedule(printed(order))
     for rank in range(num_stages - (name == "Schedule1F1B")):
@@ -107,7 +110,7 @@ def planned(name, num_ranks, num_microbatches, stages_per_rank):
     num_stages = num_ranks * stages_per_rank
     mine = (0, num_stages - 1) if MULTI[name][1] == "v" else range(0, num_stages, num_ranks)
     stages = [stage(index, num_stages, num_ranks) for index in mine]
-    return getattr(schedules, name)(stages, num_microbatches, loss_fn=lambda output, target: None)
+    return getattr(torch_schedules(), name)(stages, num_microbatches, loss_fn=lambda output, target: None)
 
 
 @pytest.mark.parametrize("name", MULTI)
@@ -141,5 +144,5 @@ def test_what_torch_prints_loads_and_passes(name, tmp_path):
 def test_torch_loads_what_we_print():
     for schedule in (one_f_one_b(3, 4), add_communication(gpipe(2, 3))):
         for rank, line in enumerate(str(schedule).splitlines()):
-            theirs = [schedules._Action.from_str(cell) for cell in line.split(",")]
+            theirs = [torch_schedules()._Action.from_str(cell) for cell in line.split(",")]
             assert [str(action) for action in theirs] == [str(action) for action in schedule.actions(rank)]

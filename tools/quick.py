@@ -1,0 +1,158 @@
+"""Run the gates, then the tests of what a change touches: those nearest to it in the import graph, for a minute.
+
+    .venv/bin/python tools/quick.py          # everything since this branch left main, committed or not
+    .venv/bin/python tools/quick.py HEAD~1   # since another commit
+
+A test file is near when it imports a changed module, less near when it imports a module that imports it, and so on.
+It is a first answer, not the last one: `make test` runs every test.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import gates
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("distlab", "simulator")
+TESTS = ROOT / "tests"
+ELSEWHERE = (TESTS / "architecture", TESTS / "browser")  # a gate; two minutes of a browser
+MOST_FILES = 40
+LIMIT_S = 60
+SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+
+def changed_files(base: str | None) -> list[Path]:
+    """Return the files that differ from the base, and those that git does not know yet."""
+    if base is None:
+        left = _git("merge-base", "HEAD", "main") or _git("merge-base", "HEAD", "origin/main")
+        base = left[0] if left else "HEAD"
+    names = {*_git("diff", "--name-only", base), *_git("ls-files", "--others", "--exclude-standard")}
+    return [ROOT / name for name in sorted(names)]
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def module_of(path: Path) -> str | None:
+    """Return a file's module name, or None where it belongs to neither package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if path.suffix != ".py" or parts[0] not in PACKAGES:
+        return None
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def distances(changed: Iterable[str]) -> dict[str, int]:
+    """Return how many imports lie between each module and the nearest changed one; changed ones have 0."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    found = dict.fromkeys(changed, 0)
+    reached = list(found)
+    for module in reached:  # grows while it is read
+        if module in graph.modules:
+            for importer in sorted(graph.find_modules_that_directly_import(module)):
+                if importer not in found:
+                    found[importer] = found[module] + 1
+                    reached.append(importer)
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return every module that a file may import, wherever in it: `from a import b` names a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def near_tests(changed: Iterable[Path]) -> list[Path]:
+    """Return the test files that the change reaches, nearest first."""
+    changed = set(changed)
+    modules = {name for path in changed if (name := module_of(path)) is not None}
+    distance = {name: steps + 1 for name, steps in distances(modules).items()}
+    files = [
+        path for path in sorted(TESTS.rglob("*.py")) if not any(path.is_relative_to(folder) for folder in ELSEWHERE)
+    ]
+    distance |= {path.stem: 0 for path in files if path in changed and not path.name.startswith("test_")}  # shared ones
+    near = {path: _distance(path, changed, distance) for path in files if path.name.startswith("test_")}
+    mirrored = {mirror_of(path) for path in changed if module_of(path) is not None}
+    found = [path for path, steps in near.items() if steps is not None]
+    return sorted(
+        found, key=lambda path: (path not in mirrored, near[path], path.parent not in folders_of(mirrored), path)
+    )
+
+
+def mirror_of(path: Path) -> Path:
+    """Return where the tests of a file of a package stand, for tests mirror the tree."""
+    parts = path.relative_to(ROOT).parts
+    return TESTS.joinpath(*parts[parts[0] == "distlab" :]).with_name(f"test_{path.name}")
+
+
+def folders_of(paths: Iterable[Path]) -> set[Path]:
+    """Return the folders that hold these files."""
+    return {path.parent for path in paths}
+
+
+def _distance(path: Path, changed: set[Path], distance: Mapping[str, int]) -> int | None:
+    """Return how far a test file is from the change, or None where nothing leads there."""
+    if path in changed or path.parent / "conftest.py" in changed:
+        return 0
+    return min((distance[name] for name in imports_of(path) if name in distance), default=None)
+
+
+def lessons_of(changed: Iterable[Path]) -> list[str]:
+    """Return the numbers of the lessons whose files changed."""
+    folders = {path.relative_to(ROOT).parts[1] for path in changed if path.is_relative_to(ROOT / "lessons")}
+    return sorted(name[:2] for name in folders if name[:2].isdigit())
+
+
+def run_tests(what: str, arguments: list[str]) -> bool:
+    """Run tests for at most a minute; return whether those that ran passed."""
+    print(f"{what}:", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        options = [f"--junitxml={results}", "--session-timeout", str(LIMIT_S), "-m", "not soak", *SIDE_BY_SIDE]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
+        done = subprocess.run(command, cwd=ROOT)
+        if done.returncode in (0, 5):  # 5: none was chosen
+            return True
+        if not results.is_file():
+            return False
+        suites = ElementTree.parse(results).getroot().iter("testsuite")
+        wrong = sum(int(suite.get("failures", 0)) + int(suite.get("errors", 0)) for suite in suites)
+    if not wrong:
+        print(f"{LIMIT_S} s are over, and no test failed; make test runs those that are left")
+    return not wrong
+
+
+def main() -> int:
+    """Run the gates, and the tests of what has changed since the base named on the command line."""
+    base = sys.argv[1] if len(sys.argv) > 1 else None
+    sys.argv[1:] = []
+    failed = gates.main()
+    changed = [path for path in changed_files(base) if path.exists()]
+    tests, lessons = near_tests(changed), lessons_of(changed)
+    if not tests and not lessons:
+        print(f"no test is near the {len(changed)} changed files; make test runs them all")
+    if tests:
+        chosen = [str(path.relative_to(ROOT)) for path in tests[:MOST_FILES]]
+        failed |= not run_tests(f"the {len(chosen)} nearest of {len(tests)} files of tests", chosen)
+    if lessons:
+        names = " or ".join(f"{number}." for number in lessons)
+        failed |= not run_tests(f"exercises of lessons {', '.join(lessons)}", ["tests/lessons", "-k", names])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
