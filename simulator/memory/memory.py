@@ -24,7 +24,7 @@ from simulator.memory.kinds import KINDS
 from simulator.memory.over_time import Passes, Turns, one_by_one, peaks_of, rows_of, turns_of, untimed
 from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.stage import Ints, StageBytes, count_stage
-from simulator.pipeline.schedule_arrays import order_of
+from simulator.pipeline.schedule_arrays import arrays_of
 from simulator.precision import Widths, widths_of
 from simulator.stage.stage import Stage, check_enough_layers
 
@@ -209,7 +209,7 @@ def _memory(
 
 @lru_cache(maxsize=64)
 def _turns(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[Turns, ...]:
-    return turns_of(order_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
+    return turns_of(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
 
 
 @lru_cache(maxsize=256)

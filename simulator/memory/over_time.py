@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.memory.kinds import GRADIENTS, KINDS
 from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes
-from simulator.pipeline.schedule_arrays import B, F, I, Order, W
+from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays, W
 
 CHANGE = np.array([1, -1, 0, -1])  # of what is in flight: F, B, I, W
 
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
         return int(np.cumsum(CHANGE[self.kind]).max(initial=0))
 
 
-def turns_of(order: Order) -> tuple[Turns, ...]:
+def turns_of(order: ScheduleArrays) -> tuple[Turns, ...]:
     """Return what each rank runs."""
     bounds = zip(order.offsets[:-1].tolist(), order.offsets[1:].tolist(), strict=True)
     stage, kind = order.stage.astype(np.int64), order.kind.astype(np.int64)

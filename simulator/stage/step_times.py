@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.pipeline.schedule_arrays import B, Order, W
+from simulator.pipeline.schedule_arrays import B, ScheduleArrays, W
 
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
@@ -87,7 +87,7 @@ class Timing:
         factors: how much longer than costed each action takes (jitter); None: nothing does.
     """
 
-    order: Order
+    order: ScheduleArrays
     start_ns: Ints
     end_ns: Ints
     send_start_ns: Ints
@@ -114,7 +114,7 @@ class Timing:
         return tuple(times for stage in self.finishing[rank] for times in self.syncs[stage])
 
 
-def last_actions(order: Order) -> Ints:
+def last_actions(order: ScheduleArrays) -> Ints:
     """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
     rows = np.flatnonzero((order.kind == B) | (order.kind == W))
     last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
@@ -122,7 +122,7 @@ def last_actions(order: Order) -> Ints:
     return last
 
 
-def finishing(order: Order) -> tuple[tuple[int, ...], ...]:
+def finishing(order: ScheduleArrays) -> tuple[tuple[int, ...], ...]:
     """Return each rank's stages, in the order in which their gradients are complete."""
     last = last_actions(order)
     places = np.searchsorted(order.offsets, last, side="right") - 1

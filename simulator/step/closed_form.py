@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.gradients.buckets import Sync
-from simulator.pipeline.compiled import CompiledOrder
-from simulator.pipeline.jitter import Floats, stretched
-from simulator.pipeline.schedule_arrays import F, Order
+from simulator.pipeline.compiled import CompiledSchedule
+from simulator.pipeline.jitter import stretched
+from simulator.pipeline.schedule_arrays import F, Floats, ScheduleArrays
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Pair, SyncTimes, Timing, finishing, last_actions, layer_times
 
@@ -39,7 +39,7 @@ def queues(timing: Timing) -> bool:
 
 
 def time_directly(
-    compiled: CompiledOrder, stages: Sequence[Stage], *, sync: str, factors: Floats | None = None
+    compiled: CompiledSchedule, stages: Sequence[Stage], *, sync: str, factors: Floats | None = None
 ) -> Timing:
     """Time a step without contention whose messages never queue (see `queues`)."""
     order = compiled.order
@@ -50,7 +50,7 @@ def time_directly(
     if sync == "overlapped":
         duration[last] += [sum(sync.pack_ns for sync in stage.syncs) for stage in stages]
     send = sends[order.stage, order.kind]
-    end = compiled.run(duration, send.take(compiled.need, mode="clip"))
+    end = compiled.run(duration, send.take(compiled.needed, mode="clip"))
     start = end - duration
     syncs: list[tuple[SyncTimes, ...]] = [()] * len(stages)
     updates = []
@@ -68,7 +68,7 @@ def time_directly(
     return Timing(order, start, end, end, end + send, tuple(syncs), tuple(updates), factors=factors)
 
 
-def _layers(order: Order, stages: Sequence[Stage], action: int, factors: Floats | None) -> tuple[int, ...]:
+def _layers(order: ScheduleArrays, stages: Sequence[Stage], action: int, factors: Floats | None) -> tuple[int, ...]:
     """Return the times of an action's layers."""
     layers = stages[int(order.stage[action])].passes_ns[int(order.kind[action])]
     return layer_times(layers, None if factors is None else float(factors[action]))

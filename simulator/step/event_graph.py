@@ -13,7 +13,7 @@ import numpy as np
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
-from simulator.pipeline.compiled import CompiledOrder
+from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Floats
 from simulator.pipeline.schedule_arrays import F, W
 from simulator.stage.stage import Stage
@@ -25,7 +25,7 @@ SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 class _StepGraph:
     """Builds the graph of a step and remembers which operation is which."""
 
-    def __init__(self, compiled: CompiledOrder, stages: Sequence[Stage], sync: str, factors: Floats | None) -> None:
+    def __init__(self, compiled: CompiledSchedule, stages: Sequence[Stage], sync: str, factors: Floats | None) -> None:
         self.order, self.compiled, self.stages, self.sync = compiled.order, compiled, stages, sync
         self.factors = factors
         self.last = last_actions(compiled.order).tolist()
@@ -49,7 +49,7 @@ class _StepGraph:
     def _action(self, action: int) -> None:
         number, kind = int(self.order.stage[action]), int(self.order.kind[action])
         stage, rank, completes = self.stages[number], int(self.compiled.rank[action]), action == self.last[number]
-        need = int(self.compiled.need[action])
+        need = int(self.compiled.needed[action])
         needs = [] if need < 0 else [self.bounds[need][1]]
         if self.compiled.remote[action]:
             needs = [self.sends.get(need, needs[0])]
@@ -121,7 +121,7 @@ class _StepGraph:
 
 
 def time_by_graph(
-    compiled: CompiledOrder,
+    compiled: CompiledSchedule,
     stages: Sequence[Stage],
     *,
     sync: str,

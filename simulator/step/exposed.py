@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.pipeline.schedule_arrays import B, F, I, Order
+from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays
 from simulator.stage.pass_timeline import INSIDE, Piece
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Pair, Timing
@@ -94,7 +94,7 @@ def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict
     return {axis: waited / 1e9 for axis, waited in total.items()}
 
 
-def sent_inside(stages: Sequence[Stage], order: Order) -> list[dict[str, float]]:
+def sent_inside(stages: Sequence[Stage], order: ScheduleArrays) -> list[dict[str, float]]:
     """Return the bytes that each rank of the pipeline sends inside of its passes, by axis."""
     sent = [dict.fromkeys(INSIDE, 0.0) for _ in range(order.num_ranks)]
     if not any(stage.pieces for stage in stages):
@@ -126,7 +126,7 @@ def message_wait_s(timing: Timing, rank: int) -> float:
     return float(np.maximum(waits, 0).sum()) / 1e9
 
 
-def _by_pass(order: Order, actions: Ints) -> Iterator[tuple[int, int, Ints]]:
+def _by_pass(order: ScheduleArrays, actions: Ints) -> Iterator[tuple[int, int, Ints]]:
     """Return the actions of each stage and kind."""
     code = order.stage[actions] * 4 + order.kind[actions]
     for each in np.unique(code).tolist():

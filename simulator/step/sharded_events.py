@@ -22,8 +22,8 @@ from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
 from simulator.gradients.buckets import Transfer
 from simulator.gradients.fsdp_units import UnitTimes
-from simulator.pipeline.compiled import CompiledOrder
-from simulator.pipeline.schedule_arrays import F, Order
+from simulator.pipeline.compiled import CompiledSchedule
+from simulator.pipeline.schedule_arrays import F, ScheduleArrays
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Call, Pair, SyncTimes, Timing
 from simulator.step.trace import exchanges, layer_rows
@@ -63,7 +63,7 @@ def finish_sharded(timing: Timing, stages: Sequence[Stage]) -> Timing:
     return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
 
 
-def repeat_passes(timing: Timing, stage: Stage, order: Order) -> Timing:
+def repeat_passes(timing: Timing, stage: Stage, order: ScheduleArrays) -> Timing:
     """Repeat a micro-batch's passes for all of `order`: stage 2 sums gradients over the ranks in each of them.
 
     There is no place for whole gradients, so a backward ends when its sums have arrived.
@@ -100,7 +100,7 @@ def repeat_passes(timing: Timing, stage: Stage, order: Order) -> Timing:
 
 
 def time_by_units(
-    compiled: CompiledOrder, stage: Stage, sharding: Sharding, *, contention: Contention | None = None
+    compiled: CompiledSchedule, stage: Stage, sharding: Sharding, *, contention: Contention | None = None
 ) -> Timing:
     """Time a step of stage 3 on the event engine; the one pipeline stage runs on rank 0."""
     step = _UnitGraph(compiled, stage, sharding)
@@ -132,7 +132,7 @@ def time_by_units(
 class _UnitGraph:
     """Builds the graph of a step of stage 3 in the order in which a rank's program asks for things."""
 
-    def __init__(self, compiled: CompiledOrder, stage: Stage, sharding: Sharding) -> None:
+    def __init__(self, compiled: CompiledSchedule, stage: Stage, sharding: Sharding) -> None:
         self.order, self.stage, self.sharding = compiled.order, stage, sharding
         self.units = stage.units
         self.owner = {layer: index for index, unit in enumerate(self.units) for layer in unit.unit.layers}

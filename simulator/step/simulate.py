@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from distlab.plan import AXES, Cluster, Plan, Schedule, Workload
 from simulator.engine.event_engine import SharedCores
 from simulator.hardware.rank_layout import Layout
-from simulator.pipeline.compiled import CompiledOrder
+from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import EVEN, Floats, Jitter, Uneven
 from simulator.pipeline.schedule_arrays import W
 from simulator.stage.local_layer import check_divides
@@ -96,7 +96,7 @@ def simulate(
 
 
 def _time(
-    compiled: CompiledOrder, stages: Sequence[Stage], cluster: Cluster, plan: Plan, factors: Floats | None = None
+    compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster, plan: Plan, factors: Floats | None = None
 ) -> Timing:
     """Time the passes and exchanges by the short road where it is exact."""
     contention = cluster.contention

@@ -13,8 +13,8 @@ from distlab.measure.runs.pipeline_replay import replay_errors
 from distlab.models import GPT, GPTConfig
 from distlab.plan import make_schedule, validate
 from distlab.trace import Span, Trace
-from simulator import CompiledOrder, order_of
-from simulator.pipeline.simulate_schedule import LETTERS
+from simulator import CompiledSchedule, arrays_of
+from simulator.pipeline.schedule_arrays import LETTERS
 
 SMALL = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=24, tied=False)
 MESSAGE_NS = 2_000_000
@@ -22,7 +22,7 @@ MESSAGE_NS = 2_000_000
 
 def traces_of(schedule, *, early_ns=0):
     """Simulate a step with uneven actions, as its ranks would have marked it; the last rank may begin too early."""
-    compiled = CompiledOrder(order_of(schedule))
+    compiled = CompiledSchedule(arrays_of(schedule))
     order = compiled.order
     duration = np.random.default_rng(0).integers(5_000_000, 20_000_000, len(order.kind))
     end = compiled.run(duration, MESSAGE_NS)

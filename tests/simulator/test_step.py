@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.plan import SCHEDULES as FAMILIES
 from distlab.plan import (
-    SCHEDULES,
     Cluster,
     Contention,
     Device,
@@ -18,8 +18,7 @@ from distlab.plan import (
     Workload,
     assign_buckets,
 )
-from distlab.plan import SCHEDULES as FAMILIES
-from distlab.plan.records import GRADIENT_SYNCS
+from distlab.plan.records import GRADIENT_SYNCS, SCHEDULES
 from simulator import Uneven, all_reduce_s, closed_form_bubble, simulate
 from simulator.pipeline.jitter import Jitter
 from simulator.step.closed_form import queues, time_directly
