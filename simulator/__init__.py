@@ -31,6 +31,7 @@ from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
+from simulator.step.timed import why_not_timed
 from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
 from simulator.sweeps.buckets_and_compression import (
     BucketSweep,
@@ -99,5 +100,6 @@ __all__ = [
     "sweep_buckets",
     "sweep_compression",
     "sweep_units",
+    "why_not_timed",
     "with_bandwidth",
 ]

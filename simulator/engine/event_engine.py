@@ -67,9 +67,15 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
         ValueError: operations wait for one another in a circle; the text names them (a deadlock).
     """
     slow = contention or Contention()
-    if slow.compute_slowdown == 1.0 and slow.communication_slowdown == 1.0 and cores is None:
-        return _run_alone(graph)
+    owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets))
+    if not slows_down(slow) and cores is None and (graph.needs < owners).all():
+        return _run_in_order(graph)
     return _Contended(graph, slow, cores).run()
+
+
+def slows_down(contention: Contention) -> bool:
+    """Return whether computing and communicating at once makes either slower."""
+    return contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
 
 
 def lower_bound_ns(graph: Graph) -> int:
@@ -97,26 +103,23 @@ def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
     return waiting, followers
 
 
-def _run_alone(graph: Graph) -> Times:
-    """Without contention an end does not depend on the order of events: the longest path to each operation."""
-    waiting, followers = _followers(graph)
-    start = [0] * len(graph)
-    end = [0] * len(graph)
-    duration = graph.duration_ns.tolist()
-    ready = [operation for operation, count in enumerate(waiting) if count == 0]
-    done = 0
-    while ready:
-        operation = ready.pop()
-        done += 1
-        end[operation] = now = start[operation] + duration[operation]
-        for follower, latency in followers[operation]:
-            if now + latency > start[follower]:
-                start[follower] = now + latency
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                ready.append(follower)
-    if done < len(graph):
-        raise ValueError(_deadlock(graph, waiting))
+def _run_in_order(graph: Graph) -> Times:
+    """Without contention, an operation added after all that it needs: its start is the longest path to it."""
+    lanes = (graph.rank * (int(graph.lane.max(initial=0)) + 1) + graph.lane).tolist()
+    offsets, needs, latency = graph.need_offsets.tolist(), graph.needs.tolist(), graph.latency_ns.tolist()
+    free = dict.fromkeys(lanes, 0)
+    start: list[int] = []
+    end: list[int] = []
+    for operation, (lane, duration) in enumerate(zip(lanes, graph.duration_ns.tolist(), strict=True)):
+        now = free[lane]
+        for place in range(offsets[operation], offsets[operation + 1]):
+            ready = end[needs[place]] + latency[place]
+            if ready > now:
+                now = ready
+        start.append(now)
+        now += duration
+        end.append(now)
+        free[lane] = now
     return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
 
 

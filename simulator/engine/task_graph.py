@@ -89,9 +89,9 @@ class GraphBuilder:
         self._lane.append(lane)
         self._peer.append(peer)
         self._duration_ns.append(duration_ns)
-        wanted = list(needs)
-        self._needs.extend(wanted)
-        self._latency_ns.extend([latency_ns] * len(wanted))
+        for need in needs:
+            self._needs.append(need)
+            self._latency_ns.append(latency_ns)
         self._offsets.append(len(self._needs))
         return len(self._rank) - 1
 

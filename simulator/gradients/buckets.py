@@ -52,7 +52,7 @@ class Later(NamedTuple):
     after_ns: int
 
 
-class Sync(NamedTuple):
+class BucketCost(NamedTuple):
     """One bucket of gradients on its way to the mean.
 
     Attributes:
@@ -94,7 +94,7 @@ class Sync(NamedTuple):
     load: Transfer | None = None
 
 
-def make_syncs(
+def cost_buckets(
     layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
     *,
@@ -102,7 +102,7 @@ def make_syncs(
     plan: Plan,
     codec: MeasuredCodec | None = None,
     whose: str = "",
-) -> tuple[Sync, ...]:
+) -> tuple[BucketCost, ...]:
     """Return what a stage exchanges, in the order in which it starts; `whose` gradients they are ends each name."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
     if group.num_ranks == 1 or not sizes:
@@ -117,9 +117,9 @@ def make_syncs(
         travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
         return pack, unpack, *travel
 
-    def sync(what: str, parameters: tuple[int, ...], num_bytes: int) -> Sync:
+    def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
         pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
-        plain = Sync(
+        plain = BucketCost(
             name=f"all_reduce {what}{whose}",
             num_bytes=num_bytes,
             layer=min(owner[parameters[0]], owner[parameters[-1]]),  # parameters rise or fall, and owners with them
@@ -141,13 +141,13 @@ def make_syncs(
         return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
 
     if plan.gradient_sync == "per_parameter":
-        return tuple(sync(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
+        return tuple(cost(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
     if plan.gradient_sync == "flat":
-        return (sync("all gradients", tuple(range(len(sizes))), sum(sizes)),)
+        return (cost("all gradients", tuple(range(len(sizes))), sum(sizes)),)
     small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
     first_bucket_bytes = plan.first_bucket_bytes if small_first else None
     buckets = _buckets(tuple(sizes), plan.bucket_bytes, first_bucket_bytes)
-    return tuple(sync(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
+    return tuple(cost(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
 
 
 @lru_cache(maxsize=64)
@@ -156,7 +156,7 @@ def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int 
     return assign_buckets(sizes, bucket_bytes, first_bucket_bytes)
 
 
-def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> Sync:
+def _compressed(plain: BucketCost, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> BucketCost:
     """Return the sync that sends those calls in place of its gradients.
 
     PowerSGD's last call carries the second factor, which is made from the first: it waits for the others.

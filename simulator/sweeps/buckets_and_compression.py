@@ -84,7 +84,7 @@ def sweep_buckets(
     steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), measured=Measured(codec)) for size in chosen]
     return BucketSweep(
         chosen,
-        tuple(len(step.stages[0].syncs) for step in steps),
+        tuple(len(step.stages[0].buckets) for step in steps),
         tuple(step.duration_s for step in steps),
         tuple(step.exposed_communication_s for step in steps),
     )

@@ -184,12 +184,12 @@ def test_each_stage_averages_its_gradients_once_they_are_complete():
         for number, stage in enumerate(step.stages):
             rows = np.flatnonzero((order.stage == number) & ((order.kind == W) | (order.kind == 1)))
             start, end = timing.start_ns[rows[-1]], timing.end_ns[rows[-1]]
-            assert timing.syncs[number]
-            assert all(start < times.pack[0] <= end for times in timing.syncs[number]), name
-            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.syncs[number])
+            assert timing.buckets[number]
+            assert all(start < times.pack[0] <= end for times in timing.buckets[number]), name
+            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.buckets[number])
         first = timing.finishing[0][0]
         if len(timing.finishing[0]) > 1:  # what leaves first leaves while the rank still computes
-            assert timing.syncs[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
+            assert timing.buckets[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
         sent = sum(span.num_bytes for span in step.trace if span.kind == "all_reduce")
         assert sent == 2 * step.workload.gradient_bytes
 
@@ -202,14 +202,14 @@ def test_sharded_updates_follow_all_stages_of_a_rank():
             own = [number for number, stage in enumerate(step.stages) if stage.rank == rank]
             assert len(own) == 2
             assert sorted(timing.finishing[rank]) == own
-            scattered = max(times.unpack[1] for number in own for times in timing.syncs[number])
+            scattered = max(times.unpack[1] for number in own for times in timing.buckets[number])
             faults = [call for call in timing.calls[rank] if call.lane == "scatter"]
             gathers = [call for call in timing.calls[rank] if call.lane == "gather"]
             assert len(faults) == 2  # one a stage, before the update
             assert scattered <= min(call.start_ns for call in faults)
             assert max(call.end_ns for call in faults) <= timing.optimizer[rank][0]
             assert timing.optimizer[rank][1] <= min(call.start_ns for call in gathers)
-            assert len(gathers) == sum(len(step.stages[number].syncs) for number in own)
+            assert len(gathers) == sum(len(step.stages[number].buckets) for number in own)
             gathered = sum(call.num_bytes for call in gathers)
             assert gathered >= 4 * sum(step.stages[number].num_parameters for number in own)
         assert step.pipeline_s == whole.pipeline_s, name

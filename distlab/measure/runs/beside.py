@@ -154,7 +154,7 @@ def shared_out(left: np.ndarray, step: Step) -> np.ndarray:
     """
     forward, backward, update = left
     if step.plan.sharding.stage < 3:
-        count = len(step.stages[0].syncs)
+        count = len(step.stages[0].buckets)
         return np.array([[update, count], [backward, count]])
     units = len(step.stages[0].units)
     again = sum(call.lane == "gather" for call in step.timing.calls[0]) - units
