@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distlab.plan import Device, Plan, Workload, balance, make_schedule
-from simulator.memory.kinds import KINDS
-from simulator.memory.over_time import Passes, Turns, one_by_one, peaks_of, rows_of, turns_of, untimed
+from simulator.memory.model_states import KINDS
+from simulator.memory.over_time import (
+    RankPasses,
+    TimedPasses,
+    one_f_one_b_passes,
+    passes_of_ranks,
+    peaks_of,
+    rows_of,
+    untimed,
+)
 from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.stage import Ints, StageBytes, count_stage
 from simulator.pipeline.schedule_arrays import arrays_of
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "Memory",
-    "Passes",
+    "TimedPasses",
     "StageBytes",
     "Widths",
     "activation_bytes_per_layer",
@@ -55,7 +63,7 @@ class Memory:
         peak_bytes: the most of each kind: one row a rank, one column a kind of KINDS. Kinds peak at different moments.
         at_peak_bytes: the same at the one moment when the rank holds most.
         in_flight: passes whose activations each rank holds at most.
-        turns: what each rank runs, in order.
+        order: what each rank runs, in order.
         clock: when each rank's passes run, or None.
     """
 
@@ -63,25 +71,25 @@ class Memory:
     peak_bytes: Ints
     at_peak_bytes: Ints
     in_flight: tuple[int, ...]
-    turns: tuple[Turns, ...]
-    clock: tuple[Passes, ...] | None = None
+    order: tuple[RankPasses, ...]
+    clock: tuple[TimedPasses, ...] | None = None
 
     @property
-    def timed(self) -> bool:
+    def has_clock(self) -> bool:
         """Whether `over_time` is in nanoseconds: else a layer's forward takes 1, and its backward 2."""
         return self.clock is not None
 
     @cached_property
-    def passes(self) -> tuple[Passes, ...]:
+    def passes(self) -> tuple[TimedPasses, ...]:
         """When each rank's passes run, by the clock or one after the other."""
         if self.clock is not None:
             return self.clock
-        return tuple(untimed(turns, {at: len(self.stages[at].kept) for at in turns.stages}) for turns in self.turns)
+        return tuple(untimed(order, {at: len(self.stages[at].kept) for at in order.stages}) for order in self.order)
 
     def rows(self, rank: int = 0) -> Ints:
         """Return what a rank holds as each layer of each pass begins, and after it, at the update and at the end."""
-        turns = self.turns[rank]
-        return rows_of({at: self.stages[at] for at in turns.stages}, turns)
+        order = self.order[rank]
+        return rows_of({at: self.stages[at] for at in order.stages}, order)
 
     @cached_property
     def total_bytes(self) -> Ints:
@@ -101,7 +109,7 @@ class Memory:
     @cached_property
     def host_bytes_of_ranks(self) -> tuple[int, ...]:
         """Bytes that each rank of the pipeline keeps in the host's memory."""
-        return tuple(sum(self.stages[stage].host for stage in turns.stages) for turns in self.turns)
+        return tuple(sum(self.stages[stage].host for stage in order.stages) for order in self.order)
 
     @property
     def host_bytes(self) -> int:
@@ -128,7 +136,7 @@ class Memory:
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """
-        always = np.sum([self.stages[stage].always for stage in self.turns[rank].stages], axis=0)
+        always = np.sum([self.stages[stage].always for stage in self.order[rank].stages], axis=0)
         rows = np.concatenate([always[None], self.rows(rank)])
         times = np.append(0, self.passes[rank].moments())
         times[-1] = max(times[-1], times[-2] + 1)  # what is left at the end is always seen
@@ -160,13 +168,13 @@ def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
     stages = tuple(count_stage(workload, plan, cut, num_chunks) for cut in _cuts(workload.matmul_flops, num_stages))
     if num_chunks == 1 and plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
-        return _memory(stages, _turns(*make))
+        return _memory(stages, _passes_of_family(*make))
     total = plan.num_microbatches * num_chunks
     held = [num_in_flight(plan, index, num_chunks) for index in range(plan.pipeline)]
-    turns = tuple(one_by_one(index, count, total) for index, count in enumerate(held))
+    order = tuple(one_f_one_b_passes(index, count, total) for index, count in enumerate(held))
     # The shortest order that has the peaks: two steady pairs behind the filling, the last apart.
-    short = tuple(one_by_one(index, count, min(total, count + 2)) for index, count in enumerate(held))
-    return replace(_memory(stages, short), turns=turns)
+    short = tuple(one_f_one_b_passes(index, count, min(total, count + 2)) for index, count in enumerate(held))
+    return replace(_memory(stages, short), order=order)
 
 
 def num_in_flight(plan: Plan, stage: int, num_chunks: int = 1) -> int:
@@ -189,27 +197,27 @@ def step_memory(workload: Workload, plan: Plan, stages: Sequence[Stage], timing:
         count_stage(workload, plan, (start, stop)) for start, stop in zip([0, *stops[:-1]], stops, strict=True)
     )
     offsets = timing.order.offsets.tolist()
-    turns = turns_of(timing.order)
+    order = passes_of_ranks(timing.order)
     passes = []
-    for rank, (own, first, stop) in enumerate(zip(turns, offsets[:-1], offsets[1:], strict=True)):
+    for rank, (own, first, stop) in enumerate(zip(order, offsets[:-1], offsets[1:], strict=True)):
         layers_ns = {stage: stages[stage].passes_ns for stage in own.stages}
         times = (timing.start_ns[first:stop], timing.end_ns[first:stop])
-        passes.append(Passes(own, *times, layers_ns, timing.optimizer[rank]))
-    return _memory(counted, turns, tuple(passes))
+        passes.append(TimedPasses(own, *times, layers_ns, timing.optimizer[rank]))
+    return _memory(counted, order, tuple(passes))
 
 
 def _memory(
-    stages: tuple[StageBytes, ...], turns: tuple[Turns, ...], clock: tuple[Passes, ...] | None = None
+    stages: tuple[StageBytes, ...], order: tuple[RankPasses, ...], clock: tuple[TimedPasses, ...] | None = None
 ) -> Memory:
     """Find the peaks."""
-    pairs = [peaks_of({at: stages[at] for at in own.stages}, own) for own in turns]
+    pairs = [peaks_of({at: stages[at] for at in own.stages}, own) for own in order]
     peak, at_peak = (np.array(rows, np.int64) for rows in zip(*pairs, strict=True))
-    return Memory(stages, peak, at_peak, tuple(own.peak_in_flight for own in turns), turns, clock)
+    return Memory(stages, peak, at_peak, tuple(own.peak_in_flight for own in order), order, clock)
 
 
 @lru_cache(maxsize=64)
-def _turns(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[Turns, ...]:
-    return turns_of(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
+def _passes_of_family(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[RankPasses, ...]:
+    return passes_of_ranks(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
 
 
 @lru_cache(maxsize=256)

@@ -11,10 +11,23 @@ from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, assign_buckets
 from simulator.memory.fsdp_units import UnitBytes
-from simulator.memory.kinds import BUFFERS, ERRORS, GRADIENTS, KINDS, MASTER, OPTIMIZER, PARAMETERS
 from simulator.precision import Widths
 
 Floats = NDArray[np.float64]
+
+# The kinds in which memory is counted, and the column of each.
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "master weights",
+    "activations",
+    "logits",
+    "buffers",
+    "temporary",
+    "errors",
+)
+PARAMETERS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARY, ERRORS = range(len(KINDS))
 
 
 class States(NamedTuple):
@@ -23,14 +36,14 @@ class States(NamedTuple):
     Attributes:
         always: all the step long [K].
         grown: gradients, when each layer's first backward begins, and after it [L + 1].
-        beside: gradients that earlier micro-batches leave beside the buckets, the same [L + 1].
+        unsent: gradients that earlier micro-batches leave beside the buckets, the same [L + 1].
         arriving: of other ranks' gradients, when each layer's backward begins, and after it [L + 1].
         host: in the host's memory.
     """
 
     always: Floats
     grown: Floats
-    beside: Floats
+    unsent: Floats
     arriving: Floats
     host: int
 
@@ -85,14 +98,14 @@ def count_states(
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
     # into the buckets and sent once. Stage 2 has no place for them: it sends after each micro-batch.
-    beside = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
+    unsent = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
     if sharding.offload == "all":  # shards and their gradients live together
         host += gradients
         always[GRADIENTS], grown = 0.0, np.zeros(len(passed))
-    return States(always, grown, beside, arriving, int(np.ceil(host)))
+    return States(always, grown, unsent, arriving, int(np.ceil(host)))
 
 
 def _passed(sizes: Floats) -> Floats:

@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 from distlab.plan import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS, kinds_of
 from simulator.memory.fsdp_units import unit_bytes
-from simulator.memory.kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
-from simulator.memory.model_states import count_states
+from simulator.memory.model_states import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    KINDS,
+    LOGITS,
+    OPTIMIZER,
+    TEMPORARY,
+    count_states,
+)
 from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import local_layers
 
@@ -41,7 +49,7 @@ class StageBytes:
         between: from the end of a micro-batch's forward to the start of its backward [K].
         update: while the optimizer works, beside what is held then [K].
         gradients: bytes that the first backward has added when each layer's backward begins, and after it [L + 1].
-        beside: the same of gradients that are kept beside the buckets until the last micro-batch takes them in [L + 1].
+        unsent: the same of gradients that are kept beside the buckets until the last micro-batch takes them in [L + 1].
         tail: of buffers, from the end of a backward until the next one has passed a unit [L].
         ends: of buffers, at the end of a backward.
         host: in the host's memory.
@@ -54,7 +62,7 @@ class StageBytes:
     between: Ints
     update: Ints
     gradients: Ints
-    beside: Ints
+    unsent: Ints
     tail: Ints
     ends: int
     host: int
@@ -74,12 +82,12 @@ class StageBytes:
         inputs = np.concatenate([(whole + self.backward)[::-1], whole[None]])
         rows = np.stack([forward, backward, inputs, backward])[kind] + others[:, None, None] * whole
         order = np.append(np.arange(len(held))[::-1], len(held))  # backward begins with the last layer
-        grown, beside = np.zeros((2, 6, len(order)), np.int64)
+        grown, unsent = np.zeros((2, 6, len(order)), np.int64)
         grown[[FIRST, ONLY]] = self.gradients[order]
         grown[[MIDDLE, LAST, AFTER]] = self.gradients[-1]
-        beside[FIRST], beside[MIDDLE] = self.beside[order], self.beside[-1]
-        beside[LAST], beside[ONLY] = (self.beside[-1] - self.beside)[order], self.beside[-1]
-        rows[:, :, GRADIENTS] += (grown + beside)[phase]
+        unsent[FIRST], unsent[MIDDLE] = self.unsent[order], self.unsent[-1]
+        unsent[LAST], unsent[ONLY] = (self.unsent[-1] - self.unsent)[order], self.unsent[-1]
+        rows[:, :, GRADIENTS] += (grown + unsent)[phase]
         travels = np.where((kind == F)[:, None], self.tail.max(), np.append(self.tail[::-1], 0))
         rows[:, :, BUFFERS] += travels * ((phase == MIDDLE) | (phase == LAST))[:, None]
         return np.asarray(rows, np.int64)
@@ -87,7 +95,7 @@ class StageBytes:
     def resting(self, held: Ints, phase: Ints) -> Ints:
         """Return what the stage holds while its rank works on another one: held [A], phase [A] -> [A, K]."""
         rows = held[:, None] * self.kept.sum(axis=0)
-        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.beside[-1]
+        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.unsent[-1]
         return np.asarray(rows, np.int64)
 
 
@@ -142,7 +150,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
         between=_whole(between),
         update=_whole(_update(table, plan, widths, states.always)),
         gradients=_whole(states.grown),
-        beside=_whole(states.beside),
+        unsent=_whole(states.unsent),
         tail=_whole(tail),
         ends=int(np.ceil(ends)),
         host=states.host,

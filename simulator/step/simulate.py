@@ -18,14 +18,13 @@ from simulator.hardware.rank_layout import Layout
 from simulator.pipeline.jitter import EVEN, Uneven
 from simulator.stage.local_layer import check_divides
 from simulator.stage.stage import make_stages
-from simulator.step.fsdp_events import time_fsdp_step
 from simulator.step.measured import Measured
 from simulator.step.result import Step
 from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
+from simulator.step.sharded_events import add_zero_calls, time_fsdp_step
 from simulator.step.step_events import time_step
 from simulator.step.stragglers import slow_down
 from simulator.step.timed import sums_each_pass, why_not_timed
-from simulator.step.zero_events import add_zero_calls
 
 NOTHING_MEASURED = Measured()
 __all__ = ["Step", "closed_form_bubble", "simulate"]

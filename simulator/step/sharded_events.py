@@ -1,5 +1,9 @@
-"""When everything happens in a step of sharding stage 3 (FSDP): units are gathered, computed with, and scattered.
+"""When the calls of sharding happen: what stages 1 and 2 (ZeRO) add to a step, and the whole step of stage 3 (FSDP).
 
+Stages 1 and 2 change the end of a step. The ranks tell one another of faulty gradients, and each updates its own part
+of the parameters; then each bucket's parameters are gathered.
+
+Stage 3 changes all of it: units are gathered, computed with, and scattered.
 Before a unit computes, its parameters are gathered, up to `prefetch` units ahead. After it they are freed, and gathered
 again for backward. After its backward its gradients are scattered. Each rank updates its own part.
 
@@ -11,6 +15,7 @@ own in each direction; they slow nothing else down.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +31,38 @@ from simulator.stage.step_times import Pair, ShardCall, Timing, call_of
 
 # The wires of the host stand as ranks of their own, so that they do not contend with the device.
 DEVICE, TO_DEVICE, TO_HOST = 0, 1, 2
+
+
+def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
+    """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters."""
+    updates, calls = [], []
+    for rank, own in enumerate(timing.finishing):
+        begin, free, added = timing.optimizer[rank][0], 0, []
+        for faults in (stages[stage].faults for stage in own):
+            if faults is not None:
+                added.append(call_of("scatter", "all_reduce faults", faults, (begin, begin + faults.duration_ns)))
+                begin += faults.duration_ns
+        buckets = [bucket for stage in own for bucket in stages[stage].buckets]
+        for bucket, times in zip(buckets, timing.buckets_of(rank), strict=True):
+            if bucket.save is not None:
+                free = max(free, times.unpack[1]) + bucket.save.duration_ns
+                name = bucket.name.replace("reduce_scatter", "to host", 1)
+                added.append(call_of("host", name, bucket.save, (free - bucket.save.duration_ns, free)))
+        update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
+        wire = up = started = update[1]
+        for bucket in buckets:
+            started += bucket.start_ns  # all are started before the first is waited for
+            what = bucket.name.removeprefix(f"{bucket.kind} ")
+            if bucket.load is not None:
+                added.append(call_of("host", f"to device {what}", bucket.load, (up, up + bucket.load.duration_ns)))
+                up += bucket.load.duration_ns
+            if bucket.gather is not None:
+                at = max(wire, up, started)
+                wire = at + bucket.gather.duration_ns
+                added.append(call_of("gather", f"all_gather {what}", bucket.gather, (at, wire)))
+        updates.append(update)
+        calls.append((*(timing.calls[rank] if timing.calls else ()), *added))
+    return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
 
 
 def time_fsdp_step(
