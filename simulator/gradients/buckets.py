@@ -1,8 +1,8 @@
-"""Syncs: each exchange of gradients among the replicas of a stage, with its copies and its compression, in nanoseconds.
+"""The cost of each bucket of gradients that a stage's replicas exchange, with copies and compression, in nanoseconds.
 
-A sync is the way of one bucket: pack it (and encode it), send it, unpack it (and decode it). Without compression one
-all-reduce carries the gradients. With it, `exchanges` says what travels instead; PowerSGD alone sends a second time,
-after it has worked on what it received.
+A bucket is packed (and encoded), sent, and unpacked (and decoded). Without compression one all-reduce carries the
+gradients. With compression, `exchanges` says what travels instead. PowerSGD alone sends a second time, after it has
+worked on what it received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 class Later(NamedTuple):
-    """The second time that a bucket sends: what is computed before it, what it carries, what is computed meanwhile."""
+    """The second call of a bucket: what is computed before it, what it carries, what is computed meanwhile."""
 
     between_ns: int
     kind: str
@@ -57,7 +57,7 @@ class BucketCost(NamedTuple):
 
     Attributes:
         name: what a reader sees.
-        num_bytes: payload of this rank's calls, the second time apart.
+        num_bytes: payload of this rank's calls, without the second one.
         layer: layer of the stage (0 first) whose backward makes the last of its gradients.
         pack_ns: copying the gradients into a buffer and dividing or encoding them, before.
         duration_ns: the all-reduce, or what compression sends instead.
@@ -66,7 +66,7 @@ class BucketCost(NamedTuple):
         gradient_bytes: bytes of its gradients.
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
         compressed: whether it is encoded.
-        later: the second time, where there is one.
+        later: the second call, where there is one.
         num_tensors: parameters in it.
         parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
         gather: the all-gather of the parameters after the update, where each rank updates only its own.
@@ -103,7 +103,7 @@ def cost_buckets(
     codec: MeasuredCodec | None = None,
     whose: str = "",
 ) -> tuple[BucketCost, ...]:
-    """Return what a stage exchanges, in the order in which it starts; `whose` gradients they are ends each name."""
+    """Return what a stage exchanges, in the order in which it starts; each name ends with `whose`."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
     if group.num_ranks == 1 or not sizes:
         return ()
@@ -157,7 +157,7 @@ def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int 
 
 
 def _compressed(plain: BucketCost, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> BucketCost:
-    """Return the sync that sends those calls in place of its gradients.
+    """Return the cost of a bucket that sends these calls in place of its gradients.
 
     PowerSGD's last call carries the second factor, which is made from the first: it waits for the others.
     """
@@ -183,8 +183,8 @@ def _copies(num_bytes: int, num_tensors: int, gradient_sync: str) -> tuple[Work,
 
     Dividing reads and writes every gradient, and so does a copy. A parameter alone is divided in place. Flat and
     bucketed gradients are copied into a buffer, divided there, and copied back. Overlapped gradients live in the
-    buffer. Each is divided there from a hook, which costs about what a kernel does, and added up while it is in the
-    cache, which tells whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
+    buffer. A hook divides each of them there, which costs about as much as a kernel; it also sums the gradient while it
+    is in the cache, to see whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
     """
     one_pass = 2 * num_bytes
     if gradient_sync == "per_parameter":

@@ -1,4 +1,4 @@
-"""Units of sharding: which layers are gathered and let go together, and what each unit's calls cost.
+"""Units of sharding: which layers are gathered and freed together, and what each unit's calls cost.
 
 The blocks of a model, the layers whose names end in a number, form units of `unit_layers` each. All other layers
 (embedding, last norm, head) are the root unit, number 0: its parameters are gathered first, stay until the end of

@@ -1,4 +1,4 @@
-"""Groups: ranks that exchange something, where they sit in the nodes, and what a call among them costs.
+"""Process groups: ranks that exchange something, where they sit in the nodes, and what a call among them costs.
 
 Every device has a wire of its own inside its node and a wire of its own to other nodes, as the presets' figures are a
 device's. So groups that exchange at the same time do not slow one another down.
@@ -45,7 +45,7 @@ class Group(NamedTuple):
         num_ranks: how many.
         is_in_one_node: whether no message leaves a node.
         ranks_per_node: ranks in each node, where all have as many (of neighbours: where they fill their nodes); else 0.
-        links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
+        links: the measured link of each kind of call that was measured, used in place of the cluster's links.
     """
 
     cluster: Cluster

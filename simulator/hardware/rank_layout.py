@@ -1,4 +1,4 @@
-"""Layout: where the ranks of a plan sit in a cluster, and who exchanges with whom along each axis.
+"""Where the ranks of a plan sit in a cluster, and who exchanges with whom along each axis.
 
 Ranks are numbered by the mesh of `distlab.plan.axes`: the last axis of its order varies fastest. A node holds
 neighbouring numbers, so the order decides which exchanges stay inside nodes.
@@ -31,7 +31,7 @@ class Layout:
         cluster: the devices.
         plan: the degrees.
         order: axes from the slowest to the fastest.
-        links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
+        links: the measured link of each kind of call that was measured, used in place of the cluster's links.
     """
 
     cluster: Cluster
@@ -52,7 +52,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> Ints:
-        """Numbers of the ranks, one row a rank of the pipeline: all that run its stages [P, R]."""
+        """Numbers of the ranks, one row per rank of the pipeline: all that run its stages [P, R]."""
         return _grid(self._sizes, self.order, ("pipeline",)).T
 
     def groups(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Group, ...]:

@@ -1,4 +1,4 @@
-"""Memory: bytes of each kind on a rank, at the peak and over a step, for any plan.
+"""Bytes of each kind on a rank, at the peak and over a step, for any plan.
 
     memory = memory_of(workload, plan)          # no clock: counts alone
     memory.of("activations"), memory.total_bytes, memory.over_time()
@@ -6,8 +6,8 @@
 What a step holds: parameters, optimizer state and master weights all the time; gradients from the first backward on,
 or all the time where they live in buckets; the activations of a micro-batch from each layer's forward to the end of
 that layer's backward. The update takes a little more. Buffers are what communication needs: buckets, gathered units.
-Temporary is what lives shorter than a pass: recomputed activations, gradients of activations. With compression the
-errors, what was not sent yet.
+Temporary is what lives for less than a pass: recomputed activations, gradients of activations. Errors, with
+compression, are what was not sent yet.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Memory:
 
     Attributes:
         stages: what each stage holds, and when.
-        peak_bytes: the most of each kind: one row a rank, one column a kind of KINDS. Kinds peak at different moments.
+        peak_bytes: the most of each kind, one row per rank and one column per kind. Kinds peak at different moments.
         at_peak_bytes: the same at the one moment when the rank holds most.
         in_flight: passes whose activations each rank holds at most.
         order: what each rank runs, in order.
@@ -93,7 +93,7 @@ class Memory:
 
     @cached_property
     def total_bytes(self) -> Ints:
-        """Bytes of all kinds at the fullest moment, one number a rank of the pipeline."""
+        """Bytes of all kinds at the fullest moment, one number per rank of the pipeline."""
         return np.asarray(self.at_peak_bytes.sum(axis=1), np.int64)
 
     @property
@@ -139,7 +139,7 @@ class Memory:
         always = np.sum([self.stages[stage].always for stage in self.order[rank].stages], axis=0)
         rows = np.concatenate([always[None], self.rows(rank)])
         times = np.append(0, self.passes[rank].moments())
-        times[-1] = max(times[-1], times[-2] + 1)  # what is left at the end is always seen
+        times[-1] = max(times[-1], times[-2] + 1)  # the last row is always shown
         first = np.flatnonzero(np.diff(times, prepend=-1))
         return times[first], np.maximum.reduceat(rows, first, axis=0)  # of one moment, the most
 
@@ -148,16 +148,16 @@ def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
     Stages are cut so that their matrix products are balanced. In flight under 1F1B: min(m, p - i) micro-batches on
-    stage i; under GPipe all m. Under any other schedule of the plan, what its order holds: a backward that is split
-    holds a micro-batch's activations until its W, which needs them (automatic schedules are made for equal times here;
-    `simulate` knows the stages' own). `num_chunks` counts an interleaved 1F1B by its
-    formula instead, with equal parts of a stage (see `num_in_flight`).
+    stage i; under GPipe all m. Any other schedule is counted action by action: a split backward holds a micro-batch's
+    activations until its W, which needs them. Automatic schedules are made for equal times here; `simulate` knows the
+    stages' own. `num_chunks` counts an interleaved 1F1B by its formula instead, with equal parts of a stage (see
+    `num_in_flight`).
 
-    Cost: some tens of microseconds a stage, whatever the number of micro-batches, for GPipe and 1F1B; else the order is
-        gone through once, and kept for the next time.
+    Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
+        schedule is walked through once, and kept for the next call.
     Error: exact for what it counts, with padding. Not counted: inner gradients of a layer, work spaces of libraries,
-        what an allocator loses to fragments, and activations' dropout masks under another precision, which keep a byte
-        an element. The copy in the compute type that ZeRO-3 keeps of its shard is counted, as the paper counts it.
+        and fragmentation in the allocator. Under another precision all activations are scaled, although dropout
+        masks stay at one byte per element. ZeRO-3's copy of the shard in the compute type is counted, as in the paper.
     Source: Rajbhandari et al. 2020 (1910.02054); Korthikanti et al. 2022 (2205.05198), equations 1 to 5.
 
     Raises:

@@ -31,12 +31,12 @@ PARAMETERS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORAR
 
 
 class States(NamedTuple):
-    """What training holds beside activations.
+    """What training holds in addition to activations.
 
     Attributes:
-        always: all the step long [K].
+        always: during the whole step [K].
         grown: gradients, when each layer's first backward begins, and after it [L + 1].
-        unsent: gradients that earlier micro-batches leave beside the buckets, the same [L + 1].
+        unsent: like `grown`, for gradients that wait outside the buckets until the last micro-batch [L + 1].
         arriving: of other ranks' gradients, when each layer's backward begins, and after it [L + 1].
         host: in the host's memory.
     """
@@ -85,7 +85,7 @@ def count_states(
         if sharding.stage:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient
             arriving = _under_way(np.array(sizes), ends) / plan.tensor * (ranks - 1) / ranks
-        if sharding.stage == 2:  # lent again and again, also by the next step
+        if sharding.stage == 2:  # used again and again, also by the next step
             always[BUFFERS] = two
         elif plan.gradient_sync in ("flat", "bucketed"):
             always[BUFFERS] = whole * widths.gradient
@@ -97,7 +97,7 @@ def count_states(
     grown = units.grown if units else np.ceil(passed * gradients / max(whole, 1.0)) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
-    # into the buckets and sent once. Stage 2 has no place for them: it sends after each micro-batch.
+    # into the buckets and sent once. Stage 2 does not keep them: it sends after each micro-batch.
     unsent = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))

@@ -1,7 +1,7 @@
-"""Memory passes: what a rank holds while it runs its passes, whatever their order and whichever of its stages.
+"""What a rank holds while it runs its passes, in any order and for any of its stages.
 
-While one stage works, the rank's others rest: they hold the activations of the micro-batches that they have in flight,
-and the gradients that they have made.
+While one stage works, the rank's other stages rest: they hold the activations of the micro-batches that they have in
+flight, and the gradients that they have made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankPasses(NamedTuple):
 
     @property
     def peak_in_flight(self) -> int:
-        """The most micro-batches (a stage each) in flight: forward has run, and B or W has not."""
+        """The largest number of micro-batches (per stage) in flight: forward has run, and B or W has not."""
         return int(np.cumsum(CHANGE[self.kind]).max(initial=0))
 
 
@@ -117,7 +117,7 @@ def peaks_of(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, In
 
 
 def _states(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints]:
-    """Return, for each pass, what every stage of the rank has in flight beside the one at work, and its phase."""
+    """Return, for each pass, what every stage of the rank has in flight, without the one at work, and its phase."""
     stage, kind = order
     others, phases = [], []
     for number in own:
@@ -140,9 +140,9 @@ def _evaluate(own: Mapping[int, StageBytes], order: RankPasses, others: Ints, ph
     for at, (number, each) in enumerate(own.items()):
         mine = order.stage == number
         rows = each.working(order.kind[mine], others[mine, at], phase[mine, at])
-        for beside, other in enumerate(own.values()):
-            if beside != at:
-                rows += other.resting(others[mine, beside], phase[mine, beside])[:, None]
+        for place, other in enumerate(own.values()):
+            if place != at:
+                rows += other.resting(others[mine, place], phase[mine, place])[:, None]
         out[places[number]] = rows + always
     out[-1] = always
     out[-1, GRADIENTS] += sum(int(each.gradients[-1]) for each in own.values())

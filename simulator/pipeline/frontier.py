@@ -1,11 +1,12 @@
 """Run a pipeline's actions level by level, all ranks at once.
 
 At each level every rank whose next action has what it needs runs that action. So an action's level is above the level
-of its rank's previous action and of the action that it needs, and one level is one step of vectors over the ranks:
+of its rank's previous action, and above the level of the action that it needs. One level is one vector operation over
+the ranks:
 
     end[level] = max(end[level - 1], end of what is needed + latency) + duration
 
-The levels are found once; they serve any durations and latencies.
+The levels are found once and used for any durations and latencies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from simulator.pipeline.schedule_arrays import Ints, Rows, ScheduleArrays
 
-BLOCK = 32  # levels between two looks whether any rank goes on
+BLOCK = 32  # levels between two checks whether any rank goes on
 MANY, FEW = 1024, 4  # levels; actions per level, fewer of which run faster one by one
 NEVER = -(1 << 60)  # latency of an action that needs nothing from another rank
 

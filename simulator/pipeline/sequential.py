@@ -1,6 +1,6 @@
 """Run a pipeline's actions one by one, for schedules in which few ranks compute at a time.
 
-A step of vectors over all ranks pays where most of them have something to do. In naive model parallelism one rank
+A vector operation over all ranks is worth it where most of them have work. In naive model parallelism one rank
 computes at a time: 64 ranks and 1,024 micro-batches take 131,072 levels of one action each. There a plain loop is
 faster.
 """

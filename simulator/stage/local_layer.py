@@ -1,4 +1,4 @@
-"""Local: a model as one rank sees it: the time of each layer's passes, with its calls, and the parameters it holds."""
+"""A model as one rank sees it: the time of each layer's passes, with its calls, and the parameters it holds."""
 
 from __future__ import annotations
 

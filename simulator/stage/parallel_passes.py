@@ -1,11 +1,11 @@
-"""Exchanges: what ranks that share a layer send one another inside its passes, and how much of it hides behind work.
+"""What ranks that share a layer send one another inside its passes, and how much of it hides behind computation.
 
-A pass of a layer is a line of parts, of which each is either work or a call, or a call beside work:
+A pass of a layer is a sequence of parts. Each part is computation, a call, or a call that overlaps computation:
 
-    tensor     all-reduce of a region's output in forward, of its input's gradient in backward, the latter beside the
+    tensor     all-reduce of a region's output in forward, of its input's gradient in backward. The latter overlaps the
                weights' gradient of the product that the region began with; with sequence parallelism all-gather and
                reduce-scatter in their places
-    context    a ring: keys and values travel to the next rank beside attention to those at hand, and in backward their
+    context    a ring: keys and values travel to the next rank during attention to those at hand, and in backward their
                gradients follow one step behind; or all-to-alls before and after attention, which nothing hides
     expert     all-to-alls that bring tokens to experts and back, which nothing hides either
 
@@ -112,8 +112,8 @@ def _outside(layer: Layer, name: str) -> Work:
 def attend(attention: Attention, timeline: PassTimeline, shares: Shares) -> None:
     """Add scores and mixing, with what context-parallel ranks send for them.
 
-    Ring, over n ranks: in each of n steps a rank attends to the keys of one rank, while these travel on to the next (in
-    the last step they are home). All-to-all: positions are traded for heads, and back.
+    Ring, over n ranks: in each of n steps every rank attends to the keys of one rank, while these travel on to the next
+    (in the last step they are back). All-to-all: positions are traded for heads, and back.
 
     Cost: ring 2 (n-1)/n B S H/g elements sent; all-to-all (n-1)/n (2 + 2/g) B S H/n.
     """
@@ -135,7 +135,7 @@ def attend_backward(attention: Attention, timeline: PassTimeline, shares: Shares
     """Add the gradients of scores and mixing, with what context-parallel ranks send for them.
 
     Ring: keys and values go round once more. What a step adds to the gradients of the keys at hand leaves after it and
-    travels beside the next one; after the last step it goes home, which nothing hides.
+    travels during the next one. After the last step it returns to its owner, which nothing hides.
 
     Cost: ring the forward's, and as many gradients; all-to-all the forward's.
     """
@@ -160,7 +160,7 @@ def attend_backward(attention: Attention, timeline: PassTimeline, shares: Shares
 
 
 def _ring_step(work: Work, shares: Shares) -> Work:
-    """Return one step's work: an even part, for the zig-zag gives each step as many pairs that a mask leaves.
+    """Return one step's work: an even part, since the zig-zag gives each step as many unmasked pairs.
 
     The first step attends to the rank's own positions, whose square a causal mask halves; each later one to half the
     keys, or with half the queries.

@@ -1,4 +1,4 @@
-"""Pass line: one layer's pass as a line of work and calls, with what of the calls hides behind work."""
+"""The timeline of one layer's pass: computation and calls, and how much of the calls hides behind computation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallInPass(NamedTuple):
         end_ns: likewise.
         num_bytes: of the whole that is summed, scattered or gathered; given to an all-to-all; or sent.
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
-        exposed_ns: of its time, that in which the rank computes nothing.
+        exposed_ns: the part of its time in which the rank computes nothing.
     """
 
     axis: str
@@ -116,12 +116,12 @@ class PassTimeline:
         self.now += self.costs.work_ns(work)
 
     def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
-        """Add a call that nothing runs beside."""
+        """Add a call that overlaps nothing."""
         if num_bytes > 0 and self.costs.shared(axis):
             self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes)])
 
     def overlap(self, work: Work, calls: list[CallSpec]) -> None:
-        """Add work and the calls beside it, one after the other on the wire; what follows waits for all."""
+        """Add work and the calls that overlap it, one after the other on the wire; what follows waits for all."""
         sent = [call for call in calls if call.num_bytes > 0 and self.costs.shared(call.axis)]
         if not sent:
             self.work(work)

@@ -1,4 +1,4 @@
-"""Stages: what each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
+"""What each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
 
 Ranks are numbered by a mesh (see `simulator.hardware.rank_layout`). Where a rank of the pipeline has several stages,
 two neighbouring stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take
@@ -204,7 +204,7 @@ def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Upkeep(NamedTuple):
-    """What a rank of a stage does beside its passes: how it exchanges gradients and updates its parameters.
+    """What a rank of a stage does in addition to its passes: how it exchanges gradients and updates its parameters.
 
     Stages whose layers are of the same kinds, and whose copies sit alike in their nodes, have it in common.
     """

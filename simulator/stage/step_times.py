@@ -1,4 +1,4 @@
-"""Times: when each part of a step happens, as the roads to it return it and as traces and memory read it."""
+"""When each part of a step happens: what timing a step returns, and what traces and memory read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Timing:
         send_start_ns: its start.
         buckets: of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
-        layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
+        layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
             they follow from the durations.
         calls: of each rank, what sharding adds; none of them is a bucket's.
         copies: work on the compute lane of each rank that is neither a layer, nor a bucket's, nor the update: copies of

@@ -1,4 +1,4 @@
-"""Pieces: the calls inside of passes, over a whole step: spans of a trace, time that nothing hides, and bytes."""
+"""The calls inside of passes over a whole step: their spans in a trace, their exposed time, and their bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
     A layer's pass that takes longer than costed (contention, jitter) is stretched with what is in it.
 
     Args:
-        stages: with their calls.
+        stages: with their calls inside of passes.
         timing: of the step.
         rows: action, layer, start and end of each layer's pass.
     """
@@ -108,7 +108,7 @@ def sent_inside(stages: Sequence[Stage], order: ScheduleArrays) -> list[dict[str
 
 
 def message_wait_s(timing: Timing, rank: int) -> float:
-    """Return the seconds in which a rank of the pipeline has nothing to run but what is still on the wire to it."""
+    """Return the seconds in which a rank of the pipeline waits for a message that has been sent but has not arrived."""
     order = timing.order
     first, stop = order.offsets[rank : rank + 2].tolist()
     size = (int(order.stage.max()) + 3, int(order.microbatch.max()) + 1)

@@ -1,4 +1,4 @@
-"""Step result: what the simulation of a step returns, and what can be read off it."""
+"""What the simulation of a step returns, and what follows from it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def sent_bytes_by_axis(self) -> Mapping[str, float]:
-        """Bytes that a rank sends for each axis: of the ranks of the pipeline, the one that sends most there."""
+        """Bytes that a rank sends for each axis: of the pipeline's ranks, the one that sends most there."""
         return {axis: max(sent[axis] for sent in self._sent) for axis in AXES}
 
     @cached_property
@@ -172,7 +172,7 @@ class Step:
     def __str__(self) -> str:
         return (
             f"{self.workload.name} on {self.plan.world_size} ranks of {self.cluster.name}: {format_s(self.duration_s)} "
-            f"a step, bubble {self.bubble_fraction:.1%}, "
+            f"per step, bubble {self.bubble_fraction:.1%}, "
             f"exposed communication {format_s(self.exposed_communication_s)}, "
-            f"{format_bytes(max(self.sent_bytes_per_rank))} sent a rank, {format_bytes(self.memory.max_bytes)} held"
+            f"{format_bytes(max(self.sent_bytes_per_rank))} sent per rank, {format_bytes(self.memory.max_bytes)} held"
         )

@@ -1,4 +1,4 @@
-"""Step order: which schedule a step runs, and on which rank each of its stages is."""
+"""Which schedule a step runs, and on which rank each of its stages is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step: simulate one training step of a workload on a cluster under a plan.
+"""Simulate one training step of a workload on a cluster under a plan.
 
     step = simulate(workload, cluster, plan)
     step.duration_s, step.bubble_fraction, step.exposed_communication_s, step.memory, step.trace
@@ -49,17 +49,18 @@ def simulate(
     `uneven` makes equal work take unequal time: Uneven(slow_ranks={2: 1.3}) makes what rank 2 of the pipeline computes
     take 1.3 times as long, Uneven(jitter=Jitter(0.05)) stretches each pass by a random factor of its own.
 
-    With `plan.compression` a bucket is encoded on the compute lane once it is full, what is left of it travels, and it
-    is decoded on the compute lane, from every rank's payload where ranks gather them. PowerSGD's second factor is made
-    and sent while the rank waits, as its hook does it.
+    With `plan.compression` a bucket is encoded on the compute lane once it is full. Its payload travels, and is decoded
+    on the compute lane: every rank's payload where ranks gather them. PowerSGD's second factor is made and sent while
+    the rank waits, as its hook does it.
 
     With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
     gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`).
-    Gradients of several micro-batches are added up on each rank and scattered in the last; with stage 2, which has no
-    place for them, in each. Where ranks outnumber `cluster.num_cores`, ranks that wait lend their cores to others.
+    Gradients of several micro-batches are added up on each rank and scattered in the last one. Stage 2 does not keep
+    whole gradients: it scatters in each micro-batch. Where ranks outnumber `cluster.num_cores`, ranks that wait lend
+    their cores to others.
 
-    `measured` gives times of compression in place of counted work, and lines to kinds of call, whatever axis makes
-    them, in place of the cluster's links.
+    `measured` supplies times of compression in place of counted work, and a measured link for each kind of call; it
+    replaces the cluster's links on every axis.
 
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
         Not modelled: differences between devices, and all-reduces that share a wire with messages between stages.
@@ -67,8 +68,8 @@ def simulate(
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
             codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
-            and micro-batches, or is faulty; the plan shards a pipeline's parameters, or its gradients in several
-            micro-batches, which is not timed.
+            and micro-batches, or is faulty; or the plan is not timed (see `why_not_timed`): it shards a pipeline's
+            parameters, or its gradients in several micro-batches.
     """
     if measured.codec is not None:
         measured.codec.check(plan)
@@ -104,7 +105,7 @@ def _overlaps(plan: Plan) -> bool:
 
 
 def _shared_cores(cluster: Cluster, plan: Plan) -> SharedCores | None:
-    """Return the cores that ranks of a pipeline share unevenly: where one waits, the others have its part."""
+    """Return the cores that the ranks of a pipeline share, where they outnumber them; a waiting rank lends its part."""
     if cluster.num_cores is None or plan.world_size <= cluster.num_cores or plan.pipeline == 1:
         return None
     return SharedCores(cluster.num_cores, plan.world_size // plan.pipeline)

@@ -6,7 +6,7 @@ how fast they run.
 
 Gradients of a stage are complete after its last B or W. Overlapped, its buckets leave during that pass, whatever the
 rank's other stages still have to do; otherwise a rank exchanges all its gradients after its last pass. The update waits
-for all of them. With sharding stage 2 there is no place for whole gradients: every backward exchanges what it made.
+for all of them. Sharding stage 2 does not keep whole gradients: every backward exchanges what it made.
 """
 
 from __future__ import annotations

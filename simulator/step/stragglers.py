@@ -1,4 +1,4 @@
-"""Slowed: stages on a rank that computes more slowly than the others (a straggler)."""
+"""Stages on a rank that computes more slowly than the others (a straggler)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from simulator.stage.step_times import layer_times
 
 
 def slow_down(stages: Sequence[Stage], slow_ranks: Mapping[int, float] | None, num_ranks: int) -> tuple[Stage, ...]:
-    """Return the stages with what each slow rank computes stretched: passes, copies, the update; no message.
+    """Return the stages with all computation of each slow rank stretched: passes, copies, the update; not its messages.
 
     Raises:
-        ValueError: there is no such rank, or a factor is not positive.
+        ValueError: a rank does not exist, or a factor is not positive.
     """
     if not slow_ranks:
         return tuple(stages)
@@ -60,9 +60,10 @@ def _slow(stage: Stage, factor: float) -> Stage:
 
 
 def _slow_pass(duration_ns: int, calls: Sequence[CallInPass], factor: float) -> tuple[int, tuple[CallInPass, ...]]:
-    """Stretch the work of a pass with calls inside; what was exposed of a call stays as long as it was.
+    """Stretch the computation of a pass that has calls inside; a call's exposed time is kept.
 
-    Error: a call that stuck out of the work beside it does so as far as before, though that work takes longer.
+    Error: the time by which a call outlasts the computation that hides it is kept, although that computation becomes
+        longer.
     """
     spare = sum(call.exposed_ns for call in calls)
     waited, moved = 0, []

@@ -7,7 +7,7 @@ from simulator.pipeline.schedule_arrays import W
 
 
 def sums_each_pass(plan: Plan) -> bool:
-    """Return whether gradients are summed over ranks in every micro-batch: stage 2 has no place for whole ones."""
+    """Return whether gradients are summed over ranks in every micro-batch: stage 2 does not keep whole ones."""
     return plan.sharding.stage == 2 and plan.num_microbatches > 1
 
 

@@ -1,4 +1,4 @@
-"""Trace: a simulated step in the form in which a measured one is recorded, so that both can be laid over each other.
+"""A simulated step as a Trace, in the form in which a measured one is recorded, so that the two can be overlaid.
 
 The compute lane of a rank holds whole passes ("forward", "backward"; in a pipeline "2F0"), "synchronize" (kind "wait":
 from the end of the last backward until the gradients are averaged) and "optimizer". The communication lane holds one
