@@ -80,7 +80,7 @@ def sweep_buckets(
     """
     chosen = tuple(sorted(set(bucket_sizes(workload) if sizes is None else sizes)))
     if not chosen:
-        raise ValueError("sizes is empty; pass at least one bucket size, in bytes, or None")
+        raise ValueError("no bucket sizes are given; pass at least one, in bytes, or None")
     steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), measured=Measured(codec)) for size in chosen]
     return BucketSweep(
         chosen,
