@@ -35,7 +35,7 @@ class Frontier:
         next_actions = self._walk(order, needed)
         self.pointers = next_actions[-1] - np.arange(self._num_ranks)
         moves = np.flatnonzero(next_actions[1:] != next_actions[:-1])
-        ranks = moves % self._num_ranks
+        ranks = (moves % self._num_ranks).astype(np.int32)
         self._action = next_actions.reshape(-1).take(moves) - ranks  # of each cell that is not empty
         self._moves = moves
         self.num_levels = int(moves[-1]) // self._num_ranks + 1 if len(moves) else 0
@@ -50,7 +50,7 @@ class Frontier:
         """Level of each action."""
         return self._cell // self._num_ranks - 1
 
-    def _walk(self, order: ScheduleArrays, needed: Rows) -> Ints:
+    def _walk(self, order: ScheduleArrays, needed: Rows) -> Rows:
         """Return each rank's next action before every level, and after the last one [L + 1, P].
 
         Every rank has one more place behind its actions, at which it stays. So action a of rank r has number a + r.
@@ -67,7 +67,7 @@ class Frontier:
         want, goes = np.empty(ranks, np.int64), np.ones(ranks, np.int64)
         blocks = []
         while goes.any() and not self.is_sparse:
-            block = np.empty((BLOCK, ranks), np.int64)
+            block = np.empty((BLOCK, ranks), np.int32)
             for row in block:
                 row[:] = pointer
                 wants.take(pointer, None, want, "clip")
@@ -77,7 +77,7 @@ class Frontier:
             blocks.append(block)
             num_levels = len(blocks) * BLOCK
             self.is_sparse = num_levels % MANY == 0 and int(is_done.sum()) < FEW * num_levels
-        return np.concatenate([*blocks, pointer[None]])
+        return np.concatenate([*blocks, pointer[None].astype(np.int32)])
 
     def _lay_out(self, values: Ints, empty: int) -> Ints:
         """Put the value of each action into its cell [L, P]."""
