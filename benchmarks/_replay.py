@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from distlab.measure import RankReport
 from distlab.plan import Schedule
 from distlab.trace import Span, Trace
-from simulator import CompiledOrder, order_of
+from simulator import CompiledSchedule, arrays_of
 from simulator.engine.event_engine import run
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
-from simulator.pipeline.simulate_schedule import LETTERS, F
+from simulator.pipeline.schedule_arrays import LETTERS, F
 
 Ints = NDArray[np.int64]
 
@@ -102,17 +102,17 @@ def pipeline_replay_errors(schedule: Schedule, steps: Sequence[Sequence[Trace]])
     Raises:
         ValueError: the trace of a rank lacks an action of the schedule.
     """
-    compiled = CompiledOrder(order_of(schedule))
+    compiled = CompiledSchedule(arrays_of(schedule))
     return [_replay_error(compiled, step) for step in steps]
 
 
-def _replay_error(compiled: CompiledOrder, ranks: Sequence[Trace]) -> float:
+def _replay_error(compiled: CompiledSchedule, ranks: Sequence[Trace]) -> float:
     offsets = compiled.order.offsets
     origin = min(int(trace.start_ns.min()) for trace in ranks)
     ends_ns = [int(trace.end_ns.max()) for trace in ranks]
     seen = _look_up(compiled, ranks)
     duration = seen.end_ns - seen.begin_ns
-    first = offsets[:-1][compiled.need[offsets[:-1]] < 0]  # the others begin when their message arrives
+    first = offsets[:-1][compiled.needed[offsets[:-1]] < 0]  # the others begin when their message arrives
     duration[first] += seen.begin_ns[first] - origin
     ends = compiled.run(duration, _message_ns(compiled, seen))
     replayed = max(
@@ -122,7 +122,7 @@ def _replay_error(compiled: CompiledOrder, ranks: Sequence[Trace]) -> float:
     return replayed / (max(ends_ns) - origin) - 1.0
 
 
-def _look_up(compiled: CompiledOrder, ranks: Sequence[Trace]) -> _Seen:
+def _look_up(compiled: CompiledSchedule, ranks: Sequence[Trace]) -> _Seen:
     """Find each action of the order in its rank's trace, with the receive that came before it, if there was one."""
     order = compiled.order
     begin, end = np.zeros(len(order.kind), np.int64), np.zeros(len(order.kind), np.int64)
@@ -147,11 +147,11 @@ def _look_up(compiled: CompiledOrder, ranks: Sequence[Trace]) -> _Seen:
     return _Seen(begin, end, waited)
 
 
-def _message_ns(compiled: CompiledOrder, seen: _Seen) -> Ints:
+def _message_ns(compiled: CompiledSchedule, seen: _Seen) -> Ints:
     """Return, for each action, the middle time of its direction's messages, from the end of what it needs."""
     order, remote = compiled.order, compiled.remote
     passed = np.zeros(len(order.kind), np.int64)
-    passed[remote] = seen.begin_ns[remote] - seen.end_ns[compiled.need[remote]]
+    passed[remote] = seen.begin_ns[remote] - seen.end_ns[compiled.needed[remote]]
     message = np.zeros_like(passed)
     for direction in (order.kind == F, order.kind != F):
         measured = passed[remote & direction & seen.waited]

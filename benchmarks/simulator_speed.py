@@ -13,8 +13,8 @@ import numpy as np
 
 from distlab.measure import Row, absolute, format_rows
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, make_schedule, one_f_one_b
-from simulator import CompiledOrder, Jitter, cluster, gpt_workload, order_of, simulate, simulate_schedule
-from simulator.pipeline.simulate_schedule import F, forget_orders
+from simulator import CompiledSchedule, Jitter, arrays_of, cluster, gpt_workload, simulate, simulate_schedule
+from simulator.pipeline.schedule_arrays import F
 
 STAGES, MICROBATCHES = 64, 1024
 FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000
@@ -41,8 +41,7 @@ def _times_ms(program: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _plan_and_run(name: str) -> float:
-    """Plan 64 stages x 1,024 micro-batches from nothing and simulate them; nothing is left of an earlier time."""
-    forget_orders()
+    """Plan 64 stages x 1,024 micro-batches and simulate them; nothing is kept from an earlier call."""
     per_rank = 2 if SCHEDULES[name].placement in ("loop", "v") else 1
     schedule = make_schedule(name, STAGES // per_rank, MICROBATCHES, stages_per_rank=per_rank, times=TIMES)
     return simulate_schedule(schedule, TIMES).duration_s
@@ -68,9 +67,9 @@ def rows(quick: bool = False) -> Iterator[Row]:
     repeats = 3 if quick else 30
     yield from _families(repeats)
     schedule = _any_order()
-    order = order_of(schedule)
+    order = arrays_of(schedule)
     duration = np.random.default_rng(0).integers(FORWARD_NS, BACKWARD_NS, len(order.kind))
-    times = _times_ms(lambda: CompiledOrder(order_of(schedule)).run(duration, MESSAGE_NS), repeats)
+    times = _times_ms(lambda: CompiledSchedule(arrays_of(schedule)).run(duration, MESSAGE_NS), repeats)
     yield absolute(
         f"any order, {STAGES} x {MICROBATCHES}, random durations, exactly",
         times,
@@ -93,9 +92,6 @@ def _families(repeats: int) -> Iterator[Row]:
             times = _times_ms(lambda name=name: _plan_and_run(name), min(repeats, 20 if bar < 100 else 5))
             yield absolute(f"{SCHEDULES[name].title}, {what}", times, bar=bar, unit="ms", note=note)
     schedule, jitter = make_schedule("zb_h1", STAGES, MICROBATCHES), Jitter(0.1)
-    times = _times_ms(lambda: simulate_schedule(schedule, TIMES), min(repeats, 30))
-    row = absolute("ZB-H1 simulated again, with other times", times, bar=1e9, unit="ms")
-    yield replace(row, bar="-", holds=None, note="what a slider of times costs: the order is kept")
     times = _times_ms(lambda: simulate_schedule(schedule, TIMES, jitter=jitter), min(repeats, 5))
     yield absolute(
         "ZB-H1 with jitter, simulated exactly", times, bar=150.0, unit="ms", note="each action has its own duration"
@@ -115,14 +111,14 @@ def _slope(sizes: tuple[int, ...]) -> Iterator[Row]:
         tracemalloc.stop()
         each.append(min(times_ms) * 1e6 / len(schedule))
         row = absolute(f"{len(schedule):,} operations with jitter, simulated", times_ms, bar=1e9, unit="ms")
-        note = f"{each[-1]:.0f} ns an operation, at most {peak_mib:.0f} MiB in arrays"
+        note = f"{each[-1]:.0f} ns per operation, at most {peak_mib:.0f} MiB in arrays"
         yield replace(row, bar="-", holds=None, note=note)
     yield absolute(
-        f"time an operation, {sizes[-1]:,} against {sizes[0]:,} operations",
+        f"time per operation, {sizes[-1]:,} against {sizes[0]:,} operations",
         [each[-1] / each[0]],
         bar=2.0,
         unit="times",
-        note="linear: no more than twice as long an operation",
+        note="linear: no more than twice as long per operation",
     )
 
 
@@ -143,7 +139,6 @@ def _beside_torch(repeats: int) -> Iterator[Row]:
         per_rank = 1 if SCHEDULES[name].placement == "one" else 2
 
         def ours(name: str = name, per_rank: int = per_rank) -> float:
-            forget_orders()
             schedule = make_schedule(name, TORCH_RANKS, TORCH_MICROBATCHES, stages_per_rank=per_rank)
             return simulate_schedule(schedule, times).duration_s
 
@@ -164,7 +159,7 @@ def _beside_torch(repeats: int) -> Iterator[Row]:
 
 
 def _steps(repeats: int) -> Iterator[Row]:
-    """One whole `simulate` call: costs, buckets, timing. It is no analytic estimate; shown beside the bar for one."""
+    """One whole `simulate` call: costs, buckets, timing. The bar is one for analytic estimates, which this is not."""
     workload = gpt_workload(hidden_size=4096, num_layers=32, num_heads=32, sequence_length=2048, vocab_size=50257)
     machine = cluster("dgx-h100", 512)
     plan = Plan(data=8, pipeline=8, num_microbatches=32)

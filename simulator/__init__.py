@@ -25,17 +25,13 @@ from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import mix_experts
-from simulator.pipeline.jitter import Uneven
-from simulator.pipeline.simulate_schedule import (
-    CompiledOrder,
-    Jitter,
-    PipelineRun,
-    order_of,
-    peak_in_flight,
-    simulate_schedule,
-)
+from simulator.pipeline.compiled import CompiledSchedule
+from simulator.pipeline.jitter import Jitter, Uneven
+from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
+from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
+from simulator.step.timed import why_not_timed
 from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
 from simulator.sweeps.buckets_and_compression import (
     BucketSweep,
@@ -50,7 +46,7 @@ from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 __all__ = [
     "BucketSweep",
     "Codec",
-    "CompiledOrder",
+    "CompiledSchedule",
     "CompressionSweep",
     "DoesNotFitError",
     "Jitter",
@@ -94,7 +90,7 @@ __all__ = [
     "mix_experts",
     "model_by_name",
     "names",
-    "order_of",
+    "arrays_of",
     "peak_in_flight",
     "rank_orders",
     "reduce_scatter_s",
@@ -104,5 +100,6 @@ __all__ = [
     "sweep_buckets",
     "sweep_compression",
     "sweep_units",
+    "why_not_timed",
     "with_bandwidth",
 ]

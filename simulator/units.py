@@ -1,4 +1,4 @@
-"""Units: the only place where bytes, seconds and rates change scale or become text.
+"""The only place where bytes, seconds and rates change scale or become text.
 
 Inside the simulator a duration is a whole number of nanoseconds and a size a whole number of bytes; a cost model works
 in seconds and bytes per second. GB is 1e9 bytes, as on data sheets; GiB is 2**30, as allocators count.

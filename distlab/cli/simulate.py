@@ -17,7 +17,6 @@ from distlab.plan.axes import check_order
 if TYPE_CHECKING:
     from simulator import Memory, Step
 
-NOT_TIMED = "not simulated: a pipeline, or a backward in two parts, with stage 2 or 3; or experts with stage 3"
 SHOWN = 8
 
 
@@ -37,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
-    from simulator import memory_of, simulate
+    from simulator import memory_of, simulate, why_not_timed
     from simulator.hardware import presets as hardware
 
     if arguments.list:
@@ -45,10 +44,13 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     plan, workload = plan_of(arguments), workload_of(arguments)
     cluster = find_cluster(arguments.cluster, plan.world_size)
-    step = simulate(workload, cluster, plan, order=order_of(arguments)) if is_timed(plan) else None
+    why_no_time = why_not_timed(plan)
+    step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
     memory = step.memory if step else memory_of(workload, plan)
     if step is None and (arguments.timeline or arguments.trace):
-        raise ValueError(f"--timeline and --trace draw a timeline, and the step is {NOT_TIMED}; use --memory")
+        raise ValueError(
+            f"--timeline and --trace need the step's time, which is not simulated: {why_no_time}; or use --memory"
+        )
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace import write_chrome
@@ -73,14 +75,6 @@ def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     given = arguments.order.split(",") if arguments.order else []
     rest = [axis for axis in AXES if axis not in given]
     return check_order([*rest, *given])
-
-
-def is_timed(plan: Plan) -> bool:
-    """Return whether `simulate` gives the plan's step a time."""
-    sums_each_pass = plan.sharding.stage == 2 and plan.num_microbatches > 1
-    shards_passes = plan.sharding.stage == 3 or sums_each_pass
-    one_stage = plan.pipeline * plan.stages_per_rank == 1 and plan.schedule in ("gpipe", "one_f_one_b")
-    return (one_stage or not shards_passes) and (plan.expert == 1 or plan.sharding.stage < 3)
 
 
 def save_pictures(
@@ -154,6 +148,7 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
 
 def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
     """Lay a step out for a terminal."""
+    from simulator import why_not_timed
     from simulator.units import format_bytes, format_s
 
     used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
@@ -180,7 +175,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
             if sent[axis]
         ]
     else:
-        rows.append(("step", NOT_TIMED))
+        rows.append(("step", f"not simulated: {why_not_timed(plan)}"))
     rows.append(("memory, fullest rank", used if counted["fits"] else f"{used}: DOES NOT FIT"))
     by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from distlab.measure.count.gpt import count_gpt
     from distlab.measure.count.module import workload_from_module
     from distlab.measure.machine.facts import Machine, gpu_names, memory_bytes, num_cores, this_machine, version_of
-    from distlab.measure.machine.facts.ranks import device_of, on_first_rank
+    from distlab.measure.machine.ranks import device_of, on_first_rank
     from distlab.measure.machine.ratio import (
         MIN_BLOCKS,
         Row,

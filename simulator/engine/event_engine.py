@@ -1,4 +1,4 @@
-"""Engine: when every operation of a graph starts and ends, exactly, in whole nanoseconds.
+"""The event engine: when every operation of a graph starts and ends, exactly, in whole nanoseconds.
 
 An operation starts when its lane is free and everything that it needs has ended. With contention a rank computes more
 slowly while it communicates, and communicates more slowly while it computes. Rates then change only when some operation
@@ -41,16 +41,16 @@ class SharedCores(NamedTuple):
 
     Attributes:
         num_cores: of all ranks together.
-        ranks_each: ranks that one of the graph stands for: they compute when it does.
+        ranks_each: real ranks for each rank of the graph; they compute when it does.
     """
 
     num_cores: int
     ranks_each: int = 1
 
     def speeds(self, num_ranks: int) -> tuple[int, list[int]]:
-        """Return how fast ranks of a graph compute when so many of them do (0, 1, ...): multiples of the first number.
+        """Return the compute speed when 0, 1, 2, ... ranks compute at once, in units of the speed when all of them do.
 
-        That number is their speed when all of them do, which durations are for. A rank has one core at most.
+        That unit is the first number: durations are given for it. A rank has at most one core.
         """
         everyone = num_ranks * self.ranks_each
         whole = math.lcm(*range(1, num_ranks + 1)) * self.num_cores
@@ -67,13 +67,19 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
         ValueError: operations wait for one another in a circle; the text names them (a deadlock).
     """
     slow = contention or Contention()
-    if slow.compute_slowdown == 1.0 and slow.communication_slowdown == 1.0 and cores is None:
-        return _run_alone(graph)
+    owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets))
+    if not slows_down(slow) and cores is None and (graph.needs < owners).all():
+        return _run_in_order(graph)
     return _Contended(graph, slow, cores).run()
 
 
+def slows_down(contention: Contention) -> bool:
+    """Return whether computing and communicating at once makes either slower."""
+    return contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
+
+
 def lower_bound_ns(graph: Graph) -> int:
-    """Return a time that no schedule beats: the busiest lane's work."""
+    """Return a lower bound of the time of any schedule: the work of the busiest lane."""
     if not len(graph):
         return 0
     lanes = graph.rank * (int(graph.lane.max()) + 1) + graph.lane
@@ -81,7 +87,7 @@ def lower_bound_ns(graph: Graph) -> int:
 
 
 def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Return how many operations each one waits for, and who waits for it with what latency (lane order included)."""
+    """Return how many operations each one waits for, and which wait for it with what latency (lane order included)."""
     waiting = np.diff(graph.need_offsets).tolist()
     followers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph))]
     owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets)).tolist()
@@ -97,26 +103,23 @@ def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
     return waiting, followers
 
 
-def _run_alone(graph: Graph) -> Times:
-    """Without contention an end does not depend on the order of events: the longest path to each operation."""
-    waiting, followers = _followers(graph)
-    start = [0] * len(graph)
-    end = [0] * len(graph)
-    duration = graph.duration_ns.tolist()
-    ready = [operation for operation, count in enumerate(waiting) if count == 0]
-    done = 0
-    while ready:
-        operation = ready.pop()
-        done += 1
-        end[operation] = now = start[operation] + duration[operation]
-        for follower, latency in followers[operation]:
-            if now + latency > start[follower]:
-                start[follower] = now + latency
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                ready.append(follower)
-    if done < len(graph):
-        raise ValueError(_deadlock(graph, waiting))
+def _run_in_order(graph: Graph) -> Times:
+    """Without contention, an operation added after all that it needs: its start is the longest path to it."""
+    lanes = (graph.rank * (int(graph.lane.max(initial=0)) + 1) + graph.lane).tolist()
+    offsets, needs, latency = graph.need_offsets.tolist(), graph.needs.tolist(), graph.latency_ns.tolist()
+    free = dict.fromkeys(lanes, 0)
+    start: list[int] = []
+    end: list[int] = []
+    for operation, (lane, duration) in enumerate(zip(lanes, graph.duration_ns.tolist(), strict=True)):
+        now = free[lane]
+        for place in range(offsets[operation], offsets[operation + 1]):
+            ready = end[needs[place]] + latency[place]
+            if ready > now:
+                now = ready
+        start.append(now)
+        now += duration
+        end.append(now)
+        free[lane] = now
     return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
 
 
@@ -159,7 +162,7 @@ class _Contended:
                 self._change(operation, now, starts=True)
                 continue
             if version != self.version[operation]:
-                continue  # its rate has changed since this end was foreseen
+                continue  # its rate has changed since this end was predicted
             end[operation] = now
             done += 1
             self._change(operation, now, starts=False)
@@ -173,7 +176,7 @@ class _Contended:
         return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
 
     def _change(self, operation: int, now: int, *, starts: bool) -> None:
-        """Let an operation begin or finish, and foresee anew the ends of those whose rate that changes."""
+        """Let an operation begin or finish, and predict again the ends of those whose rate changes."""
         kind = self.is_communication[operation]
         touched = {operation} if starts else set()
         for rank in self.members[operation]:
@@ -188,9 +191,9 @@ class _Contended:
             (self.computing.add if starts else self.computing.discard)(operation)
             touched |= self.computing
         for other in touched:
-            self._foresee(other, now)
+            self._predict_end(other, now)
 
-    def _foresee(self, operation: int, now: int) -> None:
+    def _predict_end(self, operation: int, now: int) -> None:
         kind = self.is_communication[operation]
         disturbed = any(self.active[rank][1 - kind] for rank in self.members[operation])
         rate = UNITS if disturbed else self.alone_units[kind]
@@ -212,7 +215,7 @@ def _units(slowdown: float) -> int:
 def _deadlock(graph: Graph, waiting: list[int]) -> str:
     stuck = [operation for operation, count in enumerate(waiting) if count > 0]
     lanes: dict[tuple[int, int], int] = {}
-    for operation in stuck:  # the first of each lane is what the lane hangs in
+    for operation in stuck:  # the first one of each lane blocks the lane
         lanes.setdefault((int(graph.rank[operation]), int(graph.lane[operation])), operation)
     blocked = set(stuck)
     texts = []
@@ -220,5 +223,5 @@ def _deadlock(graph: Graph, waiting: list[int]) -> str:
         needs = [need for need in graph.needs_of(operation) if need in blocked]
         what = ", ".join(f"{need} of rank {graph.rank[need]}" for need in needs)
         texts.append(f"rank {rank} lane {lane}: operation {operation} waits for {what or 'the one before it'}")
-    more = f"; and {len(lanes) - SHOWN} lanes more" if len(lanes) > SHOWN else ""
+    more = f"; and {len(lanes) - SHOWN} more lanes" if len(lanes) > SHOWN else ""
     return f"deadlock: {len(stuck)} operations can never start: {'; '.join(texts)}{more}"

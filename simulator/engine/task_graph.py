@@ -1,7 +1,7 @@
-"""Graph: operations, the rank and lane that each occupies, how long it takes, and what it waits for.
+"""A graph of operations: the rank and lane of each, how long it takes, and what it waits for.
 
-A lane runs one operation at a time, in the order in which they were added (first in, first out): that order is a
-dependency as good as any other. Lane 0 of a rank computes; every other lane communicates.
+A lane runs one operation at a time, in the order in which they were added (first in, first out). That order is a
+dependency too. Lane 0 of a rank computes; every other lane communicates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Graph:
     """Operations in columns, numbered in the order in which they were added.
 
     Attributes:
-        rank: who runs the operation.
+        rank: the rank that runs the operation.
         lane: COMPUTE, or a lane of the rank that communicates.
         peer: the other rank that takes part (a send's receiver), or -1.
         duration_ns: how long it takes when it is alone.
-        need_offsets: operation i needs `needs[need_offsets[i]:need_offsets[i + 1]]`, beside its lane's previous one.
+        need_offsets: operation i needs `needs[need_offsets[i]:need_offsets[i + 1]]`, and its lane's previous one.
         needs: operations that must have ended.
-        latency_ns: time between the end of what is needed and the earliest start, one a need.
+        latency_ns: time between the end of what is needed and the earliest start, one per need.
     """
 
     rank: Ints
@@ -44,7 +44,7 @@ class Graph:
         return len(self.rank)
 
     def needs_of(self, operation: int) -> list[int]:
-        """Return the operations that one operation needs, its lane apart."""
+        """Return the operations that one operation needs, without its lane's previous one."""
         first, last = self.need_offsets[operation : operation + 2]
         return [int(need) for need in self.needs[first:last]]
 
@@ -89,9 +89,9 @@ class GraphBuilder:
         self._lane.append(lane)
         self._peer.append(peer)
         self._duration_ns.append(duration_ns)
-        wanted = list(needs)
-        self._needs.extend(wanted)
-        self._latency_ns.extend([latency_ns] * len(wanted))
+        for need in needs:
+            self._needs.append(need)
+            self._latency_ns.append(latency_ns)
         self._offsets.append(len(self._needs))
         return len(self._rank) - 1
 

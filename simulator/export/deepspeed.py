@@ -64,13 +64,13 @@ def deepspeed_notes(plan: Plan) -> tuple[str, ...]:
             f"one_f_one_b{'' if plan.schedule == 'one_f_one_b' else f', not {plan.schedule}'}"
         )
     if plan.context > 1:
-        ring = "; there is no ring" if plan.context_kind == "ring" else ""
+        ring = "; it has no ring" if plan.context_kind == "ring" else ""
         notes.append(
             f"context={plan.context}: in code, deepspeed.sequence.layer.DistributedAttention around each attention, "
             f"which trades positions for heads{ring}"
         )
         if plan.tensor > 1 or plan.pipeline > 1:
-            notes.append("context beside tensor or pipeline: the mesh of a configuration has data and sequence alone")
+            notes.append("context with tensor or pipeline: the mesh of a configuration has data and sequence alone")
     if plan.recompute != "none":
         which = "each layer" if plan.recompute == "full" else "attention's inner part"
         notes.append(f"recompute={plan.recompute!r}: in code, deepspeed.checkpointing.checkpoint around {which}")
@@ -90,7 +90,7 @@ def deepspeed_notes(plan: Plan) -> tuple[str, ...]:
             notes.append("reshard_after_forward=False: by limits so high that nothing is released before its backward")
     if precision is not None:
         if not precision.has_master_weights and precision.compute in ("bfloat16", "float16"):
-            notes.append("master=False: DeepSpeed keeps float32 weights beside 16-bit ones all the same")
+            notes.append("master=False: DeepSpeed keeps float32 weights in addition to 16-bit ones all the same")
         if precision.gradients not in ("float32", precision.compute):
             notes.append(f"gradients={precision.gradients!r}: set as grad_accum_dtype, which some stages refuse")
     if plan.gradient_sync in ("per_parameter", "flat"):
@@ -152,7 +152,7 @@ def _zero(plan: Plan, workload: Workload | None) -> dict[str, Any]:
         found["stage3_param_persistence_threshold"] = 0
         if not sharding.reshard_after_forward:
             found |= {"stage3_max_live_parameters": NEVER, "stage3_max_reuse_distance": NEVER}
-        elif workload is not None:  # one unit beside those that are fetched ahead; let go at once
+        elif workload is not None:  # one unit more than those that are fetched ahead; freed at once
             unit = largest_unit(workload, sharding.unit_layers)
             live = (1 + sharding.prefetch) * unit
             found |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": 0}

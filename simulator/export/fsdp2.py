@@ -23,7 +23,7 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
         max_norm: the gradients' global norm to clip to; a plan says nothing of it.
 
     Raises:
-        ValueError: the name of the layers is no dotted name, or max_norm is not positive.
+        ValueError: the name of the layers is not a dotted name, or max_norm is not positive.
     """
     if not all(part.isidentifier() for part in layers.split(".")):
         raise ValueError(f"layers is {layers!r}; pass the dotted name of the model's list of layers, such as 'blocks'")
@@ -147,7 +147,7 @@ def _shard(plan: Plan, layers: str) -> list[str]:
         f"    units = [layers[first : first + {size}] for first in range(0, len(layers), {size})]",
         "    for unit in units:",
         f"        fully_shard({'unit[0]' if size == 1 else 'unit'}, **options)",
-        "    fully_shard(model, **options)  # what is left: embeddings, the last norm",
+        "    fully_shard(model, **options)  # the rest: embeddings, the last norm",
     ]
     ahead = sharding.prefetch
     if ahead > 1:  # FSDP2 gathers one unit ahead by itself

@@ -1,8 +1,8 @@
-"""Syncs: each exchange of gradients among the replicas of a stage, with its copies and its compression, in nanoseconds.
+"""The cost of each bucket of gradients that a stage's replicas exchange, with copies and compression, in nanoseconds.
 
-A sync is the way of one bucket: pack it (and encode it), send it, unpack it (and decode it). Without compression one
-all-reduce carries the gradients. With it, `exchanges` says what travels instead; PowerSGD alone sends a second time,
-after it has worked on what it received.
+A bucket is packed (and encoded), sent, and unpacked (and decoded). Without compression one all-reduce carries the
+gradients. With compression, `exchanges` says what travels instead. PowerSGD alone sends a second time, after it has
+worked on what it received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 class Later(NamedTuple):
-    """The second time that a bucket sends: what is computed before it, what it carries, what is computed meanwhile."""
+    """The second call of a bucket: what is computed before it, what it carries, what is computed meanwhile."""
 
     between_ns: int
     kind: str
@@ -52,12 +52,12 @@ class Later(NamedTuple):
     after_ns: int
 
 
-class Sync(NamedTuple):
+class BucketCost(NamedTuple):
     """One bucket of gradients on its way to the mean.
 
     Attributes:
         name: what a reader sees.
-        num_bytes: payload of this rank's calls, the second time apart.
+        num_bytes: payload of this rank's calls, without the second one.
         layer: layer of the stage (0 first) whose backward makes the last of its gradients.
         pack_ns: copying the gradients into a buffer and dividing or encoding them, before.
         duration_ns: the all-reduce, or what compression sends instead.
@@ -66,7 +66,7 @@ class Sync(NamedTuple):
         gradient_bytes: bytes of its gradients.
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
         compressed: whether it is encoded.
-        later: the second time, where there is one.
+        later: the second call, where there is one.
         num_tensors: parameters in it.
         parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
         gather: the all-gather of the parameters after the update, where each rank updates only its own.
@@ -94,7 +94,7 @@ class Sync(NamedTuple):
     load: Transfer | None = None
 
 
-def make_syncs(
+def cost_buckets(
     layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
     *,
@@ -102,8 +102,8 @@ def make_syncs(
     plan: Plan,
     codec: MeasuredCodec | None = None,
     whose: str = "",
-) -> tuple[Sync, ...]:
-    """Return what a stage exchanges, in the order in which it starts; `whose` gradients they are ends each name."""
+) -> tuple[BucketCost, ...]:
+    """Return what a stage exchanges, in the order in which it starts; each name ends with `whose`."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
     if group.num_ranks == 1 or not sizes:
         return ()
@@ -117,9 +117,9 @@ def make_syncs(
         travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
         return pack, unpack, *travel
 
-    def sync(what: str, parameters: tuple[int, ...], num_bytes: int) -> Sync:
+    def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
         pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
-        plain = Sync(
+        plain = BucketCost(
             name=f"all_reduce {what}{whose}",
             num_bytes=num_bytes,
             layer=min(owner[parameters[0]], owner[parameters[-1]]),  # parameters rise or fall, and owners with them
@@ -141,13 +141,13 @@ def make_syncs(
         return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
 
     if plan.gradient_sync == "per_parameter":
-        return tuple(sync(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
+        return tuple(cost(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
     if plan.gradient_sync == "flat":
-        return (sync("all gradients", tuple(range(len(sizes))), sum(sizes)),)
+        return (cost("all gradients", tuple(range(len(sizes))), sum(sizes)),)
     small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
     first_bucket_bytes = plan.first_bucket_bytes if small_first else None
     buckets = _buckets(tuple(sizes), plan.bucket_bytes, first_bucket_bytes)
-    return tuple(sync(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
+    return tuple(cost(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
 
 
 @lru_cache(maxsize=64)
@@ -156,8 +156,8 @@ def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int 
     return assign_buckets(sizes, bucket_bytes, first_bucket_bytes)
 
 
-def _compressed(plain: Sync, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> Sync:
-    """Return the sync that sends those calls in place of its gradients.
+def _compressed(plain: BucketCost, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> BucketCost:
+    """Return the cost of a bucket that sends these calls in place of its gradients.
 
     PowerSGD's last call carries the second factor, which is made from the first: it waits for the others.
     """
@@ -183,8 +183,8 @@ def _copies(num_bytes: int, num_tensors: int, gradient_sync: str) -> tuple[Work,
 
     Dividing reads and writes every gradient, and so does a copy. A parameter alone is divided in place. Flat and
     bucketed gradients are copied into a buffer, divided there, and copied back. Overlapped gradients live in the
-    buffer. Each is divided there from a hook, which costs about what a kernel does, and added up while it is in the
-    cache, which tells whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
+    buffer. A hook divides each of them there, which costs about as much as a kernel; it also sums the gradient while it
+    is in the cache, to see whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
     """
     one_pass = 2 * num_bytes
     if gradient_sync == "per_parameter":

@@ -1,4 +1,4 @@
-"""Codec: what encoding a bucket of gradients and decoding it again asks of a device.
+"""What encoding a bucket of gradients and decoding it again asks of a device.
 
 Kernels that compute little are counted in passes: a pass reads or writes every byte of the bucket once. The counts are
 those of a plain implementation, one kernel after the other, nothing fused:
@@ -9,13 +9,13 @@ those of a plain implementation, one kernel after the other, nothing fused:
     quantize    9: extent, shift, scale, round, convert   1 to clear; n x 8: convert, scale, shift, add
     sign        4: mean of |g|, compare                   1 to clear; n x 8
     packing     2 below 8 bits a number                   n x 2
-    powersgd    P = M Q: 2 r flops an element             P Q^T: 2 r flops an element, 1 to write the mean
-    error       3 to add what was left                    3 to keep what is left now
+    powersgd    P = M Q: 2 r flops per element            P Q^T: 2 r flops per element, 1 to write the mean
+    error       3 to add the last step's error            3 to keep this step's error
 
-PowerSGD works between its two exchanges too: it makes the columns of P orthogonal (4 r^2 flops a row) and then
-Q = M^T P; and it finds its error, another product, while the second one travels. Selecting the k largest is priced as a
-radix select, four rounds that read and write the bucket. Libraries differ more in it than in any other row, so a codec
-can be timed where it runs and given to `simulate`: MeasuredCodec.
+PowerSGD works between its two exchanges too. It makes the columns of P orthogonal (4 r^2 flops per row), then
+Q = M^T P. While the second exchange travels it computes its error, another product. Selecting the k largest is priced
+as a radix select: four rounds that read and write the bucket. Libraries differ most in this row. So a codec can be
+timed where it runs, and given to `simulate` as a MeasuredCodec.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CodecTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredCodec:
-    """A codec as it was timed on some ranks: a fixed time a bucket, and a time a byte of its gradients.
+    """A codec as it was timed on some ranks: a fixed time per bucket, and a time per byte of its gradients.
 
     Attributes:
         compression: what was timed.
@@ -87,7 +87,7 @@ class MeasuredCodec:
                 raise ValueError(f"MeasuredCodec: {name} is {value!r}; pass a finite time >= 0")
 
     def slower(self, factor: float) -> MeasuredCodec:
-        """Return the codec with all of its times so many times as long."""
+        """Return the codec with all of its times multiplied by a factor."""
         names = ("encode_s", "encode_s_per_byte", "decode_s", "decode_s_per_byte")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 

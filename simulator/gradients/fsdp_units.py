@@ -1,4 +1,4 @@
-"""Units of sharding: which layers are gathered and let go together, and what each unit's calls cost.
+"""Units of sharding: which layers are gathered and freed together, and what each unit's calls cost.
 
 The blocks of a model, the layers whose names end in a number, form units of `unit_layers` each. All other layers
 (embedding, last norm, head) are the root unit, number 0: its parameters are gathered first, stay until the end of
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from distlab.plan import Layer, Plan, Work, make_units
-from simulator.gradients.buckets import Sync, Transfer
+from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.gradients.shard_costs import NumberBytes, Shards
 from simulator.hardware.cost import compute_s
 from simulator.units import to_ns
@@ -126,7 +126,7 @@ def time_units(units: Sequence[Unit], shards: Shards, each: NumberBytes, plan: P
     return tuple(UnitTimes(unit, **costs(unit.num_elements, len(unit.sizes))) for unit in units)
 
 
-def scattered(syncs: Sequence[Sync], shards: Shards, each: NumberBytes, offload: str) -> tuple[Sync, ...]:
+def scattered(buckets: Sequence[BucketCost], shards: Shards, each: NumberBytes, offload: str) -> tuple[BucketCost, ...]:
     """Turn all-reduces of gradients into the calls of stages 1 and 2: scatter gradients, gather parameters."""
 
     @cache  # most buckets are alike
@@ -155,12 +155,12 @@ def scattered(syncs: Sequence[Sync], shards: Shards, each: NumberBytes, offload:
         }
 
     return tuple(
-        Sync(
-            name=sync.name.replace("all_reduce", "reduce_scatter", 1),
-            layer=sync.layer,
-            gradient_bytes=sync.gradient_bytes,
-            num_tensors=sync.num_tensors,
-            **changes(sync.gradient_bytes, sync.num_tensors, sync.pack_ns, sync.unpack_ns),
+        BucketCost(
+            name=bucket.name.replace("all_reduce", "reduce_scatter", 1),
+            layer=bucket.layer,
+            gradient_bytes=bucket.gradient_bytes,
+            num_tensors=bucket.num_tensors,
+            **changes(bucket.gradient_bytes, bucket.num_tensors, bucket.pack_ns, bucket.unpack_ns),
         )
-        for sync in syncs
+        for bucket in buckets
     )

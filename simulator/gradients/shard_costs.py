@@ -1,9 +1,9 @@
-"""Shards: what gathering, scattering and offloading cost in the groups of ranks that share one set of shards.
+"""What gathering, scattering and offloading cost in the groups of ranks that share one set of shards.
 
-Ranks with equal copies of the parameters share them out: replicas, and with them ranks that split the positions. With
-`replicas` in the plan these ranks form several sets (hybrid sharding). Neighbouring ranks,
-which share a node where they fit, hold one set: they gather and scatter. Ranks with the same shard in different sets
-then sum what they hold of the gradients, 1/s of the bytes, over the slower links.
+Ranks with equal copies of the parameters share them out: replicas, and ranks that split the positions. With `replicas`
+in the plan these ranks form several sets (hybrid sharding). Neighbouring ranks, which share a node where they fit, hold
+one set: they gather and scatter. Ranks with the same shard in different sets then sum their gradients of it, 1/s of the
+bytes, over the slower links.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shards:
         copies: groups of ranks with equal copies, those that sit alike in their nodes once.
         num_shards: ranks that one set of shards is spread over.
         replicas: sets.
-        links: a line of its own for a kind of call, and for its part on the computing rank, where one was measured.
+        links: the measured link of a kind of call, and of its part on the computing rank, where there is one.
     """
 
     cluster: Cluster
@@ -64,14 +64,14 @@ class Shards:
     def gather(self, num_elements: int, bytes_each: int) -> Transfer:
         """Return the all-gather of a flat buffer.
 
-        Cost: (s-1)/s of its bytes sent a rank, in s - 1 steps.
+        Cost: (s-1)/s of its bytes sent per rank, in s - 1 steps.
         """
         return self._in_a_set("all_gather", self.padded(num_elements) * bytes_each)
 
     def scatter(self, num_elements: int, bytes_each: int) -> tuple[Transfer, ...]:
         """Return the reduce-scatter of a flat buffer, and the all-reduce of the shard where there are replicas.
 
-        Cost: (s-1)/s of its bytes sent a rank, and 2(r-1)/r of a shard's.
+        Cost: (s-1)/s of its bytes sent per rank, and 2(r-1)/r of a shard's.
         """
         whole = self.padded(num_elements) * bytes_each
         own = self._in_a_set("reduce_scatter", whole)
@@ -90,7 +90,7 @@ class Shards:
     def faults(self, num_tensors: int) -> Transfer:
         """Return the small all-reduce over all ranks that tells them what became of each tensor's gradient.
 
-        Cost: FAULT_BYTES a tensor, summed by a ring.
+        Cost: FAULT_BYTES per tensor, summed by a ring.
         """
         num_bytes = FAULT_BYTES * num_tensors
         groups = self._groups(self.copies)

@@ -1,4 +1,4 @@
-"""Cost: how long work takes on a device, and a message or a collective on a link.
+"""How long work takes on a device, and a message or a collective on a link.
 
 The alpha-beta model: one message of S bytes takes `latency + S / bandwidth`. A collective is a number of steps, each
 with its latency, and a number of bytes that every rank must push through its link:
@@ -35,7 +35,7 @@ class Steps(NamedTuple):
 
 
 def compute_s(work: Work, device: Device) -> float:
-    """Return the time of work on a device: matrix products, then all other kernels, and a fixed time a kernel.
+    """Return the time of work on a device: matrix products, then all other kernels, and a fixed time per kernel.
 
     The parts are added, not the longest taken: `Work` already puts each kernel on the side of the roofline that bounds
     it, and the kernels of one stream follow one another.
@@ -64,8 +64,8 @@ def message_s(num_bytes: float, link: Link) -> float:
 def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     """Return the steps of an all-reduce among n ranks.
 
-    Cost: see the table of this file. A number of ranks that is no power of two costs halving-doubling one exchange of
-    the whole message more before and after, and the tree a level that is not full.
+    Cost: see the table of this file. Where the number of ranks is not a power of two, halving-doubling exchanges the
+    whole message once more before and after; the tree has a level that is not full.
     Source: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (ring, halving-doubling); Sanders, Speck, Traeff 2009 (double
         binary tree); NVIDIA, Hot Chips 34, 2022 (in the switch: n + 1 parts of S/n each way instead of 2(n-1)).
 
@@ -111,7 +111,7 @@ def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = 
 
 
 def reduce_scatter_s(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the time of a ring reduce-scatter of num_bytes on each rank (a rank keeps 1/n of the sum)."""
+    """Return the time of a ring reduce-scatter of num_bytes on each rank (each rank keeps 1/n of the sum)."""
     _check_bytes(num_bytes)
     return steps_s(num_bytes, reduce_scatter_steps(num_ranks), link)
 

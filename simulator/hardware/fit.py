@@ -1,8 +1,8 @@
-"""Fit: a link's latencies and bandwidths from measured times of one collective at several sizes.
+"""Fit a link: its latencies and bandwidths from measured times of one collective at several sizes.
 
 A collective on one protocol is a straight line in the size: `steps x latency + factor / bandwidth x size`. A library
-that switches protocols gives the lower of two lines. The fit tries every place where the switch could be, draws the
-line of least relative error through the points on each side, and keeps the pair with the least error over all points.
+that switches protocols gives the lower of two lines. The fit tries every place where the switch could be, and draws
+the line of least relative error through the points on each side. It keeps the pair with the least error in all.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def fit_link(
     Error: least mean absolute relative error (not squared: one disturbed measurement must not move the line).
 
     Raises:
-        ValueError: fewer than two different sizes, sizes and times of different number, a time or a size that is not
-            positive, fewer than two ranks, or times that do not grow with the size.
+        ValueError: there are fewer than two different sizes, fewer than two ranks, or not as many times as sizes; or a
+            time or a size is not positive; or the times do not grow with the size.
     """
     return fit_steps(sizes_bytes, times_s, all_reduce_steps(num_ranks, algorithm), name=name, source=source)
 

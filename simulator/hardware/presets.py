@@ -1,6 +1,6 @@
 """Hardware: named devices, links and clusters from presets.toml, each figure with its source and date.
 
-A preset holds the data sheet's figure and, where somebody published one, a measured figure. `measured=True`, the
+A preset holds the data sheet's figure and, where one was published, a measured figure. `measured=True`, the
 default, takes the measured figure where there is one; `measured=False` the data sheet's alone. The difference is what a
 prediction from a data sheet gets wrong.
 """
@@ -66,7 +66,7 @@ def names(table: str) -> tuple[str, ...]:
     """Return the names of the presets in one of the tables "devices", "links" and "clusters".
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: the table does not exist.
     """
     tables = _presets()
     if table not in tables:

@@ -1,4 +1,4 @@
-"""Groups: ranks that exchange something, where they sit in the nodes, and what a call among them costs.
+"""Process groups: ranks that exchange something, where they sit in the nodes, and what a call among them costs.
 
 Every device has a wire of its own inside its node and a wire of its own to other nodes, as the presets' figures are a
 device's. So groups that exchange at the same time do not slow one another down.
@@ -45,7 +45,7 @@ class Group(NamedTuple):
         num_ranks: how many.
         is_in_one_node: whether no message leaves a node.
         ranks_per_node: ranks in each node, where all have as many (of neighbours: where they fill their nodes); else 0.
-        links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
+        links: the measured link of each kind of call that was measured, used in place of the cluster's links.
     """
 
     cluster: Cluster
@@ -92,7 +92,7 @@ class Group(NamedTuple):
         return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 
 
-class Seat(NamedTuple):
+class NodePlacement(NamedTuple):
     """How ranks sit in their nodes: what their calls cost follows from it. See `Group` for the fields."""
 
     num_ranks: int
@@ -100,18 +100,18 @@ class Seat(NamedTuple):
     ranks_per_node: int
 
 
-def seat_of(ranks: Sequence[int], per_node: int) -> Seat:
+def placement_of(ranks: Sequence[int], per_node: int) -> NodePlacement:
     """Return how these ranks, which rise, sit in nodes of `per_node`."""
     first, count = ranks[0], len(ranks)
     if first // per_node == ranks[-1] // per_node:
-        return Seat(count, True, count)
+        return NodePlacement(count, True, count)
     if ranks[-1] - first == count - 1:
-        return Seat(count, False, per_node if first % per_node == 0 and count % per_node == 0 else 0)
+        return NodePlacement(count, False, per_node if first % per_node == 0 and count % per_node == 0 else 0)
     in_nodes = Counter(rank // per_node for rank in ranks)
     same = len(set(in_nodes.values())) == 1
-    return Seat(count, False, in_nodes[first // per_node] if same else 0)
+    return NodePlacement(count, False, in_nodes[first // per_node] if same else 0)
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int], links: Links = NO_LINKS) -> Group:
     """Return the group of these ranks, which rise."""
-    return Group(cluster, *seat_of(ranks, cluster.devices_per_node), links)
+    return Group(cluster, *placement_of(ranks, cluster.devices_per_node), links)

@@ -1,4 +1,4 @@
-"""Layout: where the ranks of a plan sit in a cluster, and who exchanges with whom along each axis.
+"""Where the ranks of a plan sit in a cluster, and who exchanges with whom along each axis.
 
 Ranks are numbered by the mesh of `distlab.plan.axes`: the last axis of its order varies fastest. A node holds
 neighbouring numbers, so the order decides which exchanges stay inside nodes.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import AXES, Cluster, Plan
 from distlab.plan.axes import check_order
-from simulator.hardware.process_groups import Group, Links, Seat, seat_of
+from simulator.hardware.process_groups import Group, Links, NodePlacement, placement_of
 
 Ints = NDArray[np.int64]
 LARGE_BYTES = 1e9
@@ -31,7 +31,7 @@ class Layout:
         cluster: the devices.
         plan: the degrees.
         order: axes from the slowest to the fastest.
-        links: of each kind of call that was measured, the line that it takes in place of the cluster's links.
+        links: the measured link of each kind of call that was measured, used in place of the cluster's links.
     """
 
     cluster: Cluster
@@ -52,16 +52,16 @@ class Layout:
 
     @cached_property
     def ranks(self) -> Ints:
-        """Numbers of the ranks, one row a rank of the pipeline: all that run its stages [P, R]."""
+        """Numbers of the ranks, one row per rank of the pipeline: all that run its stages [P, R]."""
         return _grid(self._sizes, self.order, ("pipeline",)).T
 
     def groups(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Group, ...]:
         """Return the groups along some axes at a place in the pipeline, one of all those that cost alike."""
-        return tuple(Group(self.cluster, *seat, self.links) for seat in self.seats(axes, pipeline))
+        return tuple(Group(self.cluster, *seat, self.links) for seat in self.placements(axes, pipeline))
 
-    def seats(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Seat, ...]:
+    def placements(self, axes: Sequence[str], pipeline: int = 0) -> tuple[NodePlacement, ...]:
         """Return how the groups along some axes at a place in the pipeline sit in their nodes, each way once."""
-        return _seats(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
+        return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
 
     def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
         """Return the group along some axes that a large all-reduce takes longest in: all wait for it."""
@@ -117,9 +117,9 @@ def _rows(
 
 
 @lru_cache(maxsize=256)
-def _seats(
+def _placements(
     sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
-) -> tuple[tuple[Seat, ...], ...]:
+) -> tuple[tuple[NodePlacement, ...], ...]:
     """Return for each place in the pipeline how the groups along `axes` sit in their nodes, each way once."""
     places = _rows(sizes, order, axes, per_node)
-    return tuple(tuple(dict.fromkeys(seat_of(row, per_node) for row in rows)) for rows in places)
+    return tuple(tuple(dict.fromkeys(placement_of(row, per_node) for row in rows)) for rows in places)

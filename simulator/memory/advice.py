@@ -244,7 +244,7 @@ def _ranks(plan: Plan, stage: int) -> str:
 
 
 def _more_ranks(workload: Workload, plan: Plan, device: Device) -> str:
-    """Say from how many data-parallel ranks on the plan fits with all that saves memory, or why none helps."""
+    """Say how many data-parallel ranks make the plan fit with all that saves memory, or why no number does."""
     spare = replace(plan, compression=None, recompute="full", schedule="one_f_one_b")
     split = workload.samples if workload.samples & (workload.samples - 1) == 0 else 1
     smallest = split_samples(workload, split)

@@ -1,8 +1,8 @@
-"""What units of sharding hold while layers pass: gathered parameters, and the way of their gradients.
+"""What units of sharding hold while layers run: gathered parameters, and gradients on their way.
 
 Forward gathers the root first, and each unit with those fetched ahead; backward the same from the other end. A unit's
-gradients wait until all are there (raw), are put end to end (flat), and travel while the next unit computes; the other
-ranks' parts of the own shard arrive beside them, n - 1 at once.
+gradients wait until all are there (raw), are put end to end (flat), and travel while the next unit computes. At the
+same time the other ranks' parts of the own shard arrive, n - 1 at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory: bytes of each kind on a rank, at the peak and over a step, for any plan.
+"""Bytes of each kind on a rank, at the peak and over a step, for any plan.
 
     memory = memory_of(workload, plan)          # no clock: counts alone
     memory.of("activations"), memory.total_bytes, memory.over_time()
@@ -6,8 +6,8 @@
 What a step holds: parameters, optimizer state and master weights all the time; gradients from the first backward on,
 or all the time where they live in buckets; the activations of a micro-batch from each layer's forward to the end of
 that layer's backward. The update takes a little more. Buffers are what communication needs: buckets, gathered units.
-Temporary is what lives shorter than a pass: recomputed activations, gradients of activations. With compression the
-errors, what was not sent yet.
+Temporary is what lives for less than a pass: recomputed activations, gradients of activations. Errors, with
+compression, are what was not sent yet.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distlab.plan import Device, Plan, Workload, balance, make_schedule
-from simulator.memory.kinds import KINDS
-from simulator.memory.over_time import Passes, Turns, one_by_one, peaks_of, rows_of, turns_of, untimed
+from simulator.memory.model_states import KINDS
+from simulator.memory.over_time import (
+    RankPasses,
+    TimedPasses,
+    one_f_one_b_passes,
+    passes_of_ranks,
+    peaks_of,
+    rows_of,
+    untimed,
+)
 from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.stage import Ints, StageBytes, count_stage
-from simulator.pipeline.schedule_arrays import order_of
+from simulator.pipeline.schedule_arrays import arrays_of
 from simulator.precision import Widths, widths_of
 from simulator.stage.stage import Stage, check_enough_layers
 
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "Memory",
-    "Passes",
+    "TimedPasses",
     "StageBytes",
     "Widths",
     "activation_bytes_per_layer",
@@ -52,10 +60,10 @@ class Memory:
 
     Attributes:
         stages: what each stage holds, and when.
-        peak_bytes: the most of each kind: one row a rank, one column a kind of KINDS. Kinds peak at different moments.
+        peak_bytes: the most of each kind, one row per rank and one column per kind. Kinds peak at different moments.
         at_peak_bytes: the same at the one moment when the rank holds most.
         in_flight: passes whose activations each rank holds at most.
-        turns: what each rank runs, in order.
+        order: what each rank runs, in order.
         clock: when each rank's passes run, or None.
     """
 
@@ -63,29 +71,29 @@ class Memory:
     peak_bytes: Ints
     at_peak_bytes: Ints
     in_flight: tuple[int, ...]
-    turns: tuple[Turns, ...]
-    clock: tuple[Passes, ...] | None = None
+    order: tuple[RankPasses, ...]
+    clock: tuple[TimedPasses, ...] | None = None
 
     @property
-    def timed(self) -> bool:
+    def has_clock(self) -> bool:
         """Whether `over_time` is in nanoseconds: else a layer's forward takes 1, and its backward 2."""
         return self.clock is not None
 
     @cached_property
-    def passes(self) -> tuple[Passes, ...]:
+    def passes(self) -> tuple[TimedPasses, ...]:
         """When each rank's passes run, by the clock or one after the other."""
         if self.clock is not None:
             return self.clock
-        return tuple(untimed(turns, {at: len(self.stages[at].kept) for at in turns.stages}) for turns in self.turns)
+        return tuple(untimed(order, {at: len(self.stages[at].kept) for at in order.stages}) for order in self.order)
 
     def rows(self, rank: int = 0) -> Ints:
         """Return what a rank holds as each layer of each pass begins, and after it, at the update and at the end."""
-        turns = self.turns[rank]
-        return rows_of({at: self.stages[at] for at in turns.stages}, turns)
+        order = self.order[rank]
+        return rows_of({at: self.stages[at] for at in order.stages}, order)
 
     @cached_property
     def total_bytes(self) -> Ints:
-        """Bytes of all kinds at the fullest moment, one number a rank of the pipeline."""
+        """Bytes of all kinds at the fullest moment, one number per rank of the pipeline."""
         return np.asarray(self.at_peak_bytes.sum(axis=1), np.int64)
 
     @property
@@ -101,7 +109,7 @@ class Memory:
     @cached_property
     def host_bytes_of_ranks(self) -> tuple[int, ...]:
         """Bytes that each rank of the pipeline keeps in the host's memory."""
-        return tuple(sum(self.stages[stage].host for stage in turns.stages) for turns in self.turns)
+        return tuple(sum(self.stages[stage].host for stage in order.stages) for order in self.order)
 
     @property
     def host_bytes(self) -> int:
@@ -128,10 +136,10 @@ class Memory:
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """
-        always = np.sum([self.stages[stage].always for stage in self.turns[rank].stages], axis=0)
+        always = np.sum([self.stages[stage].always for stage in self.order[rank].stages], axis=0)
         rows = np.concatenate([always[None], self.rows(rank)])
         times = np.append(0, self.passes[rank].moments())
-        times[-1] = max(times[-1], times[-2] + 1)  # what is left at the end is always seen
+        times[-1] = max(times[-1], times[-2] + 1)  # the last row is always shown
         first = np.flatnonzero(np.diff(times, prepend=-1))
         return times[first], np.maximum.reduceat(rows, first, axis=0)  # of one moment, the most
 
@@ -140,16 +148,16 @@ def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
     Stages are cut so that their matrix products are balanced. In flight under 1F1B: min(m, p - i) micro-batches on
-    stage i; under GPipe all m. Under any other schedule of the plan, what its order holds: a backward that is split
-    holds a micro-batch's activations until its W, which needs them (automatic schedules are made for equal times here;
-    `simulate` knows the stages' own). `num_chunks` counts an interleaved 1F1B by its
-    formula instead, with equal parts of a stage (see `num_in_flight`).
+    stage i; under GPipe all m. Any other schedule is counted action by action: a split backward holds a micro-batch's
+    activations until its W, which needs them. Automatic schedules are made for equal times here; `simulate` knows the
+    stages' own. `num_chunks` counts an interleaved 1F1B by its formula instead, with equal parts of a stage (see
+    `num_in_flight`).
 
-    Cost: some tens of microseconds a stage, whatever the number of micro-batches, for GPipe and 1F1B; else the order is
-        gone through once, and kept for the next time.
+    Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
+        schedule is walked through once, and kept for the next call.
     Error: exact for what it counts, with padding. Not counted: inner gradients of a layer, work spaces of libraries,
-        what an allocator loses to fragments, and activations' dropout masks under another precision, which keep a byte
-        an element. The copy in the compute type that ZeRO-3 keeps of its shard is counted, as the paper counts it.
+        and fragmentation in the allocator. Under another precision all activations are scaled, although dropout
+        masks stay at one byte per element. ZeRO-3's copy of the shard in the compute type is counted, as in the paper.
     Source: Rajbhandari et al. 2020 (1910.02054); Korthikanti et al. 2022 (2205.05198), equations 1 to 5.
 
     Raises:
@@ -160,13 +168,13 @@ def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
     stages = tuple(count_stage(workload, plan, cut, num_chunks) for cut in _cuts(workload.matmul_flops, num_stages))
     if num_chunks == 1 and plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
-        return _memory(stages, _turns(*make))
+        return _memory(stages, _passes_of_family(*make))
     total = plan.num_microbatches * num_chunks
     held = [num_in_flight(plan, index, num_chunks) for index in range(plan.pipeline)]
-    turns = tuple(one_by_one(index, count, total) for index, count in enumerate(held))
+    order = tuple(one_f_one_b_passes(index, count, total) for index, count in enumerate(held))
     # The shortest order that has the peaks: two steady pairs behind the filling, the last apart.
-    short = tuple(one_by_one(index, count, min(total, count + 2)) for index, count in enumerate(held))
-    return replace(_memory(stages, short), turns=turns)
+    short = tuple(one_f_one_b_passes(index, count, min(total, count + 2)) for index, count in enumerate(held))
+    return replace(_memory(stages, short), order=order)
 
 
 def num_in_flight(plan: Plan, stage: int, num_chunks: int = 1) -> int:
@@ -189,27 +197,27 @@ def step_memory(workload: Workload, plan: Plan, stages: Sequence[Stage], timing:
         count_stage(workload, plan, (start, stop)) for start, stop in zip([0, *stops[:-1]], stops, strict=True)
     )
     offsets = timing.order.offsets.tolist()
-    turns = turns_of(timing.order)
+    order = passes_of_ranks(timing.order)
     passes = []
-    for rank, (own, first, stop) in enumerate(zip(turns, offsets[:-1], offsets[1:], strict=True)):
+    for rank, (own, first, stop) in enumerate(zip(order, offsets[:-1], offsets[1:], strict=True)):
         layers_ns = {stage: stages[stage].passes_ns for stage in own.stages}
         times = (timing.start_ns[first:stop], timing.end_ns[first:stop])
-        passes.append(Passes(own, *times, layers_ns, timing.optimizer[rank]))
-    return _memory(counted, turns, tuple(passes))
+        passes.append(TimedPasses(own, *times, layers_ns, timing.optimizer[rank]))
+    return _memory(counted, order, tuple(passes))
 
 
 def _memory(
-    stages: tuple[StageBytes, ...], turns: tuple[Turns, ...], clock: tuple[Passes, ...] | None = None
+    stages: tuple[StageBytes, ...], order: tuple[RankPasses, ...], clock: tuple[TimedPasses, ...] | None = None
 ) -> Memory:
     """Find the peaks."""
-    pairs = [peaks_of({at: stages[at] for at in own.stages}, own) for own in turns]
+    pairs = [peaks_of({at: stages[at] for at in own.stages}, own) for own in order]
     peak, at_peak = (np.array(rows, np.int64) for rows in zip(*pairs, strict=True))
-    return Memory(stages, peak, at_peak, tuple(own.peak_in_flight for own in turns), turns, clock)
+    return Memory(stages, peak, at_peak, tuple(own.peak_in_flight for own in order), order, clock)
 
 
 @lru_cache(maxsize=64)
-def _turns(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[Turns, ...]:
-    return turns_of(order_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
+def _passes_of_family(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[RankPasses, ...]:
+    return passes_of_ranks(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
 
 
 @lru_cache(maxsize=256)

@@ -11,26 +11,39 @@ from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, assign_buckets
 from simulator.memory.fsdp_units import UnitBytes
-from simulator.memory.kinds import BUFFERS, ERRORS, GRADIENTS, KINDS, MASTER, OPTIMIZER, PARAMETERS
 from simulator.precision import Widths
 
 Floats = NDArray[np.float64]
 
+# The kinds in which memory is counted, and the column of each.
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "master weights",
+    "activations",
+    "logits",
+    "buffers",
+    "temporary",
+    "errors",
+)
+PARAMETERS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARY, ERRORS = range(len(KINDS))
+
 
 class States(NamedTuple):
-    """What training holds beside activations.
+    """What training holds in addition to activations.
 
     Attributes:
-        always: all the step long [K].
+        always: during the whole step [K].
         grown: gradients, when each layer's first backward begins, and after it [L + 1].
-        beside: gradients that earlier micro-batches leave beside the buckets, the same [L + 1].
+        unsent: like `grown`, for gradients that wait outside the buckets until the last micro-batch [L + 1].
         arriving: of other ranks' gradients, when each layer's backward begins, and after it [L + 1].
         host: in the host's memory.
     """
 
     always: Floats
     grown: Floats
-    beside: Floats
+    unsent: Floats
     arriving: Floats
     host: int
 
@@ -72,7 +85,7 @@ def count_states(
         if sharding.stage:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient
             arriving = _under_way(np.array(sizes), ends) / plan.tensor * (ranks - 1) / ranks
-        if sharding.stage == 2:  # lent again and again, also by the next step
+        if sharding.stage == 2:  # used again and again, also by the next step
             always[BUFFERS] = two
         elif plan.gradient_sync in ("flat", "bucketed"):
             always[BUFFERS] = whole * widths.gradient
@@ -84,15 +97,15 @@ def count_states(
     grown = units.grown if units else np.ceil(passed * gradients / max(whole, 1.0)) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
-    # into the buckets and sent once. Stage 2 has no place for them: it sends after each micro-batch.
-    beside = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
+    # into the buckets and sent once. Stage 2 does not keep them: it sends after each micro-batch.
+    unsent = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
     if sharding.offload == "all":  # shards and their gradients live together
         host += gradients
         always[GRADIENTS], grown = 0.0, np.zeros(len(passed))
-    return States(always, grown, beside, arriving, int(np.ceil(host)))
+    return States(always, grown, unsent, arriving, int(np.ceil(host)))
 
 
 def _passed(sizes: Floats) -> Floats:

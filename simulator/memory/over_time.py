@@ -1,7 +1,7 @@
-"""Memory passes: what a rank holds while it runs its passes, whatever their order and whichever of its stages.
+"""What a rank holds while it runs its passes, in any order and for any of its stages.
 
-While one stage works, the rank's others rest: they hold the activations of the micro-batches that they have in flight,
-and the gradients that they have made.
+While one stage works, the rank's other stages rest: they hold the activations of the micro-batches that they have in
+flight, and the gradients that they have made.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.memory.kinds import GRADIENTS, KINDS
+from simulator.memory.model_states import GRADIENTS, KINDS
 from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes
-from simulator.pipeline.schedule_arrays import B, F, I, Order, W
+from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays, W
 
 CHANGE = np.array([1, -1, 0, -1])  # of what is in flight: F, B, I, W
 
 
-class Turns(NamedTuple):
+class RankPasses(NamedTuple):
     """What a rank runs, in order.
 
     Attributes:
@@ -38,37 +38,37 @@ class Turns(NamedTuple):
 
     @property
     def peak_in_flight(self) -> int:
-        """The most micro-batches (a stage each) in flight: forward has run, and B or W has not."""
+        """The largest number of micro-batches (per stage) in flight: forward has run, and B or W has not."""
         return int(np.cumsum(CHANGE[self.kind]).max(initial=0))
 
 
-def turns_of(order: Order) -> tuple[Turns, ...]:
+def passes_of_ranks(order: ScheduleArrays) -> tuple[RankPasses, ...]:
     """Return what each rank runs."""
     bounds = zip(order.offsets[:-1].tolist(), order.offsets[1:].tolist(), strict=True)
     stage, kind = order.stage.astype(np.int64), order.kind.astype(np.int64)
-    return tuple(Turns(stage[first:stop], kind[first:stop]) for first, stop in bounds)
+    return tuple(RankPasses(stage[first:stop], kind[first:stop]) for first, stop in bounds)
 
 
-def one_by_one(stage: int, in_flight: int, total: int) -> Turns:
-    """Return the turns of one stage: forwards until `in_flight` are held, then one backward for one forward."""
+def one_f_one_b_passes(stage: int, in_flight: int, total: int) -> RankPasses:
+    """Return the order of one stage: forwards until `in_flight` are held, then one backward for one forward."""
     steady = np.tile([B, F], total - in_flight)
     kind = np.concatenate([np.full(in_flight, F), steady, np.full(in_flight, B)])
-    return Turns(np.full(len(kind), stage), kind)
+    return RankPasses(np.full(len(kind), stage), kind)
 
 
 @dataclass(frozen=True, eq=False)
-class Passes:
+class TimedPasses:
     """When a rank's passes run, in its order.
 
     Attributes:
-        turns: what each pass is.
+        order: what each pass is.
         start_ns: [A].
         end_ns: [A].
         layers_ns: of each stage, times of each layer in an F, B, I and W; a pass that takes longer is stretched.
         update_ns: start and end of the optimizer's update.
     """
 
-    turns: Turns
+    order: RankPasses
     start_ns: Ints
     end_ns: Ints
     layers_ns: Mapping[int, Sequence[Sequence[int]]]
@@ -76,7 +76,7 @@ class Passes:
 
     def moments(self) -> Ints:
         """Return when each layer of each pass begins, and the pass ends, and the update's two; as `rows_of`."""
-        stage, kind = self.turns
+        stage, kind = self.order
         places, size = _places(stage, {number: len(layers[F]) for number, layers in self.layers_ns.items()})
         moments = np.empty(size, np.int64)
         for number, layers_ns in self.layers_ns.items():
@@ -88,37 +88,37 @@ class Passes:
         return np.append(moments, self.update_ns)
 
 
-def untimed(turns: Turns, num_layers: Mapping[int, int]) -> Passes:
+def untimed(order: RankPasses, num_layers: Mapping[int, int]) -> TimedPasses:
     """Return passes one after the other, where a layer's forward takes 1, and its backward 2 (I and W 1 each)."""
-    layers = np.array([num_layers.get(stage, 0) for stage in range(int(turns.stage.max(initial=0)) + 1)])
-    length = np.array([1, 2, 1, 1])[turns.kind] * layers[turns.stage]
+    layers = np.array([num_layers.get(stage, 0) for stage in range(int(order.stage.max(initial=0)) + 1)])
+    length = np.array([1, 2, 1, 1])[order.kind] * layers[order.stage]
     end = np.cumsum(length)
     each = {stage: [[unit] * count for unit in (1, 2, 1, 1)] for stage, count in num_layers.items()}
     last = int(end[-1])
-    return Passes(turns, end - length, end, each, (last, last + sum(num_layers.values())))
+    return TimedPasses(order, end - length, end, each, (last, last + sum(num_layers.values())))
 
 
-def rows_of(own: Mapping[int, StageBytes], turns: Turns) -> Ints:
+def rows_of(own: Mapping[int, StageBytes], order: RankPasses) -> Ints:
     """Return what a rank holds all through a step: as each layer of each pass begins, after the pass, at the update.
 
     Shapes: A passes of L layers -> [A (L + 1) + 2, K], where L may differ between stages
     """
-    return _evaluate(own, turns, *_states(own, turns))
+    return _evaluate(own, order, *_states(own, order))
 
 
-def peaks_of(own: Mapping[int, StageBytes], turns: Turns) -> tuple[Ints, Ints]:
+def peaks_of(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints]:
     """Return the most of each kind, and the kinds at the fullest moment; each state of the rank is looked at once."""
-    others, phase = _states(own, turns)
-    table = np.unique(np.column_stack([*turns, others, phase]), axis=0)
+    others, phase = _states(own, order)
+    table = np.unique(np.column_stack([*order, others, phase]), axis=0)
     count = len(own)
-    turns = Turns(table[:, 0], table[:, 1])
-    rows = _evaluate(own, turns, table[:, 2 : 2 + count], table[:, 2 + count :])
+    order = RankPasses(table[:, 0], table[:, 1])
+    rows = _evaluate(own, order, table[:, 2 : 2 + count], table[:, 2 + count :])
     return rows.max(axis=0), rows[rows.sum(axis=1).argmax()]
 
 
-def _states(own: Mapping[int, StageBytes], turns: Turns) -> tuple[Ints, Ints]:
-    """Return, for each pass, what every stage of the rank has in flight beside the one at work, and its phase."""
-    stage, kind = turns
+def _states(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints]:
+    """Return, for each pass, what every stage of the rank has in flight, without the one at work, and its phase."""
+    stage, kind = order
     others, phases = [], []
     for number in own:
         mine = stage == number
@@ -133,16 +133,16 @@ def _states(own: Mapping[int, StageBytes], turns: Turns) -> tuple[Ints, Ints]:
     return np.stack(others, axis=1), np.stack(phases, axis=1)
 
 
-def _evaluate(own: Mapping[int, StageBytes], turns: Turns, others: Ints, phase: Ints) -> Ints:
+def _evaluate(own: Mapping[int, StageBytes], order: RankPasses, others: Ints, phase: Ints) -> Ints:
     always = np.sum([each.always for each in own.values()], axis=0)
-    places, size = _places(turns.stage, {number: len(each.kept) for number, each in own.items()})
+    places, size = _places(order.stage, {number: len(each.kept) for number, each in own.items()})
     out = np.empty((size + 2, len(KINDS)), np.int64)
     for at, (number, each) in enumerate(own.items()):
-        mine = turns.stage == number
-        rows = each.working(turns.kind[mine], others[mine, at], phase[mine, at])
-        for beside, other in enumerate(own.values()):
-            if beside != at:
-                rows += other.resting(others[mine, beside], phase[mine, beside])[:, None]
+        mine = order.stage == number
+        rows = each.working(order.kind[mine], others[mine, at], phase[mine, at])
+        for place, other in enumerate(own.values()):
+            if place != at:
+                rows += other.resting(others[mine, place], phase[mine, place])[:, None]
         out[places[number]] = rows + always
     out[-1] = always
     out[-1, GRADIENTS] += sum(int(each.gradients[-1]) for each in own.values())

@@ -1,10 +1,10 @@
-"""Memory by published formulas: model states of ZeRO, activations of a transformer layer."""
+"""Published formulas of memory: model states of ZeRO, activations of a transformer layer."""
 
 from __future__ import annotations
 
 
 def adam_state_bytes(num_parameters: float, *, zero_stage: int = 0, num_ranks: int = 1) -> float:
-    """Return bytes a rank of mixed-precision Adam: parameters 2, gradients 2, optimizer 12 a parameter.
+    """Return bytes per rank of mixed-precision Adam: 2 per parameter, 2 for its gradient, 12 for the optimizer.
 
     Stage 1 shards the optimizer over the ranks, stage 2 gradients too, stage 3 parameters too.
 

@@ -1,7 +1,7 @@
 """What a rank holds of one pipeline stage: bytes by kind, all the time and while each layer passes forward or backward.
 
 A micro-batch's activations are held layer by layer: from the start of a layer's forward to the end of its backward. So
-what is held over a step has the shape of a saw.
+what is held over a step rises and falls like the teeth of a saw.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 from distlab.plan import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS, kinds_of
 from simulator.memory.fsdp_units import unit_bytes
-from simulator.memory.kinds import ACTIVATIONS, BUFFERS, GRADIENTS, KINDS, LOGITS, OPTIMIZER, TEMPORARY
-from simulator.memory.model_states import count_states
+from simulator.memory.model_states import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    KINDS,
+    LOGITS,
+    OPTIMIZER,
+    TEMPORARY,
+    count_states,
+)
 from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import local_layers
 
@@ -31,17 +39,17 @@ NONE, FIRST, MIDDLE, LAST, AFTER, ONLY = range(6)
 
 @dataclass(frozen=True, eq=False)
 class StageBytes:
-    """What a rank of one stage holds, one column a kind of KINDS.
+    """What a rank of one stage holds, one column per kind of KINDS.
 
     Attributes:
-        always: all the step long [K].
+        always: during the whole step [K].
         kept: of one micro-batch by each layer, from its forward to its backward [L, K].
-        forward: beside that, while each layer's forward runs [L, K].
-        backward: while each layer's backward runs [L, K].
+        forward: in addition, while each layer's forward runs [L, K].
+        backward: the same while each layer's backward runs [L, K].
         between: from the end of a micro-batch's forward to the start of its backward [K].
-        update: while the optimizer works, beside what is held then [K].
+        update: in addition to what is held then, while the optimizer works [K].
         gradients: bytes that the first backward has added when each layer's backward begins, and after it [L + 1].
-        beside: the same of gradients that are kept beside the buckets until the last micro-batch takes them in [L + 1].
+        unsent: like `gradients`, for those that wait outside the buckets until the last micro-batch is added [L + 1].
         tail: of buffers, from the end of a backward until the next one has passed a unit [L].
         ends: of buffers, at the end of a backward.
         host: in the host's memory.
@@ -54,7 +62,7 @@ class StageBytes:
     between: Ints
     update: Ints
     gradients: Ints
-    beside: Ints
+    unsent: Ints
     tail: Ints
     ends: int
     host: int
@@ -62,9 +70,9 @@ class StageBytes:
     def working(self, kind: Ints, others: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
 
-        Beside `always`, and from this stage alone. An I lets go of nothing: its W needs what it needs.
+        Without `always`, and of this stage alone. An I frees nothing: its W still needs what I needed.
 
-        Shapes: kind [A], others [A] (micro-batches held beside the one at work), phase [A] -> [A, L + 1, K]
+        Shapes: kind [A], others [A] (micro-batches held in addition to the one at work), phase [A] -> [A, L + 1, K]
         """
         held = self.kept.cumsum(axis=0)
         whole = held[-1]
@@ -74,12 +82,12 @@ class StageBytes:
         inputs = np.concatenate([(whole + self.backward)[::-1], whole[None]])
         rows = np.stack([forward, backward, inputs, backward])[kind] + others[:, None, None] * whole
         order = np.append(np.arange(len(held))[::-1], len(held))  # backward begins with the last layer
-        grown, beside = np.zeros((2, 6, len(order)), np.int64)
+        grown, unsent = np.zeros((2, 6, len(order)), np.int64)
         grown[[FIRST, ONLY]] = self.gradients[order]
         grown[[MIDDLE, LAST, AFTER]] = self.gradients[-1]
-        beside[FIRST], beside[MIDDLE] = self.beside[order], self.beside[-1]
-        beside[LAST], beside[ONLY] = (self.beside[-1] - self.beside)[order], self.beside[-1]
-        rows[:, :, GRADIENTS] += (grown + beside)[phase]
+        unsent[FIRST], unsent[MIDDLE] = self.unsent[order], self.unsent[-1]
+        unsent[LAST], unsent[ONLY] = (self.unsent[-1] - self.unsent)[order], self.unsent[-1]
+        rows[:, :, GRADIENTS] += (grown + unsent)[phase]
         travels = np.where((kind == F)[:, None], self.tail.max(), np.append(self.tail[::-1], 0))
         rows[:, :, BUFFERS] += travels * ((phase == MIDDLE) | (phase == LAST))[:, None]
         return np.asarray(rows, np.int64)
@@ -87,7 +95,7 @@ class StageBytes:
     def resting(self, held: Ints, phase: Ints) -> Ints:
         """Return what the stage holds while its rank works on another one: held [A], phase [A] -> [A, K]."""
         rows = held[:, None] * self.kept.sum(axis=0)
-        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.beside[-1]
+        rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.unsent[-1]
         return np.asarray(rows, np.int64)
 
 
@@ -142,7 +150,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
         between=_whole(between),
         update=_whole(_update(table, plan, widths, states.always)),
         gradients=_whole(states.grown),
-        beside=_whole(states.beside),
+        unsent=_whole(states.unsent),
         tail=_whole(tail),
         ends=int(np.ceil(ends)),
         host=states.host,
@@ -189,7 +197,7 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, F
 def _add_temporary(
     table: dict[str, Floats], plan: Plan, widths: Widths, again: Floats, forward: Floats, backward: Floats
 ) -> None:
-    """Add what lives shorter than a pass: outputs and gradients; beside logits what the loss makes of them.
+    """Add what lives for less than a pass: outputs, gradients, and what the loss makes of the logits.
 
     A backward begins with the gradient of the layer's output, all that forward kept (or makes again), and soon the
     widest gradient inside the layer; that of its input comes when the rest is gone. A loss holds the logits and their
@@ -208,7 +216,7 @@ def _add_temporary(
 
 
 def _update(table: dict[str, Floats], plan: Plan, widths: Widths, always: Floats) -> Floats:
-    """Return what an update takes beside the states: Adam's denominator of the largest tensor, before and after.
+    """Return what an update takes in addition to the states: the largest tensor's Adam denominator, before and after.
 
     That is an update tensor by tensor; one of all tensors at once takes as much as all of them.
     """
@@ -222,7 +230,7 @@ def _update(table: dict[str, Floats], plan: Plan, widths: Widths, always: Floats
 def _add_context(table: dict[str, Floats], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
     """Add the keys and values that a rank of context parallelism receives, and in backward their gradients.
 
-    All-to-alls receive queries too, and the same in backward; what was traded goes.
+    All-to-alls receive queries too, and the same in backward; what was traded is freed.
     """
     if plan.context > 1:
         states = widths.activations * table["input_bytes"] * (table["score_bytes"] > 0)

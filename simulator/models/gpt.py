@@ -39,7 +39,7 @@ def gpt_workload(
     kernels are an estimate: every activation that is kept was written once and is read once, in forward and again in
     backward.
 
-    Cost: forward 24 B s h^2 + 4 B s^2 h FLOPs a layer and 2 B s h V for the head; backward twice that.
+    Cost: forward 24 B s h^2 + 4 B s^2 h FLOPs per layer and 2 B s h V for the head; backward twice that.
     Source: Narayanan et al. 2021 (2104.04473), equations 2 and 3; Korthikanti et al. 2022 (2205.05198), equation 2 and
         section 4.3.
 

@@ -191,7 +191,7 @@ def _attention(sizes: LlamaSizes, sequence: int, tokens: int) -> Region:
 
 
 def _feed_forward(sizes: LlamaSizes, tokens: int) -> Region:
-    """Return the three products of the gated part; 8 f bytes a token kept."""
+    """Return the three products of the gated part; 8 f bytes kept per token."""
     weights = 6.0 * tokens * sizes.hidden_size * sizes.feed_forward_size
     states, each = 2 * tokens * sizes.hidden_size, Work(weights, 16 * tokens * sizes.feed_forward_size, 3)
     inputs = replace(each, num_kernels=4)

@@ -53,7 +53,7 @@ def mix_experts(
         top_k: experts that a token goes to.
         capacity_factor: rows that an expert takes, over those of an even load.
 
-    Cost: forward (8 + 16 k) B s h^2 + 2 B s h E FLOPs a layer in place of 24 B s h^2.
+    Cost: forward (8 + 16 k) B s h^2 + 2 B s h E FLOPs per layer in place of 24 B s h^2.
 
     Raises:
         ValueError: a number that cannot be, or a workload without a GPT's blocks, or with experts already.

@@ -1,4 +1,4 @@
-"""Jitter and stragglers: what makes equal work take unequal time."""
+"""Jitter and stragglers: what makes equal work take unequal time on different ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Jitter:
             raise ValueError(f"Jitter: relative is {self.relative!r}; pass a spread >= 0, such as 0.05")
 
     def factors(self, num_actions: int) -> Floats:
-        """Draw one factor an action."""
+        """Draw one factor per action."""
         variance = math.log1p(self.relative**2)
         normal = np.random.default_rng([self.seed, num_actions]).standard_normal(num_actions)
         return np.exp(math.sqrt(variance) * normal - variance / 2)
@@ -38,7 +38,7 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Uneven:
-    """What makes equal work of a pipeline's ranks take unequal time; nothing does, if not told.
+    """What makes equal work of a pipeline's ranks take unequal time; by default nothing does.
 
     Attributes:
         slow_ranks: factors of what some ranks of the pipeline compute: {2: 1.3} makes rank 2 take 1.3 times as long.
@@ -56,7 +56,7 @@ def slow_factors(slow_ranks: Mapping[int, float] | None, num_ranks: int) -> Floa
     """Return the factor of each rank's times: 1 where `slow_ranks` does not name it.
 
     Raises:
-        ValueError: there is no such rank, or the factor is not positive.
+        ValueError: a rank does not exist, or a factor is not positive.
     """
     factors = np.ones(num_ranks)
     for rank, factor in (slow_ranks or {}).items():

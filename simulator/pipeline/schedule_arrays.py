@@ -1,4 +1,4 @@
-"""Orders: what each rank of a pipeline runs, as columns of numbers.
+"""A schedule as columns of numbers: kind, stage and micro-batch of every action, rank after rank.
 
 The letters are the pipeline's: F forward, I input gradient, W weight gradient, B = I + W. The zero-bubble papers call
 our I "B".
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from distlab.plan import Schedule
 
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Rows = NDArray[np.int32]
 
@@ -20,13 +22,14 @@ F, B, I, W = range(4)  # noqa: E741 - the field's letter
 LETTERS = "FBIW"
 
 
-class Order(NamedTuple):
+class ScheduleArrays(NamedTuple):
     """What each rank runs, in columns; rank r owns the actions from offsets[r] to offsets[r + 1].
 
     Attributes:
         kind: F, B, I or W.
         stage: the part of the model, 0 first.
         microbatch: the micro-batch.
+        offsets: the first action of each rank, and the number of actions [P + 1].
     """
 
     kind: NDArray[np.integer]
@@ -45,19 +48,19 @@ class Order(NamedTuple):
         return np.repeat(np.arange(self.num_ranks), np.diff(self.offsets))
 
 
-def order_of(schedule: Schedule) -> Order:
+def arrays_of(schedule: Schedule) -> ScheduleArrays:
     """Return the computations of any schedule; its sends and receives are left out, since the engine derives them."""
     if not schedule.has_communication:
-        return Order(schedule.kind, schedule.stage, schedule.microbatch, schedule.offsets)
+        return ScheduleArrays(schedule.kind, schedule.stage, schedule.microbatch, schedule.offsets)
     keep = schedule.kind <= W
     offsets = np.append(0, np.cumsum(keep))[schedule.offsets]
-    return Order(schedule.kind[keep], schedule.stage[keep], schedule.microbatch[keep], offsets)
+    return ScheduleArrays(schedule.kind[keep], schedule.stage[keep], schedule.microbatch[keep], offsets)
 
 
-def peak_in_flight(order: Order) -> Ints:
-    """Return, a rank, the most micro-batches (a stage each) that it holds: forward has run, and B or W has not.
+def peak_in_flight(order: ScheduleArrays) -> Ints:
+    """Return, for each rank, the largest number of micro-batches (per stage) that it holds at once.
 
-    An I frees nothing here: W needs what it needs until it has run.
+    It holds a micro-batch from its forward to its B or W. An I frees nothing here: W still needs what I needed.
     """
     step = np.array([1, -1, 0, -1])[order.kind]
     held = np.cumsum(step)
@@ -66,6 +69,6 @@ def peak_in_flight(order: Order) -> Ints:
     return np.array([held[start:stop].max(initial=0) for start, stop in bounds], np.int64)
 
 
-def action_name(order: Order, action: int) -> str:
+def action_name(order: ScheduleArrays, action: int) -> str:
     """Return an action as the grammar writes it, such as 2F0."""
     return f"{order.stage[action]}{LETTERS[order.kind[action]]}{order.microbatch[action]}"

@@ -1,4 +1,4 @@
-"""Pipeline: simulate any schedule from the times of its actions, exactly, in whole nanoseconds.
+"""Simulate any pipeline schedule from the times of its actions, exactly, in whole nanoseconds.
 
     run = simulate_schedule(one_f_one_b(4, 16), ActionTimes(1.0, 1.0, 1.0, communication=0.1))
     run.duration_s, run.bubble_fraction, run.peak_in_flight, run.trace
@@ -12,41 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distlab.plan import ActionTimes, Schedule
 from distlab.trace import Trace
-from simulator.pipeline.compiled import LARGE, CompiledOrder, keep_freed_memory
-from simulator.pipeline.dependencies import find_needs
-from simulator.pipeline.folds import Fold
+from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Jitter, slow_factors, stretched
-from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, Order, W, order_of, peak_in_flight
-from simulator.pipeline.steady import fold, likely_periods
+from simulator.pipeline.schedule_arrays import LETTERS, Ints, ScheduleArrays, arrays_of, peak_in_flight
 from simulator.units import to_s
 
-__all__ = [
-    "LETTERS",
-    "ActionTimes",
-    "B",
-    "CompiledOrder",
-    "F",
-    "I",
-    "Jitter",
-    "Order",
-    "PipelineRun",
-    "W",
-    "forget_orders",
-    "order_of",
-    "peak_in_flight",
-    "simulate_schedule",
-]
-
-Ints = NDArray[np.int64]
-SAMPLED = 1000  # rows
-LONGEST_NS = 2**50  # a time of thirteen days, so that sums stay exact
+LONGEST_NS = 2**50  # thirteen days: sums of times up to this one stay exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +31,21 @@ class PipelineRun:
     """What a simulated schedule did: when each action ran, and what follows from that.
 
     Attributes:
-        order: the actions, rank after rank.
+        compiled: the schedule.
         start_ns: start of each action.
         end_ns: end of each action.
-        handover_ns: how long what each stage hands over to another rank is under way.
+        handover_ns: how long each stage's output travels to another rank.
     """
 
-    order: Order
+    compiled: CompiledSchedule
     start_ns: Ints
     end_ns: Ints
     handover_ns: Ints
+
+    @property
+    def order(self) -> ScheduleArrays:
+        """The actions, rank after rank."""
+        return self.compiled.order
 
     @property
     def duration_s(self) -> float:
@@ -98,31 +80,19 @@ class PipelineRun:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches (a stage each) that each rank holds: forward has run, and B or W has not."""
+        """The largest number of micro-batches (per stage) that each rank holds at once."""
         return tuple(peak_in_flight(self.order).tolist())
 
     @cached_property
-    def need(self) -> NDArray[np.int32]:
-        """The action that each one needs, or -1."""
-        return find_needs(self.order, self.order.rank.astype(np.int32))[0]
-
-    @cached_property
-    def remote(self) -> NDArray[np.bool_]:
-        """Whether an action waits for another rank."""
-        rank = self.order.rank
-        elsewhere: NDArray[np.bool_] = rank.take(self.need, mode="clip") != rank
-        return elsewhere & (self.need >= 0)
-
-    @cached_property
     def trace(self) -> Trace:
-        """The run as spans: computing in lane "compute", what is under way between ranks in lane "send"."""
+        """The run as spans: computing in lane "compute", messages between ranks in lane "send"."""
         return Trace.concatenate([self._computing(), self._sends()])
 
     def _computing(self) -> Trace:
         order = self.order
         columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
         return Trace.from_columns(
-            rank=order.rank,
+            rank=self.compiled.rank,
             lane="compute",
             name=[f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)],
             kind=[LETTERS[kind] for kind in columns[1]],
@@ -134,11 +104,11 @@ class PipelineRun:
 
     def _sends(self) -> Trace:
         order = self.order
-        rows = self.need[self.remote]
+        rows = self.compiled.needed[self.compiled.remote]
         rows = rows[self.handover_ns[order.stage[rows]] > 0]
         columns = (order.stage[rows].tolist(), order.kind[rows].tolist(), order.microbatch[rows].tolist())
         return Trace.from_columns(
-            rank=order.rank[rows],
+            rank=self.compiled.rank[rows],
             lane="send",
             name=[f"{stage}SEND_{'B' if kind else 'F'}{mb}" for stage, kind, mb in zip(*columns, strict=True)],
             kind="send",
@@ -157,87 +127,32 @@ def simulate_schedule(
     slow_ranks: Mapping[int, float] | None = None,
     jitter: Jitter | None = None,
 ) -> PipelineRun:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
-        schedule: any order; its own sends and receives are left out, since hand-overs are derived.
-        times: of the actions, in units of `unit_s`; B takes input_gradient + weight_gradient; communication is that of
-            the stage which hands over.
+        schedule: any order of actions; its own sends and receives are left out, since hand-overs are derived.
+        times: of the actions, in units of `unit_s`. B takes input_gradient + weight_gradient; communication is counted
+            for the stage that hands over.
         unit_s: seconds of one unit; 1e-3: times are in milliseconds.
         slow_ranks: factors of the times of some ranks: {2: 1.3} makes rank 2 take 1.3 times as long (a straggler).
         jitter: a random factor for each action.
 
-    Cost: one vector step of the ranks for each level of the order (about two a micro-batch and stage of a rank), and
-        less where the steady state repeats.
+    Cost: one step of vectors over the ranks for each level: about as many levels as one rank has actions.
     Error: exact in whole nanoseconds; each time is rounded to one.
 
     Raises:
-        ValueError: the schedule deadlocks or lacks something; a time is negative, or there are not as many as stages.
+        ValueError: the schedule deadlocks or lacks an action; a time is negative; or times are given for another
+            number of stages.
     """
-    if len(schedule) > LARGE:
-        keep_freed_memory()
-    order = order_of(schedule)
+    compiled = CompiledSchedule(arrays_of(schedule))
+    order = compiled.order
     table, handover = _tables(times, unit_s, schedule.num_stages)
-    if not slow_ranks and jitter is None:
-        found = _from_fewer(_Key(schedule), table, handover)
-        if found is not None:
-            return PipelineRun(order, *found, handover)
-    compiled = _compiled(_Key(schedule))
-    duration = table.reshape(-1).take(compiled.code)
+    duration = table[order.stage, order.kind]
     if slow_ranks or jitter is not None:
         factors = slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
         duration = stretched(duration, factors if jitter is None else factors * jitter.factors(len(duration)))
-        end = compiled.run(duration, handover.take(order.stage.take(compiled.need, mode="clip")))
-    else:
-        end = compiled.run_by_stage(table, handover, duration)
-    return PipelineRun(order, end - duration, end, handover)
-
-
-class _Key:
-    """A schedule to look up by: its hash reads a few rows, where the schedule's own reads all."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        rows = slice(None, None, 1 + len(schedule) // SAMPLED)
-        self.sample = (len(schedule), schedule.kind[rows].tobytes(), schedule.microbatch[rows].tobytes())
-
-    def __hash__(self) -> int:
-        return hash(self.sample)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.schedule == other.schedule
-
-
-@lru_cache(maxsize=16)
-def _compiled(key: _Key) -> CompiledOrder:
-    return CompiledOrder(order_of(key.schedule))
-
-
-def _from_fewer(key: _Key, table: Ints, handover: Ints) -> tuple[Ints, Ints] | None:
-    """Return starts and ends of a long schedule's actions from a run of few of them; None if they do not repeat."""
-    periods, other = likely_periods(order_of(key.schedule)), None
-    for period in periods:
-        folded = _folded(key, period)
-        if folded is None:
-            continue
-        duration = table.reshape(-1).take(folded.left.code)
-        end = folded.left.run_by_stage(table, handover, duration)
-        if (found := folded.unfold(duration, end)) is not None:
-            return found
-        if other is None and (other := folded.other_period(end)) is not None:
-            periods.append(other)
-    return None
-
-
-@lru_cache(maxsize=16)
-def _folded(key: _Key, period: int) -> Fold | None:
-    return fold(order_of(key.schedule), period)
-
-
-def forget_orders() -> None:
-    """Drop the orders that are kept to simulate a schedule again; programs that measure want to start from nothing."""
-    _compiled.cache_clear()
-    _folded.cache_clear()
+    end = compiled.run(duration, handover.take(order.stage.take(compiled.needed, mode="clip")))
+    return PipelineRun(compiled, end - duration, end, handover)
 
 
 def _tables(times: ActionTimes, unit_s: float, num_stages: int) -> tuple[Ints, Ints]:

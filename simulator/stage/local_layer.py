@@ -1,4 +1,4 @@
-"""Local: a model as one rank sees it: the time of each layer's passes, with its calls, and the parameters it holds."""
+"""A model as one rank sees it: the time of each layer's passes, with its calls, and the parameters it holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
-from simulator.stage.pass_timeline import INSIDE, Line, PassTimes, Piece, Wires
+from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline, PassTimes
 from simulator.units import to_ns
 
 PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
@@ -23,7 +23,7 @@ class LayerTimes(NamedTuple):
     """The passes F, B, I and W of one layer: nanoseconds, and what is sent inside of each."""
 
     durations_ns: tuple[int, int, int, int]
-    pieces: tuple[tuple[Piece, ...], ...] = ((), (), (), ())
+    calls: tuple[tuple[CallInPass, ...], ...] = ((), (), (), ())
 
 
 def is_shared(plan: Plan) -> bool:
@@ -32,11 +32,11 @@ def is_shared(plan: Plan) -> bool:
 
 
 def check_divides(workload: Workload, plan: Plan) -> None:
-    """Refuse what ranks cannot divide: heads, positions, experts of parameters that are gathered.
+    """Refuse heads and positions that the ranks cannot divide.
 
     Raises:
         ValueError: tensor ranks do not divide the heads, or context ranks the positions (a zig-zag cuts them in twice
-            as many parts); all-to-alls have fewer heads than ranks; stage 3 of sharding beside expert parallelism.
+            as many parts); or all-to-alls have fewer heads than ranks.
     """
     if not is_shared(plan):
         return
@@ -44,11 +44,6 @@ def check_divides(workload: Workload, plan: Plan) -> None:
     for found in (region.attention for region in regions.values()):
         if found is not None:
             _check_attention(found, plan)
-    if plan.expert > 1 and plan.sharding.stage == 3:
-        raise ValueError(
-            f"the plan shards parameters (stage 3) beside expert={plan.expert}: experts and the other parameters of a "
-            "unit have different copies; use stage 1 or 2, or expert=1"
-        )
 
 
 def _check_attention(attention: Attention, plan: Plan) -> None:
@@ -82,10 +77,10 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
         each = number_bytes(workload, plan).gradient
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
         cluster, width = layout.cluster, widths_of(workload, plan).activations
-        wires = Wires(cluster.device, cluster.contention, groups, plan, each, width)
+        costs = CallCosts(cluster.device, cluster.contention, groups, plan, each, width)
 
         def one(layer: Layer) -> LayerTimes:
-            return _shared(layer, wires)
+            return _shared(layer, costs)
     else:
 
         def one(layer: Layer) -> LayerTimes:
@@ -114,17 +109,17 @@ def _backward(layer: Layer, recompute: str) -> Work:
     return work + layer.score_forward if recompute == "selective" else work
 
 
-def _shared(layer: Layer, wires: Wires) -> LayerTimes:
+def _shared(layer: Layer, costs: CallCosts) -> LayerTimes:
     passes: list[PassTimes] = []
     for inputs, weights in ((False, False), (True, True), (True, False), (False, True)):
-        line = Line(wires)
+        timeline = PassTimeline(costs)
         if not inputs and not weights:
-            forward_of(layer, line)
+            forward_of(layer, timeline)
         else:
-            backward_of(layer, line, inputs=inputs, weights=weights)
-        passes.append(line.finish())
+            backward_of(layer, timeline, inputs=inputs, weights=weights)
+        passes.append(timeline.finish())
     first, both, mine, weights_only = (each.duration_ns for each in passes)
-    return LayerTimes((first, both, mine, weights_only), tuple(each.pieces for each in passes))
+    return LayerTimes((first, both, mine, weights_only), tuple(each.calls for each in passes))
 
 
 def output_bytes(layer: Layer, workload: Workload, plan: Plan) -> int:

@@ -1,11 +1,11 @@
-"""Exchanges: what ranks that share a layer send one another inside its passes, and how much of it hides behind work.
+"""What ranks that share a layer send one another inside its passes, and how much of it hides behind computation.
 
-A pass of a layer is a line of parts, of which each is either work or a call, or a call beside work:
+A pass of a layer is a sequence of parts. Each part is computation, a call, or a call that overlaps computation:
 
-    tensor     all-reduce of a region's output in forward, of its input's gradient in backward, the latter beside the
+    tensor     all-reduce of a region's output in forward, of its input's gradient in backward. The latter overlaps the
                weights' gradient of the product that the region began with; with sequence parallelism all-gather and
                reduce-scatter in their places
-    context    a ring: keys and values travel to the next rank beside attention to those at hand, and in backward their
+    context    a ring: keys and values travel to the next rank during attention to those at hand, and in backward their
                gradients follow one step behind; or all-to-alls before and after attention, which nothing hides
     expert     all-to-alls that bring tokens to experts and back, which nothing hides either
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Experts, Layer, Plan, Region, Work
-from simulator.stage.pass_timeline import NO_WORK, Call, Line
+from simulator.stage.pass_timeline import NO_WORK, CallSpec, PassTimeline
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up
 
@@ -38,63 +38,63 @@ class Shares(NamedTuple):
         return cls(positions * along, positions * plan.tensor, positions)
 
 
-def forward_of(layer: Layer, line: Line) -> None:
+def forward_of(layer: Layer, timeline: PassTimeline) -> None:
     """Add a layer's forward: what is outside of regions, each region, then experts."""
-    plan, width, shares = line.wires.plan, line.wires.width, Shares.of(layer, line.wires.plan)
-    line.work(_outside(layer, "forward").times(1 / shares.outside))
+    plan, width, shares = timeline.costs.plan, timeline.costs.width, Shares.of(layer, timeline.costs.plan)
+    timeline.work(_outside(layer, "forward").times(1 / shares.outside))
     for region in layer.regions:
         if plan.sequence_parallel:
-            line.call("tensor", region.name, "all_gather", region.input_bytes * width / shares.positions)
+            timeline.call("tensor", region.name, "all_gather", region.input_bytes * width / shares.positions)
         work = region.forward.without(region.attention.forward) if region.attention else region.forward
-        line.work(work.times(1 / shares.inside))
+        timeline.work(work.times(1 / shares.inside))
         if region.attention:
-            attend(region.attention, line, shares)
+            attend(region.attention, timeline, shares)
         for size in region.sums_bytes:
-            line.call("tensor", region.name, "all_reduce", size / shares.positions)
+            timeline.call("tensor", region.name, "all_reduce", size / shares.positions)
         end = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
-        line.call("tensor", region.name, end, region.output_bytes * width / shares.positions)
+        timeline.call("tensor", region.name, end, region.output_bytes * width / shares.positions)
     if layer.experts:
-        mix(layer.experts, line, shares)
+        mix(layer.experts, timeline, shares)
 
 
-def backward_of(layer: Layer, line: Line, *, inputs: bool = True, weights: bool = True) -> None:
+def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, weights: bool = True) -> None:
     """Add a layer's backward: both gradients, or the input's or the weights' alone; what came last comes first.
 
     In a backward of both, a region's last product of weights runs while its input's gradient travels. The weights'
     gradient alone sends nothing but sums of small gradients: what it needs was there when the input's was made.
     """
-    plan, width, shares = line.wires.plan, line.wires.width, Shares.of(layer, line.wires.plan)
+    plan, width, shares = timeline.costs.plan, timeline.costs.width, Shares.of(layer, timeline.costs.plan)
     names = ["input_gradient"] * inputs + ["weight_gradient"] * weights
     if inputs:
-        _run_again(layer, line, shares)
+        _run_again(layer, timeline, shares)
     if layer.experts:
-        mix(layer.experts, line, shares, names)
+        mix(layer.experts, timeline, shares, names)
     for region in reversed(layer.regions):
         if inputs and plan.sequence_parallel:
-            line.call("tensor", region.name, "all_gather", region.output_bytes * width / shares.positions)
+            timeline.call("tensor", region.name, "all_gather", region.output_bytes * width / shares.positions)
         work = _sum_of(region, names)
         hides = inputs and weights
         if inputs and region.attention:
             work = work.without(region.attention.backward)
-            attend_backward(region.attention, line, shares)
-        line.work((work.without(region.beside) if hides else work).times(1 / shares.inside))
+            attend_backward(region.attention, timeline, shares)
+        timeline.work((work.without(region.beside) if hides else work).times(1 / shares.inside))
         kind, size = ("reduce_scatter" if plan.sequence_parallel else "all_reduce"), region.input_bytes * inputs
-        call = Call("tensor", region.name, kind, size * width / shares.positions)
-        line.beside(region.beside.times(1 / shares.inside) if hides else NO_WORK, [call])
+        call = CallSpec("tensor", region.name, kind, size * width / shares.positions)
+        timeline.overlap(region.beside.times(1 / shares.inside) if hides else NO_WORK, [call])
     first, *rest = (_outside(layer, name) for name in names)
-    line.work(sum(rest, first).times(1 / shares.outside))
+    timeline.work(sum(rest, first).times(1 / shares.outside))
     if weights and plan.sequence_parallel:
         for kind, elements in layer.sequence_calls:
-            line.call("tensor", "gradients", kind, elements * line.wires.gradient_bytes)
+            timeline.call("tensor", "gradients", kind, elements * timeline.costs.gradient_bytes)
 
 
-def _run_again(layer: Layer, line: Line, shares: Shares) -> None:
+def _run_again(layer: Layer, timeline: PassTimeline, shares: Shares) -> None:
     """Add what recomputing runs before a backward: a forward with its calls, or the inner part of attention."""
-    recompute = line.wires.plan.recompute
+    recompute = timeline.costs.plan.recompute
     if recompute == "full" and layer.input_bytes:
-        forward_of(layer, line)
+        forward_of(layer, timeline)
     elif recompute == "selective":
-        line.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
+        timeline.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
 
 
 def _sum_of(region: Region, names: list[str]) -> Work:
@@ -109,56 +109,58 @@ def _outside(layer: Layer, name: str) -> Work:
     return whole
 
 
-def attend(attention: Attention, line: Line, shares: Shares) -> None:
+def attend(attention: Attention, timeline: PassTimeline, shares: Shares) -> None:
     """Add scores and mixing, with what context-parallel ranks send for them.
 
-    Ring, over n ranks: in each of n steps a rank attends to the keys of one rank, while these travel on to the next (in
-    the last step they are home). All-to-all: positions are traded for heads, and back.
+    Ring, over n ranks: in each of n steps every rank attends to the keys of one rank, while these travel on to the next
+    (in the last step they are back). All-to-all: positions are traded for heads, and back.
 
     Cost: ring 2 (n-1)/n B S H/g elements sent; all-to-all (n-1)/n (2 + 2/g) B S H/n.
     """
-    n, width = shares.positions, line.wires.width
-    if n == 1 or line.wires.plan.context_kind == "all_to_all":
+    n, width = shares.positions, timeline.costs.width
+    if n == 1 or timeline.costs.plan.context_kind == "all_to_all":
         both = (attention.query_bytes + attention.key_value_bytes) * width / shares.inside
-        line.call("context", "queries, keys and values", "all_to_all", both if n > 1 else 0)
-        line.work(attention.forward.times(1 / shares.inside))
+        timeline.call("context", "queries, keys and values", "all_to_all", both if n > 1 else 0)
+        timeline.work(attention.forward.times(1 / shares.inside))
         mixed = attention.query_bytes * width / shares.inside
-        line.call("context", "mixed values", "all_to_all", mixed if n > 1 else 0)
+        timeline.call("context", "mixed values", "all_to_all", mixed if n > 1 else 0)
         return
     states = attention.key_value_bytes * width / shares.inside
     for step in range(n):
-        hop = [Call("context", "keys and values", "send", states)] if step < n - 1 else []
-        line.beside(_ring_step(attention.forward, shares), hop)
+        hop = [CallSpec("context", "keys and values", "send", states)] if step < n - 1 else []
+        timeline.overlap(_ring_step(attention.forward, shares), hop)
 
 
-def attend_backward(attention: Attention, line: Line, shares: Shares) -> None:
+def attend_backward(attention: Attention, timeline: PassTimeline, shares: Shares) -> None:
     """Add the gradients of scores and mixing, with what context-parallel ranks send for them.
 
     Ring: keys and values go round once more. What a step adds to the gradients of the keys at hand leaves after it and
-    travels beside the next one; after the last step it goes home, which nothing hides.
+    travels during the next one. After the last step it returns to its owner, which nothing hides.
 
     Cost: ring the forward's, and as many gradients; all-to-all the forward's.
     """
-    n, width = shares.positions, line.wires.width
-    if n == 1 or line.wires.plan.context_kind == "all_to_all":
+    n, width = shares.positions, timeline.costs.width
+    if n == 1 or timeline.costs.plan.context_kind == "all_to_all":
         mixed = attention.query_bytes * width / shares.inside
-        line.call("context", "gradient of mixed values", "all_to_all", mixed if n > 1 else 0)
-        line.work(attention.backward.times(1 / shares.inside))
+        timeline.call("context", "gradient of mixed values", "all_to_all", mixed if n > 1 else 0)
+        timeline.work(attention.backward.times(1 / shares.inside))
         both = (attention.query_bytes + attention.key_value_bytes) * width / shares.inside
-        line.call("context", "gradients of queries, keys and values", "all_to_all", both if n > 1 else 0)
+        timeline.call("context", "gradients of queries, keys and values", "all_to_all", both if n > 1 else 0)
         return
     states = attention.key_value_bytes * width / shares.inside
-    sums = Call("context", "gradients of keys and values", "send", attention.key_value_gradient_bytes / shares.inside)
+    sums = CallSpec(
+        "context", "gradients of keys and values", "send", attention.key_value_gradient_bytes / shares.inside
+    )
     for step in range(n):
-        hops = [Call("context", "keys and values", "send", states)] if step < n - 1 else []
+        hops = [CallSpec("context", "keys and values", "send", states)] if step < n - 1 else []
         if step > 1:
             hops.insert(0, sums)
-        line.beside(_ring_step(attention.backward, shares), hops)
-    line.beside(NO_WORK, [sums])
+        timeline.overlap(_ring_step(attention.backward, shares), hops)
+    timeline.overlap(NO_WORK, [sums])
 
 
 def _ring_step(work: Work, shares: Shares) -> Work:
-    """Return one step's work: an even part, for the zig-zag gives each step as many pairs that a mask leaves.
+    """Return one step's work: an even part, since the zig-zag gives each step as many unmasked pairs.
 
     The first step attends to the rank's own positions, whose square a causal mask halves; each later one to half the
     keys, or with half the queries.
@@ -166,7 +168,7 @@ def _ring_step(work: Work, shares: Shares) -> Work:
     return work.times(1 / (shares.inside * shares.positions))
 
 
-def mix(experts: Experts, line: Line, shares: Shares, names: list[str] | None = None) -> None:
+def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[str] | None = None) -> None:
     """Add a pass through experts: its two all-to-alls, of rows that leave and rows that come back.
 
     Forward, where no names are given, first sums the balance loss and tells how many rows come; backward sums the
@@ -174,20 +176,20 @@ def mix(experts: Experts, line: Line, shares: Shares, names: list[str] | None = 
 
     Cost: (e-1)/e of the rows' bytes sent in each all-to-all; 8 (E + 4 e) bytes of counts; 8 (2 E + 1) of the loss.
     """
-    ranks, forward = line.wires.plan.expert, names is None
+    ranks, forward = timeline.costs.plan.expert, names is None
     sends = forward or "input_gradient" in names  # type: ignore[operator]
     most = experts.most_on_a_rank(ranks)
-    rows = experts.row_bytes * line.wires.width / shares.outside if sends else 0.0
+    rows = experts.row_bytes * timeline.costs.width / shares.outside if sends else 0.0
     load = most * ranks / experts.num_experts / shares.outside
     loss = NUMBER_BYTES * (2 * experts.num_experts + 1) * sends
     if forward:
-        line.call("expert", "balance loss", "all_reduce", loss)
-        line.call("expert", "counts", "all_to_all", NUMBER_BYTES * (experts.num_experts + 4 * ranks))
-    line.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows)
+        timeline.call("expert", "balance loss", "all_reduce", loss)
+        timeline.call("expert", "counts", "all_to_all", NUMBER_BYTES * (experts.num_experts + 4 * ranks))
+    timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows)
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
         kernels = work.num_kernels - experts.kernels_each * (experts.num_experts - most)
-        line.work(replace(work, num_kernels=kernels).times(load))
-    line.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows)
+        timeline.work(replace(work, num_kernels=kernels).times(load))
+    timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows)
     if not forward:
-        line.call("expert", "gradient of the balance loss", "all_reduce", loss)
+        timeline.call("expert", "gradient of the balance loss", "all_reduce", loss)

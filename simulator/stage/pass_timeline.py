@@ -1,4 +1,4 @@
-"""Pass line: one layer's pass as a line of work and calls, with what of the calls hides behind work."""
+"""The timeline of one layer's pass: computation and calls, and how much of the calls hides behind computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of 
 NO_WORK = Work()
 
 
-class Piece(NamedTuple):
+class CallInPass(NamedTuple):
     """One call inside a layer's pass.
 
     Attributes:
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
         end_ns: likewise.
         num_bytes: of the whole that is summed, scattered or gathered; given to an all-to-all; or sent.
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
-        exposed_ns: of its time, that in which the rank computes nothing.
+        exposed_ns: the part of its time in which the rank computes nothing.
     """
 
     axis: str
@@ -44,11 +44,11 @@ class PassTimes(NamedTuple):
     """How long one pass of one layer takes, and what it sends meanwhile."""
 
     duration_ns: int
-    pieces: tuple[Piece, ...] = ()
+    calls: tuple[CallInPass, ...] = ()
 
 
-class Call(NamedTuple):
-    """A call to be made: the axis, what it is about, its kind, and bytes as `Wires.cost` counts them."""
+class CallSpec(NamedTuple):
+    """A call to be made: the axis, what it is about, its kind, and bytes as `CallCosts.cost` counts them."""
 
     axis: str
     name: str
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wires:
+class CallCosts:
     """What calls and work cost the ranks of a stage.
 
     Attributes:
@@ -103,45 +103,45 @@ class Wires:
         return to_ns(compute_s(work, self.device))
 
 
-class Line:
+class PassTimeline:
     """The parts of a pass, one after the other, as they are added."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.wires = wires
+    def __init__(self, costs: CallCosts) -> None:
+        self.costs = costs
         self.now = 0
-        self.pieces: list[Piece] = []
+        self.calls: list[CallInPass] = []
 
     def work(self, work: Work) -> None:
         """Add work alone."""
-        self.now += self.wires.work_ns(work)
+        self.now += self.costs.work_ns(work)
 
     def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
-        """Add a call that nothing runs beside."""
-        if num_bytes > 0 and self.wires.shared(axis):
-            self.beside(NO_WORK, [Call(axis, name, kind, num_bytes)])
+        """Add a call that overlaps nothing."""
+        if num_bytes > 0 and self.costs.shared(axis):
+            self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes)])
 
-    def beside(self, work: Work, calls: list[Call]) -> None:
-        """Add work and the calls beside it, one after the other on the wire; what follows waits for all."""
-        sent = [call for call in calls if call.num_bytes > 0 and self.wires.shared(call.axis)]
+    def overlap(self, work: Work, calls: list[CallSpec]) -> None:
+        """Add work and the calls that overlap it, one after the other on the wire; what follows waits for all."""
+        sent = [call for call in calls if call.num_bytes > 0 and self.costs.shared(call.axis)]
         if not sent:
             self.work(work)
             return
-        costs = [self.wires.cost(call.axis, call.kind, call.num_bytes) for call in sent]
-        wire = sum(time for time, _ in costs)
-        worked, travelled = side_by_side(self.wires.work_ns(work), wire, self.wires.contention)
+        found = [self.costs.cost(call.axis, call.kind, call.num_bytes) for call in sent]
+        wire = sum(time for time, _ in found)
+        worked, travelled = side_by_side(self.costs.work_ns(work), wire, self.costs.contention)
         so_far, begin = 0, self.now
-        for call, (time, size) in zip(sent, costs, strict=True):
+        for call, (time, size) in zip(sent, found, strict=True):
             so_far += time
             end = self.now + travelled * so_far // max(wire, 1)
             exposed = max(0, end - max(begin, self.now + worked))
             name = f"{call.kind} {call.name}"
-            self.pieces.append(Piece(call.axis, name, call.kind, begin, end, round(call.num_bytes), size, exposed))
+            self.calls.append(CallInPass(call.axis, name, call.kind, begin, end, round(call.num_bytes), size, exposed))
             begin = end
         self.now += max(worked, travelled)
 
     def finish(self) -> PassTimes:
         """Return the pass."""
-        return PassTimes(self.now, tuple(self.pieces))
+        return PassTimes(self.now, tuple(self.calls))
 
 
 def side_by_side(work_ns: int, wire_ns: int, contention: Contention) -> tuple[int, int]:

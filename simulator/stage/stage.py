@@ -1,4 +1,4 @@
-"""Stages: what each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
+"""What each pipeline stage of a plan costs on a cluster, in whole nanoseconds and bytes.
 
 Ranks are numbered by a mesh (see `simulator.hardware.rank_layout`). Where a rank of the pipeline has several stages,
 two neighbouring stages may share it; they hand over in memory. Ranks that share layers (tensor, context, expert) take
@@ -17,14 +17,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from distlab.plan import Layer, Link, Plan, Work, Workload, balance
-from simulator.gradients.buckets import Sync, Tensors, Transfer, make_syncs
+from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
 from simulator.gradients.shard_costs import NumberBytes, Shards, number_bytes, shards_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
-from simulator.stage.pass_timeline import INSIDE, Piece
+from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.units import to_ns
 
 
@@ -38,9 +38,9 @@ class Stage:
         backward_ns: of each layer, one micro-batch (I and W together).
         input_gradient_ns: of each layer, one micro-batch: I alone, with what is computed again before it.
         weight_gradient_ns: of each layer, one micro-batch: W alone; what I leaves of B where it is not given.
-        pieces: calls inside of each layer's F, B, I and W, where ranks share layers; else empty.
+        calls: calls inside of each layer's F, B, I and W, where ranks share layers; else empty.
         rank: rank of the pipeline that has the stage.
-        syncs: all-reduces of gradients, in the order in which they start.
+        buckets: all-reduces of gradients, in the order in which they start.
         optimizer_ns: updating the stage's parameters.
         send_forward_ns: sending the output of a micro-batch to the next stage (0 for the last, and on the same rank).
         send_backward_ns: sending the gradient of a micro-batch's input to the stage before (0 likewise).
@@ -53,7 +53,7 @@ class Stage:
     layers: tuple[Layer, ...]
     forward_ns: tuple[int, ...]
     backward_ns: tuple[int, ...]
-    syncs: tuple[Sync, ...]
+    buckets: tuple[BucketCost, ...]
     optimizer_ns: int
     send_forward_ns: int
     send_backward_ns: int
@@ -64,7 +64,7 @@ class Stage:
     input_gradient_ns: tuple[int, ...] = ()
     rank: int = 0
     weight_gradient_ns: tuple[int, ...] = ()
-    pieces: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
+    calls: tuple[tuple[tuple[CallInPass, ...], ...], ...] = ()
 
     @cached_property
     def passes_ns(self) -> tuple[tuple[int, ...], ...]:
@@ -84,7 +84,7 @@ class Stage:
 def make_stages(
     workload: Workload,
     layout: Layout,
-    home: Sequence[int],
+    rank_of_stage: Sequence[int],
     *,
     codec: MeasuredCodec | None = None,
 ) -> tuple[Stage, ...]:
@@ -93,20 +93,20 @@ def make_stages(
     Args:
         workload: the model.
         layout: the plan on its cluster.
-        home: rank of the pipeline of each stage.
+        rank_of_stage: rank of the pipeline of each stage.
         codec: measured times of compression.
 
     Raises:
         ValueError: there are more stages than the model has layers.
     """
-    check_enough_layers(workload, layout.plan, len(home))
+    check_enough_layers(workload, layout.plan, len(rank_of_stage))
     at = _times_at_places(workload, layout)
     own = local_layers(workload.layers, workload.kinds, layout.plan)
-    cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(home))
+    cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(rank_of_stage))
     known: dict[object, _Upkeep] = {}
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        place, here, layers = _Place(index, tuple(home)), home[index], own[first:stop]
+        place, here, layers = _Place(index, tuple(rank_of_stage)), rank_of_stage[index], own[first:stop]
         alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
         if alike not in known:
             known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
@@ -121,14 +121,14 @@ def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes
     known: dict[object, list[LayerTimes]] = {}
     found = []
     for place in range(layout.plan.pipeline):
-        seats = tuple(layout.seats((axis,), place) for axis in INSIDE)
-        if seats not in known:
-            known[seats] = time_layers(workload, layout, place)
-        found.append(known[seats])
+        placements = tuple(layout.placements((axis,), place) for axis in INSIDE)
+        if placements not in known:
+            known[placements] = time_layers(workload, layout, place)
+        found.append(known[placements])
     return found
 
 
-def _syncs(
+def _buckets(
     own: tuple[tuple[Layer, ...], tuple[int, ...]],
     layout: Layout,
     shards: Shards,
@@ -136,10 +136,10 @@ def _syncs(
     pipeline: int,
     *,
     codec: MeasuredCodec | None,
-) -> tuple[Sync, ...]:
+) -> tuple[BucketCost, ...]:
     """Return what ranks with equal copies exchange; experts have fewer copies, and buckets of their own."""
     (layers, kinds), plan = own, layout.plan
-    found: list[Sync] = []
+    found: list[BucketCost] = []
     sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
     if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
         sharing = [
@@ -149,11 +149,11 @@ def _syncs(
     for axes, parts, sets in sharing:
         group = layout.slowest(axes, pipeline)
         whose = " of experts" if axes == EXPERT_COPIES else ""
-        syncs = make_syncs(parts, each.gradient, group=group, plan=plan, codec=codec, whose=whose)
+        buckets = cost_buckets(parts, each.gradient, group=group, plan=plan, codec=codec, whose=whose)
         if plan.sharding.stage:
-            syncs = scattered(syncs, sets, each, plan.sharding.offload)
-        found += syncs
-    return tuple(sorted(found, key=lambda sync: -sync.layer)) if len(sharing) > 1 else tuple(found)
+            buckets = scattered(buckets, sets, each, plan.sharding.offload)
+        found += buckets
+    return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
 
 
 def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None:
@@ -175,14 +175,17 @@ class _Place(NamedTuple):
     """Where a stage is: its number, and the rank of the pipeline of every stage."""
 
     number: int
-    home: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
 
     def link_behind(self, layout: Layout) -> Link | None:
         """Return the link to the stage behind: None where there is none, or where it is on the same rank.
 
         Where only some of the ranks cross nodes the step waits for those.
         """
-        here, there = self.home[self.number], self.home[min(self.number + 1, len(self.home) - 1)]
+        here, there = (
+            self.rank_of_stage[self.number],
+            self.rank_of_stage[min(self.number + 1, len(self.rank_of_stage) - 1)],
+        )
         if here == there:
             return None
         if (own := layout.links.get("send")) is not None:
@@ -191,7 +194,7 @@ class _Place(NamedTuple):
 
     def link_before(self, layout: Layout) -> Link | None:
         """Return the link to the stage before, or None likewise."""
-        return None if self.number == 0 else _Place(self.number - 1, self.home).link_behind(layout)
+        return None if self.number == 0 else _Place(self.number - 1, self.rank_of_stage).link_behind(layout)
 
 
 def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -201,12 +204,12 @@ def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Upkeep(NamedTuple):
-    """What a rank of a stage does beside its passes: how it exchanges gradients and updates its parameters.
+    """What a rank of a stage does in addition to its passes: how it exchanges gradients and updates its parameters.
 
     Stages whose layers are of the same kinds, and whose copies sit alike in their nodes, have it in common.
     """
 
-    syncs: tuple[Sync, ...]
+    buckets: tuple[BucketCost, ...]
     units: tuple[UnitTimes, ...]
     optimizer_ns: int
     faults: Transfer | None
@@ -224,12 +227,12 @@ def _upkeep(
     if plan.sharding.stage == 3:
         units = time_units(units_of(layers, plan.sharding.unit_layers), shards, each, plan)
         return _Upkeep((), units, _update_ns(workload, layers, layout, len(units)), None)
-    syncs = _syncs(own, layout, shards, each, pipeline, codec=codec)
+    buckets = _buckets(own, layout, shards, each, pipeline, codec=codec)
     num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
     if plan.sharding.stage == 0:
-        return _Upkeep(syncs, (), _update_ns(workload, layers, layout, num_tensors), None)
-    faults = shards.faults(num_tensors) if syncs else None
-    return _Upkeep(syncs, (), _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards)), faults)
+        return _Upkeep(buckets, (), _update_ns(workload, layers, layout, num_tensors), None)
+    faults = shards.faults(num_tensors) if buckets else None
+    return _Upkeep(buckets, (), _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards)), faults)
 
 
 def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, num_tensors: int) -> int:
@@ -264,12 +267,12 @@ def _stage(
     forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan)
     backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan)
     forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
-    pieces = tuple(zip(*(each.pieces for each in times), strict=True)) if is_shared(plan) else ()
+    calls = tuple(zip(*(each.calls for each in times), strict=True)) if is_shared(plan) else ()
     return Stage(
         layers=layers,
         forward_ns=forward,
         backward_ns=backward,
-        syncs=upkeep.syncs,
+        buckets=upkeep.buckets,
         optimizer_ns=upkeep.optimizer_ns,
         send_forward_ns=0 if behind is None else to_ns(message_s(forward_bytes, behind)),
         send_backward_ns=0 if before is None else to_ns(message_s(backward_bytes, before)),
@@ -278,7 +281,7 @@ def _stage(
         units=upkeep.units,
         faults=upkeep.faults,
         input_gradient_ns=inputs,
-        rank=place.home[place.number],
-        weight_gradient_ns=weights if pieces else (),
-        pieces=pieces,
+        rank=place.rank_of_stage[place.number],
+        weight_gradient_ns=weights if calls else (),
+        calls=calls,
     )

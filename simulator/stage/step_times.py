@@ -1,4 +1,4 @@
-"""Times: when each part of a step happens, as the roads to it return it and as traces and memory read it."""
+"""When each part of a step happens: what timing a step returns, and what traces and memory read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.pipeline.schedule_arrays import B, Order, W
+from simulator.gradients.buckets import Transfer
+from simulator.pipeline.schedule_arrays import B, ScheduleArrays, W
 
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
 
 
-class Call(NamedTuple):
+class ShardCall(NamedTuple):
     """A call that moves shards, or a copy between a device and its host.
 
     Attributes:
@@ -40,7 +41,12 @@ class Call(NamedTuple):
     microbatch: int = -1
 
 
-class SyncTimes(NamedTuple):
+def call_of(lane: str, name: str, transfer: Transfer, ends: Pair, microbatch: int = -1) -> ShardCall:
+    """Return a costed transfer as a call that starts and ends then."""
+    return ShardCall(lane, name, transfer.kind, *ends, transfer.num_bytes, transfer.sent_bytes, microbatch)
+
+
+class BucketTimes(NamedTuple):
     """Start and end, in nanoseconds, of the parts of one bucket's way to the mean.
 
     Attributes:
@@ -77,26 +83,26 @@ class Timing:
         end_ns: end of each action.
         send_end_ns: end of the message that leaves after each action; the action's own end where none does.
         send_start_ns: its start.
-        syncs: of each stage, in the order of the stage's syncs.
+        buckets: of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
-        layers: action, layer of the stage (0 first), start and end, one row a layer that an action runs; None where
+        layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
             they follow from the durations.
-        calls: of each rank, what sharding adds; none of them is one of the syncs.
-        packs: work on the compute lane of each rank that is neither a layer, nor a sync's, nor the update: copies of
+        calls: of each rank, what sharding adds; none of them is a bucket's.
+        copies: work on the compute lane of each rank that is neither a layer, nor a bucket's, nor the update: copies of
             gradients to where they are scattered from.
         factors: how much longer than costed each action takes (jitter); None: nothing does.
     """
 
-    order: Order
+    order: ScheduleArrays
     start_ns: Ints
     end_ns: Ints
     send_start_ns: Ints
     send_end_ns: Ints
-    syncs: tuple[tuple[SyncTimes, ...], ...]
+    buckets: tuple[tuple[BucketTimes, ...], ...]
     optimizer: tuple[Pair, ...]
     layers: Ints | None = None
-    calls: tuple[tuple[Call, ...], ...] = ()
-    packs: tuple[tuple[Call, ...], ...] = ()
+    calls: tuple[tuple[ShardCall, ...], ...] = ()
+    copies: tuple[tuple[ShardCall, ...], ...] = ()
     factors: NDArray[np.float64] | None = None
 
     @cached_property
@@ -109,12 +115,12 @@ class Timing:
         """Action that completes each stage's gradients."""
         return last_actions(self.order)
 
-    def syncs_of(self, rank: int) -> tuple[SyncTimes, ...]:
-        """Return all that a rank exchanges: its stages' syncs, in the order in which the stages are complete."""
-        return tuple(times for stage in self.finishing[rank] for times in self.syncs[stage])
+    def buckets_of(self, rank: int) -> tuple[BucketTimes, ...]:
+        """Return all that a rank exchanges: its stages' buckets, in the order in which the stages are complete."""
+        return tuple(times for stage in self.finishing[rank] for times in self.buckets[stage])
 
 
-def last_actions(order: Order) -> Ints:
+def last_actions(order: ScheduleArrays) -> Ints:
     """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
     rows = np.flatnonzero((order.kind == B) | (order.kind == W))
     last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
@@ -122,7 +128,7 @@ def last_actions(order: Order) -> Ints:
     return last
 
 
-def finishing(order: Order) -> tuple[tuple[int, ...], ...]:
+def finishing(order: ScheduleArrays) -> tuple[tuple[int, ...], ...]:
     """Return each rank's stages, in the order in which their gradients are complete."""
     last = last_actions(order)
     places = np.searchsorted(order.offsets, last, side="right") - 1

@@ -1,6 +1,7 @@
 """One training step: its Trace, its memory and its time.
 
-Read `simulate`, then `result` (what it returns). `schedule_of_plan` chooses the schedule; `closed_form`, `event_graph`
-and `sharded_events` compute when everything happens; `exposed` finds the communication that nothing hides; `trace`
-turns all of it into a Trace; `stragglers` slows ranks down; `measured` replaces counted work by measured times.
+Read `simulate`, then `result` (what it returns). `timed` says which plans have a time, and `schedule_of_plan` chooses
+the schedule. `step_events` and `sharded_events` compute when everything happens; `exposed` finds the communication that
+nothing hides; `trace` turns all of it into a Trace. `stragglers` slows ranks down. `measured` replaces counted work by
+measured times.
 """

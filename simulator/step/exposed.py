@@ -1,4 +1,4 @@
-"""Pieces: the calls inside of passes, over a whole step: spans of a trace, time that nothing hides, and bytes."""
+"""The calls inside of passes over a whole step: their spans in a trace, their exposed time, and their bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.pipeline.schedule_arrays import B, F, I, Order
-from simulator.stage.pass_timeline import INSIDE, Piece
+from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays
+from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Pair, Timing
 
@@ -17,13 +17,13 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def pieces_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
+def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
     """Return the spans of all calls inside of passes, on the ranks of one replica.
 
     A layer's pass that takes longer than costed (contention, jitter) is stretched with what is in it.
 
     Args:
-        stages: with their pieces.
+        stages: with their calls inside of passes.
         timing: of the step.
         rows: action, layer, start and end of each layer's pass.
     """
@@ -31,23 +31,23 @@ def pieces_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
     parts = []
     stage_of, kind_of = order.stage[rows[:, 0]], order.kind[rows[:, 0]]
     for number, stage in enumerate(stages):
-        for kind, layers in enumerate(stage.pieces):
+        for kind, layers in enumerate(stage.calls):
             mine = rows[(stage_of == number) & (kind_of == kind)]
-            for layer, pieces in enumerate(layers if len(mine) else ()):
+            for layer, calls in enumerate(layers if len(mine) else ()):
                 chosen = mine[mine[:, 1] == layer]
                 nominal = max(stage.passes_ns[kind][layer], 1)
                 length = chosen[:, 3] - chosen[:, 2]
-                for piece in pieces:
-                    start, end = (chosen[:, 2] + length * at // nominal for at in (piece.start_ns, piece.end_ns))
+                for call in calls:
+                    start, end = (chosen[:, 2] + length * at // nominal for at in (call.start_ns, call.end_ns))
                     parts.append(
                         Trace.from_columns(
                             rank=np.full(len(chosen), stage.rank),
-                            lane=piece.axis,
-                            name=f"{piece.name} of {stage.layers[layer].name}",
-                            kind=piece.kind,
+                            lane=call.axis,
+                            name=f"{call.name} of {stage.layers[layer].name}",
+                            kind=call.kind,
                             start_ns=start,
                             end_ns=end,
-                            num_bytes=piece.num_bytes,
+                            num_bytes=call.num_bytes,
                             stage=number,
                             microbatch=order.microbatch[chosen[:, 0]],
                         )
@@ -59,14 +59,14 @@ def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator
     """Cut one layer's pass into work and waits: start, end, and the name of the call that it waits for ("": work)."""
     now, finish = span_ns
     begin, nominal = now, max(stage.passes_ns[kind][layer], 1)
-    for piece in stage.pieces[kind][layer] if stage.pieces else ():
-        if piece.exposed_ns:
+    for call in stage.calls[kind][layer] if stage.calls else ():
+        if call.exposed_ns:
             start, end = (
-                begin + (finish - begin) * at // nominal for at in (piece.end_ns - piece.exposed_ns, piece.end_ns)
+                begin + (finish - begin) * at // nominal for at in (call.end_ns - call.exposed_ns, call.end_ns)
             )
             if start > now:
                 yield now, start, ""
-            yield start, end, piece.name
+            yield start, end, call.name
             now = end
     if finish > now:
         yield now, finish, ""
@@ -75,7 +75,7 @@ def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator
 def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict[str, float]:
     """Return the seconds in which a rank of the pipeline waits for calls inside of its passes, by axis."""
     total = dict.fromkeys(INSIDE, 0.0)  # nanoseconds
-    if not any(stage.pieces for stage in stages):
+    if not any(stage.calls for stage in stages):
         return total
     order = timing.order
     actions = np.arange(*order.offsets[rank : rank + 2].tolist())
@@ -88,27 +88,27 @@ def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict
             rows = timing.layers[np.isin(timing.layers[:, 0], mine)]
             costed = np.maximum(stage.passes_ns[kind], 1)
             times = np.bincount(rows[:, 1], (rows[:, 3] - rows[:, 2]) / costed[rows[:, 1]], len(stage.layers))
-        for pieces, often in _repeats(stage.pieces[kind], times):
-            for piece in pieces:
-                total[piece.axis] += piece.exposed_ns * often
+        for calls, often in _repeats(stage.calls[kind], times):
+            for call in calls:
+                total[call.axis] += call.exposed_ns * often
     return {axis: waited / 1e9 for axis, waited in total.items()}
 
 
-def sent_inside(stages: Sequence[Stage], order: Order) -> list[dict[str, float]]:
+def sent_inside(stages: Sequence[Stage], order: ScheduleArrays) -> list[dict[str, float]]:
     """Return the bytes that each rank of the pipeline sends inside of its passes, by axis."""
     sent = [dict.fromkeys(INSIDE, 0.0) for _ in range(order.num_ranks)]
-    if not any(stage.pieces for stage in stages):
+    if not any(stage.calls for stage in stages):
         return sent
     for number, kind, mine in _by_pass(order, np.arange(len(order.kind))):
         stage = stages[number]
-        for pieces, often in _repeats(stage.pieces[kind], np.full(len(stage.layers), len(mine))):
-            for piece in pieces:
-                sent[stage.rank][piece.axis] += piece.sent_bytes * often
+        for calls, often in _repeats(stage.calls[kind], np.full(len(stage.layers), len(mine))):
+            for call in calls:
+                sent[stage.rank][call.axis] += call.sent_bytes * often
     return sent
 
 
 def message_wait_s(timing: Timing, rank: int) -> float:
-    """Return the seconds in which a rank of the pipeline has nothing to run but what is still on the wire to it."""
+    """Return the seconds in which a rank of the pipeline waits for a message that has been sent but has not arrived."""
     order = timing.order
     first, stop = order.offsets[rank : rank + 2].tolist()
     size = (int(order.stage.max()) + 3, int(order.microbatch.max()) + 1)
@@ -126,16 +126,16 @@ def message_wait_s(timing: Timing, rank: int) -> float:
     return float(np.maximum(waits, 0).sum()) / 1e9
 
 
-def _by_pass(order: Order, actions: Ints) -> Iterator[tuple[int, int, Ints]]:
+def _by_pass(order: ScheduleArrays, actions: Ints) -> Iterator[tuple[int, int, Ints]]:
     """Return the actions of each stage and kind."""
     code = order.stage[actions] * 4 + order.kind[actions]
     for each in np.unique(code).tolist():
         yield each // 4, each % 4, actions[code == each]
 
 
-def _repeats(layers: Sequence[tuple[Piece, ...]], times: Floats) -> Iterator[tuple[tuple[Piece, ...], float]]:
-    """Return each different row of pieces with how often it ran: equal layers share one."""
-    rows: dict[int, tuple[tuple[Piece, ...], float]] = {}
-    for pieces, often in zip(layers, times.tolist(), strict=bool(layers)):
-        rows[id(pieces)] = (pieces, rows.get(id(pieces), (pieces, 0.0))[1] + often)
+def _repeats(layers: Sequence[tuple[CallInPass, ...]], times: Floats) -> Iterator[tuple[tuple[CallInPass, ...], float]]:
+    """Return each different row of calls with how often it ran: equal layers share one."""
+    rows: dict[int, tuple[tuple[CallInPass, ...], float]] = {}
+    for calls, often in zip(layers, times.tolist(), strict=bool(layers)):
+        rows[id(calls)] = (calls, rows.get(id(calls), (calls, 0.0))[1] + often)
     yield from rows.values()

@@ -1,4 +1,4 @@
-"""Measured: times taken on real ranks, which a simulation uses in place of counted work and of the cluster's links."""
+"""Times taken on real ranks, which a simulation uses in place of counted work and of the cluster's links."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from simulator.gradients.compression import MeasuredCodec
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What was measured apart.
+    """What was measured on its own.
 
     Attributes:
         codec: encoding and decoding of a bucket, in place of counted work; None: counted.
-        links: a line of its own for a kind of call, on whatever axis it is made: "all_reduce", "all_gather",
-            "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks are
-            then on that line, in whichever nodes they sit. "all_gather start", "reduce_scatter start" and
+        links: the measured link of a kind of call, on every axis: "all_reduce", "all_gather",
+            "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks then
+            use that link, in whichever nodes they sit. "all_gather start", "reduce_scatter start" and
             "reduce_scatter sum" are what sharding's calls cost the computing rank, and "all_gather beside",
-            "reduce_scatter beside" what they cost the passes beside them. A kind that is left out takes the cluster's
-            links.
+            "reduce_scatter beside" what they cost the passes that they overlap. A kind that is left out takes the
+            cluster's links.
     """
 
     codec: MeasuredCodec | None = None

@@ -1,4 +1,4 @@
-"""Step result: what the simulation of a step returns, and what can be read off it."""
+"""What the simulation of a step returns, and what follows from it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from simulator.memory.memory import Memory, step_memory
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
 from simulator.step.exposed import exposed_inside_s, message_wait_s, sent_inside
+from simulator.step.timed import sums_each_pass
 from simulator.step.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
 
@@ -98,7 +99,7 @@ class Step:
         if self.plan.sharding.stage == 3 or sums_each_pass(self.plan):
             return to_s(begin - self._computing_ns() + after)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
-        parts = [part for sync in self.timing.syncs_of(rank) for part in sync.computing]
+        parts = [part for bucket in self.timing.buckets_of(rank) for part in bucket.computing]
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
 
     def _rank_end_ns(self, rank: int) -> int:
@@ -108,10 +109,10 @@ class Step:
     def _computing_ns(self) -> int:
         """Return the time that layers compute and gradients are copied, the update apart."""
         assert self.timing.layers is not None, "these steps are timed layer by layer"
-        packs = sum(call.end_ns - call.start_ns for rank in self.timing.packs for call in rank)
-        for times in self.timing.syncs[0]:
-            packs += sum(end - begin for begin, end in times.computing)
-        return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + packs
+        copies = sum(call.end_ns - call.start_ns for rank in self.timing.copies for call in rank)
+        for times in self.timing.buckets[0]:
+            copies += sum(end - begin for begin, end in times.computing)
+        return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + copies
 
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:
@@ -123,7 +124,7 @@ class Step:
 
     @property
     def sent_bytes_by_axis(self) -> Mapping[str, float]:
-        """Bytes that a rank sends for each axis: of the ranks of the pipeline, the one that sends most there."""
+        """Bytes that a rank sends for each axis: of the pipeline's ranks, the one that sends most there."""
         return {axis: max(sent[axis] for sent in self._sent) for axis in AXES}
 
     @cached_property
@@ -131,7 +132,7 @@ class Step:
         """Return the bytes of each axis on each rank of the pipeline."""
         sent = [{"pipeline": 0.0, "data": 0.0, **inside} for inside in sent_inside(self.stages, self.timing.order)]
         for stage in self.stages:
-            sent[stage.rank]["data"] += sum(sync.sent_bytes for sync in stage.syncs)
+            sent[stage.rank]["data"] += sum(bucket.sent_bytes for bucket in stage.buckets)
             messages = stage.send_forward_bytes + stage.send_backward_bytes
             sent[stage.rank]["pipeline"] += self.plan.num_microbatches * messages
         for rank, calls in enumerate(self.timing.calls):
@@ -171,12 +172,7 @@ class Step:
     def __str__(self) -> str:
         return (
             f"{self.workload.name} on {self.plan.world_size} ranks of {self.cluster.name}: {format_s(self.duration_s)} "
-            f"a step, bubble {self.bubble_fraction:.1%}, "
+            f"per step, bubble {self.bubble_fraction:.1%}, "
             f"exposed communication {format_s(self.exposed_communication_s)}, "
-            f"{format_bytes(max(self.sent_bytes_per_rank))} sent a rank, {format_bytes(self.memory.max_bytes)} held"
+            f"{format_bytes(max(self.sent_bytes_per_rank))} sent per rank, {format_bytes(self.memory.max_bytes)} held"
         )
-
-
-def sums_each_pass(plan: Plan) -> bool:
-    """Return whether gradients are summed over ranks in every micro-batch: stage 2 has no place for whole ones."""
-    return plan.sharding.stage == 2 and plan.num_microbatches > 1

@@ -1,4 +1,4 @@
-"""Step order: which schedule a step runs, and on which rank each of its stages is."""
+"""Which schedule a step runs, and on which rank each of its stages is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import lru_cache
 
 from distlab.plan import ActionTimes, Plan, Schedule, Workload, make_schedule, validate
 from distlab.plan.schedules.families import TIMED
-from simulator.pipeline.compiled import CompiledOrder
-from simulator.pipeline.schedule_arrays import order_of
+from simulator.pipeline.compiled import CompiledSchedule
+from simulator.pipeline.schedule_arrays import arrays_of
 from simulator.stage.stage import Stage, check_enough_layers
 
 
-def homes_of(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple[int, ...]:
+def ranks_of_stages(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple[int, ...]:
     """Return the rank of each stage.
 
     Raises:
@@ -20,7 +20,7 @@ def homes_of(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple
     """
     if schedule is None:
         check_enough_layers(workload, plan, plan.pipeline * plan.stages_per_rank)
-        return _home_of(plan.schedule, plan.pipeline, plan.stages_per_rank)
+        return _ranks_of_family(plan.schedule, plan.pipeline, plan.stages_per_rank)
     if (schedule.num_ranks, schedule.num_microbatches) != (plan.pipeline, plan.num_microbatches):
         raise ValueError(
             f"the schedule has {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches; the plan has "
@@ -31,10 +31,10 @@ def homes_of(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple
     return tuple(schedule.home.tolist())
 
 
-def order_of_step(plan: Plan, schedule: Schedule | None, stages: Sequence[Stage]) -> CompiledOrder:
+def compile_schedule_of(plan: Plan, schedule: Schedule | None, stages: Sequence[Stage]) -> CompiledSchedule:
     """Return the order that the step runs; an automatic schedule is made for the times of the stages."""
     if schedule is not None:
-        return CompiledOrder(order_of(schedule))
+        return CompiledSchedule(arrays_of(schedule))
     times = action_times(stages) if plan.schedule in TIMED else None
     return compile_family(plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank, times)
 
@@ -50,14 +50,14 @@ def action_times(stages: Sequence[Stage]) -> ActionTimes:
 @lru_cache(maxsize=32)
 def compile_family(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, times: ActionTimes | None = None
-) -> CompiledOrder:
+) -> CompiledSchedule:
     """Return a family's order, compiled; the last ones are kept."""
-    return CompiledOrder(
-        order_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank, times=times))
+    return CompiledSchedule(
+        arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank, times=times))
     )
 
 
 @lru_cache(maxsize=32)
-def _home_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def _ranks_of_family(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Return the rank of each stage of a family, which does not depend on the number of micro-batches."""
     return tuple(make_schedule(name, num_ranks, num_ranks, stages_per_rank=stages_per_rank).home.tolist())

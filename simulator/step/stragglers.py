@@ -1,22 +1,22 @@
-"""Slowed: stages on a rank that computes more slowly than the others (a straggler)."""
+"""Stages on a rank that computes more slowly than the others (a straggler)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from simulator.gradients.buckets import Sync
+from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.jitter import slow_factors
-from simulator.stage.pass_timeline import Piece
+from simulator.stage.pass_timeline import CallInPass
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import layer_times
 
 
-def slowed(stages: Sequence[Stage], slow_ranks: Mapping[int, float] | None, num_ranks: int) -> tuple[Stage, ...]:
-    """Return the stages with what each slow rank computes stretched: passes, copies, the update; no message.
+def slow_down(stages: Sequence[Stage], slow_ranks: Mapping[int, float] | None, num_ranks: int) -> tuple[Stage, ...]:
+    """Return the stages with all computation of each slow rank stretched: passes, copies, the update; not its messages.
 
     Raises:
-        ValueError: there is no such rank, or a factor is not positive.
+        ValueError: a rank does not exist, or a factor is not positive.
     """
     if not slow_ranks:
         return tuple(stages)
@@ -28,14 +28,14 @@ def _slow(stage: Stage, factor: float) -> Stage:
     forward, backward, inputs = (
         layer_times(times, factor) for times in (stage.forward_ns, stage.backward_ns, stage.input_gradient_ns)
     )
-    weights, pieces = stage.weight_gradient_ns, stage.pieces
-    if pieces:
+    weights, calls = stage.weight_gradient_ns, stage.calls
+    if calls:
         passes = [
             [_slow_pass(*layer, factor) for layer in zip(times, calls, strict=True)]
-            for times, calls in zip(stage.passes_ns, pieces, strict=True)
+            for times, calls in zip(stage.passes_ns, calls, strict=True)
         ]
         forward, backward, inputs, weights = (tuple(time for time, _ in each) for each in passes)
-        pieces = tuple(tuple(calls for _, calls in each) for each in passes)
+        calls = tuple(tuple(calls for _, calls in each) for each in passes)
     else:
         inputs = tuple(min(whole, part) for whole, part in zip(backward, inputs, strict=True))
     return replace(
@@ -44,9 +44,9 @@ def _slow(stage: Stage, factor: float) -> Stage:
         backward_ns=backward,
         input_gradient_ns=inputs,
         weight_gradient_ns=weights,
-        pieces=pieces,
+        calls=calls,
         optimizer_ns=round(stage.optimizer_ns * factor),
-        syncs=tuple(_slow_sync(sync, factor) for sync in stage.syncs),
+        buckets=tuple(_slow_bucket(bucket, factor) for bucket in stage.buckets),
         units=tuple(
             unit._replace(
                 pack_ns=round(unit.pack_ns * factor),
@@ -59,24 +59,25 @@ def _slow(stage: Stage, factor: float) -> Stage:
     )
 
 
-def _slow_pass(duration_ns: int, pieces: Sequence[Piece], factor: float) -> tuple[int, tuple[Piece, ...]]:
-    """Stretch the work of a pass with calls inside; what was exposed of a call stays as long as it was.
+def _slow_pass(duration_ns: int, calls: Sequence[CallInPass], factor: float) -> tuple[int, tuple[CallInPass, ...]]:
+    """Stretch the computation of a pass that has calls inside; a call's exposed time is kept.
 
-    Error: a call that stuck out of the work beside it does so as far as before, though that work takes longer.
+    Error: the time by which a call outlasts the computation that hides it is kept, although that computation becomes
+        longer.
     """
-    spare = sum(piece.exposed_ns for piece in pieces)
+    spare = sum(call.exposed_ns for call in calls)
     waited, moved = 0, []
-    for piece in pieces:
-        begin = round((piece.start_ns - waited) * factor) + waited
-        end = round((piece.end_ns - waited - piece.exposed_ns) * factor) + waited + piece.exposed_ns
-        waited += piece.exposed_ns
-        moved.append(piece._replace(start_ns=begin, end_ns=end))
+    for call in calls:
+        begin = round((call.start_ns - waited) * factor) + waited
+        end = round((call.end_ns - waited - call.exposed_ns) * factor) + waited + call.exposed_ns
+        waited += call.exposed_ns
+        moved.append(call._replace(start_ns=begin, end_ns=end))
     return round((duration_ns - spare) * factor) + spare, tuple(moved)
 
 
-def _slow_sync(sync: Sync, factor: float) -> Sync:
-    later = sync.later and sync.later._replace(
-        between_ns=round(sync.later.between_ns * factor), after_ns=round(sync.later.after_ns * factor)
+def _slow_bucket(bucket: BucketCost, factor: float) -> BucketCost:
+    later = bucket.later and bucket.later._replace(
+        between_ns=round(bucket.later.between_ns * factor), after_ns=round(bucket.later.after_ns * factor)
     )
-    pack, unpack = round(sync.pack_ns * factor), round(sync.unpack_ns * factor)
-    return sync._replace(pack_ns=pack, unpack_ns=unpack, later=later)
+    pack, unpack = round(bucket.pack_ns * factor), round(bucket.unpack_ns * factor)
+    return bucket._replace(pack_ns=pack, unpack_ns=unpack, later=later)

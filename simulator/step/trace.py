@@ -1,4 +1,4 @@
-"""Trace: a simulated step in the form in which a measured one is recorded, so that both can be laid over each other.
+"""A simulated step as a Trace, in the form in which a measured one is recorded, so that the two can be overlaid.
 
 The compute lane of a rank holds whole passes ("forward", "backward"; in a pipeline "2F0"), "synchronize" (kind "wait":
 from the end of the last backward until the gradients are averaged) and "optimizer". The communication lane holds one
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Span, Trace
-from simulator.gradients.buckets import Sync
+from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.schedule_arrays import LETTERS, F
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import SyncTimes, Timing, layer_times
-from simulator.step.exposed import pieces_trace, waits_within
+from simulator.stage.step_times import BucketTimes, Timing, layer_times
+from simulator.step.exposed import calls_trace, waits_within
 
 Ints = NDArray[np.int64]
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -31,8 +31,8 @@ def step_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
     """Return the spans of all ranks; `ranks` has a row of numbers for each rank of the pipeline [P, R]."""
     closing = _closing(stages, timing) + _sharding_calls(timing)
     parts = [_passes(timing), _messages(stages, timing), Trace.from_spans(closing)]
-    if any(stage.pieces for stage in stages):
-        parts.append(pieces_trace(stages, timing, layer_rows(stages, timing)))
+    if any(stage.calls for stage in stages):
+        parts.append(calls_trace(stages, timing, layer_rows(stages, timing)))
     return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
@@ -52,16 +52,16 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
         for begin, stop, wait in waits_within(stages[number], int(order.kind[action]), layer, (start, end)):
             what = (f"wait for {wait}", "wait") if wait else (name, kind)
             spans.append(Span(stages[number].rank, "compute", *what, begin, stop, 0, number, microbatch))
-    for number, (stage, syncs) in enumerate(zip(stages, timing.syncs, strict=True)):
-        for sync, times in zip(stage.syncs, syncs, strict=True):
-            spans += _copies(stage.rank, sync, times, number) + exchanges(stage.rank, sync, times, number)
+    for number, (stage, buckets) in enumerate(zip(stages, timing.buckets, strict=True)):
+        for bucket, times in zip(stage.buckets, buckets, strict=True):
+            spans += _copies(stage.rank, bucket, times, number) + exchanges(stage.rank, bucket, times, number)
     spans += [_update(rank, timing) for rank in range(order.num_ranks)]
     spans += _sharding_calls(timing)
-    spans += [Span(rank, *pack[:6], rank, pack.microbatch) for rank, packs in enumerate(timing.packs) for pack in packs]
+    spans += [Span(rank, *copy[:6], rank, copy.microbatch) for rank, rows in enumerate(timing.copies) for copy in rows]
     kept = [span for span in spans if span.end_ns > span.start_ns]
     parts = [Trace.from_spans(kept), _messages(stages, timing)]
-    if any(stage.pieces for stage in stages):
-        parts.append(pieces_trace(stages, timing, rows))
+    if any(stage.calls for stage in stages):
+        parts.append(calls_trace(stages, timing, rows))
     return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
@@ -119,11 +119,11 @@ def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
     spans = []
     for rank, own in enumerate(timing.finishing):
         for number in own:
-            for sync, times in zip(stages[number].syncs, timing.syncs[number], strict=True):
-                spans += exchanges(rank, sync, times, number)
+            for bucket, times in zip(stages[number].buckets, timing.buckets[number], strict=True):
+                spans += exchanges(rank, bucket, times, number)
         end = int(timing.end_ns[timing.order.offsets[rank + 1] - 1])
         begin, _ = timing.optimizer[rank]
-        if any(stages[number].syncs or stages[number].units for number in own):
+        if any(stages[number].buckets or stages[number].units for number in own):
             spans.append(Span(rank, "compute", "synchronize", "wait", end, begin, 0, own[-1]))
         spans.append(_update(rank, timing))
     return spans
@@ -141,31 +141,31 @@ def _sharding_calls(timing: Timing) -> list[Span]:
     return [Span(rank, *call[:6], rank, call.microbatch) for rank, calls in enumerate(timing.calls) for call in calls]
 
 
-def exchanges(rank: int, sync: Sync, times: SyncTimes, stage: int = 0) -> list[Span]:
+def exchanges(rank: int, bucket: BucketCost, times: BucketTimes, stage: int = 0) -> list[Span]:
     """Return what a bucket sends: one call, or a second one after it.
 
     Calls that follow one another at once share the bucket's time as they would without contention.
     """
-    if sync.parts:
+    if bucket.parts:
         begin, end = times.all_reduce
-        whole, so_far, spans = max(1, sync.duration_ns), 0, []
-        for part in sync.parts:
+        whole, so_far, spans = max(1, bucket.duration_ns), 0, []
+        for part in bucket.parts:
             start, so_far = so_far, so_far + part.duration_ns
             first, last = (begin + (end - begin) * at // whole for at in (start, so_far))
-            name = sync.name.replace(sync.kind, part.kind, 1)
+            name = bucket.name.replace(bucket.kind, part.kind, 1)
             spans.append(Span(rank, "scatter", name, part.kind, first, last, part.num_bytes, stage))
         return spans
-    spans = [Span(rank, "communication", sync.name, sync.kind, *times.all_reduce, sync.num_bytes, stage)]
-    if sync.later is not None and times.later is not None:
-        name = f"{sync.name}, second factor"
-        spans.append(Span(rank, "communication", name, sync.later.kind, *times.later, sync.later.num_bytes, stage))
+    spans = [Span(rank, "communication", bucket.name, bucket.kind, *times.all_reduce, bucket.num_bytes, stage)]
+    if bucket.later is not None and times.later is not None:
+        name = f"{bucket.name}, second factor"
+        spans.append(Span(rank, "communication", name, bucket.later.kind, *times.later, bucket.later.num_bytes, stage))
     return spans
 
 
-def _copies(rank: int, sync: Sync, times: SyncTimes, stage: int) -> list[Span]:
+def _copies(rank: int, bucket: BucketCost, times: BucketTimes, stage: int) -> list[Span]:
     """Return what is done to a bucket before and after it travels: packing, or encoding and decoding."""
-    what = sync.name.removeprefix(f"{sync.kind} ")
-    if not sync.compressed:
+    what = bucket.name.removeprefix(f"{bucket.kind} ")
+    if not bucket.compressed:
         pairs = [("pack", "copy", times.pack), ("unpack", "copy", times.unpack)]
     else:
         pairs = [("encode", "encode", times.pack), ("decode", "decode", times.unpack)]
@@ -174,7 +174,7 @@ def _copies(rank: int, sync: Sync, times: SyncTimes, stage: int) -> list[Span]:
     if times.after is not None:
         pairs.insert(2, ("encode remainder of", "encode", times.after))
     return [
-        Span(rank, "compute", f"{verb} {what}", kind, *pair, sync.gradient_bytes, stage) for verb, kind, pair in pairs
+        Span(rank, "compute", f"{verb} {what}", kind, *pair, bucket.gradient_bytes, stage) for verb, kind, pair in pairs
     ]
 
 
@@ -191,14 +191,14 @@ def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
     for action, (number, kind, start, end) in enumerate(zip(*columns, strict=True)):
         layers = stages[number].passes_ns[kind]
         durations = layer_times(layers, None if timing.factors is None else float(timing.factors[action]))
-        copies = timing.syncs[number] if action == last[number] else ()
+        copies = timing.buckets[number] if action == last[number] else ()
         now = start
         for layer in range(len(layers)) if kind == F else range(len(layers) - 1, -1, -1):
             rows.append((action, layer, now, now + durations[layer]))
             now += durations[layer]
-            for sync in copies:
-                if sync.pack[0] == now and now < end:
-                    now = sync.pack[1]
+            for bucket in copies:
+                if bucket.pack[0] == now and now < end:
+                    now = bucket.pack[1]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 

@@ -30,7 +30,7 @@ def rank_orders(workload: Workload, cluster: Cluster, plan: Plan) -> list[Placed
     nodes has a low latency, tensor ranks spread over two nodes come out ahead of those in one; a library that runs a
     tree for small messages would turn that round (see `simulator.hardware.process_groups`).
 
-    Cost: one simulation an order: 6 for three axes above 1, 120 for five.
+    Cost: one simulation per order: 6 for three axes above 1, 120 for five.
 
     Raises:
         ValueError: as `simulate`.

@@ -73,18 +73,18 @@ def sweep_buckets(
     sizes: Sequence[int] | None = None,
     codec: MeasuredCodec | None = None,
 ) -> BucketSweep:
-    """Simulate the step at each bucket size. The first bucket is no larger than the plan's, nor than the others.
+    """Simulate the step at each bucket size. The first bucket has at most the plan's size, and at most the others'.
 
     Raises:
-        ValueError: there are no sizes, or as `simulate`.
+        ValueError: sizes is empty, or as `simulate`.
     """
     chosen = tuple(sorted(set(bucket_sizes(workload) if sizes is None else sizes)))
     if not chosen:
-        raise ValueError("there are no bucket sizes; pass at least one, in bytes, or None")
+        raise ValueError("no bucket sizes are given; pass at least one, in bytes, or None")
     steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), measured=Measured(codec)) for size in chosen]
     return BucketSweep(
         chosen,
-        tuple(len(step.stages[0].syncs) for step in steps),
+        tuple(len(step.stages[0].buckets) for step in steps),
         tuple(step.duration_s for step in steps),
         tuple(step.exposed_communication_s for step in steps),
     )
@@ -203,7 +203,7 @@ def sweep_compression(
     """Simulate the step with each compression, and without, at each bandwidth between replicas.
 
     Raises:
-        ValueError: there is no compression or no bandwidth, the plan has one replica, or as `simulate`.
+        ValueError: no compression or no bandwidth is given, the plan has one replica, or as `simulate`.
     """
     rising = tuple(sorted(set(bandwidths() if bytes_per_s is None else bytes_per_s)))
     if not compressions or not rising or plan.data == 1:

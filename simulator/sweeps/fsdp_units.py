@@ -1,4 +1,4 @@
-"""Sweep units: how many layers to gather together? Small units hold little, large ones have few and long messages."""
+"""How many layers to gather together with FSDP? Small units hold little; large ones send few and long messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_SIZES = 24
 
 @dataclass(frozen=True)
 class UnitSweep:
-    """The step of stage 3 at several numbers of layers a unit.
+    """The step of stage 3 at several numbers of layers per unit.
 
     Attributes:
-        unit_layers: layers a unit, rising.
+        unit_layers: layers per unit, rising.
         num_units: units at each, the root apart.
         unit_bytes: parameters of the largest unit, the root apart.
         gathered_bytes: the most that is gathered at once.
@@ -58,7 +58,7 @@ class UnitSweep:
 
 
 def unit_sizes(workload: Workload) -> tuple[int, ...]:
-    """Return numbers of layers a unit that make different numbers of units, from one layer to all blocks in one."""
+    """Return numbers of layers per unit that make different numbers of units, from one layer to all blocks in one."""
     blocks = sum(len(unit.layers) for unit in units_of(workload.layers, 1) if not unit.is_root) or 1
     sizes = sorted({-(-blocks // units) for units in range(1, blocks + 1)})
     if len(sizes) <= MAX_SIZES:
@@ -68,10 +68,10 @@ def unit_sizes(workload: Workload) -> tuple[int, ...]:
 
 
 def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequence[int] | None = None) -> UnitSweep:
-    """Simulate the step at each number of layers a unit, and count what it holds.
+    """Simulate the step at each number of layers per unit, and count what it holds.
 
     Raises:
-        ValueError: there are no sizes, the plan does not shard parameters, or as `simulate`.
+        ValueError: sizes is empty, the plan does not shard parameters, or as `simulate`.
     """
     chosen = tuple(sorted(set(unit_sizes(workload) if sizes is None else sizes)))
     if not chosen or plan.sharding.stage != 3:

@@ -38,7 +38,8 @@ def test_one_rank_makes_it_and_all_have_it(ranks):
 def over_ranks():
     import torch
     import torch.distributed as dist
-    from distlab.measure.machine.facts.ranks import largest_over_ranks, mean_over_ranks
+
+    from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks
 
     own = [float(dist.get_rank()), 3.0 - dist.get_rank()]
     pair = dist.new_group([1, 2])

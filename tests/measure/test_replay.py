@@ -7,8 +7,8 @@ from _replay import pipeline_replay_errors, replica_replay_errors
 from distlab.measure import RankReport
 from distlab.plan import Plan, make_schedule
 from distlab.trace import Span, Trace
-from simulator import CompiledOrder, cluster, gpt_workload, order_of, simulate
-from simulator.pipeline.simulate_schedule import LETTERS
+from simulator import CompiledSchedule, arrays_of, cluster, gpt_workload, simulate
+from simulator.pipeline.schedule_arrays import LETTERS
 
 SIZES = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "sequence_length": 128, "vocab_size": 256}
 
@@ -65,7 +65,7 @@ MESSAGE_NS = 2_000_000
 
 def traces_of(schedule, *, early_ns=0):
     """Simulate a step with uneven actions, as its ranks would have marked it; the last rank may begin too early."""
-    compiled = CompiledOrder(order_of(schedule))
+    compiled = CompiledSchedule(arrays_of(schedule))
     order = compiled.order
     duration = np.random.default_rng(0).integers(5_000_000, 20_000_000, len(order.kind))
     end = compiled.run(duration, MESSAGE_NS)

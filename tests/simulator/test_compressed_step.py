@@ -23,9 +23,9 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.step.closed_form import time_directly
-from simulator.step.event_graph import time_by_graph
-from simulator.step.schedule_of_plan import order_of_step
+from simulator.engine.event_engine import SharedCores
+from simulator.step.schedule_of_plan import compile_schedule_of
+from simulator.step.step_events import time_step
 from simulator.units import to_ns
 
 
@@ -35,7 +35,7 @@ def test_a_rank_sends_what_exchanges_says(compression, num_ranks):
     step = simulate(WORKLOAD, cluster_of(8), plan_of(compression, data=num_ranks))
     shapes = [shape for layer in WORKLOAD.layers for shape in layer.shapes]
     total, where = 0.0, len(shapes)
-    for sync in step.stages[0].syncs:  # buckets take the parameters from the last on
+    for sync in step.stages[0].buckets:  # buckets take the parameters from the last on
         count = next(n for n in range(1, where + 1) if _bytes(shapes[where - n : where]) == sync.gradient_bytes)
         bucket = shapes[where - count : where][::-1]
         where -= count
@@ -57,7 +57,7 @@ def test_a_bucket_is_encoded_when_full_then_sent_then_decoded():
     step = simulate(WORKLOAD, cluster_of(4), plan_of(compression))
     spans = [span for span in step.layer_trace if span.rank == 0]
     passes = {span.name: span for span in spans}
-    for index, sync in enumerate(step.stages[0].syncs):
+    for index, sync in enumerate(step.stages[0].buckets):
         encode, send, decode = (passes[f"{verb} bucket {index}"] for verb in ("encode", "all_gather", "decode"))
         assert (encode.lane, encode.kind, decode.lane, decode.kind) == ("compute", "encode", "compute", "decode")
         assert encode.start_ns >= passes[f"backward layer {sync.layer}"].end_ns
@@ -88,7 +88,7 @@ def test_powersgd_sends_its_second_factor_while_the_rank_waits():
     first = [s for s in spans if s.kind == "all_reduce" and "second" not in s.name]
     second = [s for s in spans if s.kind == "all_reduce" and "second" in s.name]
     made = [s for s in spans if s.name.startswith("encode second")]
-    assert len(first) == len(second) == len(made) == len(step.stages[0].syncs) >= 2
+    assert len(first) == len(second) == len(made) == len(step.stages[0].buckets) >= 2
     assert made[0].start_ns >= max(s.end_ns for s in first)  # as the hook: all first answers, then all second messages
     assert all(a.end_ns <= b.start_ns for a, b in zip(made, second, strict=True))
     assert second[0].start_ns < made[-1].end_ns  # one travels while the next is made
@@ -135,7 +135,7 @@ def test_small_tensors_and_shapes_that_are_not_known_go_whole_through_powersgd()
     plain = simulate(workload_of(((60_000,),)), cluster_of(2), Plan(data=2))
     whole = simulate(workload_of(((60_000,),)), cluster_of(2), Plan(data=2, compression=compression))
     assert whole.sent_bytes_per_rank == plain.sent_bytes_per_rank
-    assert whole.stages[0].syncs[0].later is None
+    assert whole.stages[0].buckets[0].later is None
 
 
 def test_nodes_gather_across_and_then_inside():
@@ -146,10 +146,10 @@ def test_nodes_gather_across_and_then_inside():
     cases = ((8, 8, all_gather_s(8 * payload, 8, LINK)), (6, 4, all_gather_s(6 * payload, 6, slow)))
     for data, per_node, expected in cases:
         step = simulate(workload, cluster_of(8, per_node=per_node, slow=slow), Plan(data=data, compression=compression))
-        assert step.stages[0].syncs[0].duration_ns == to_ns(expected)
+        assert step.stages[0].buckets[0].duration_ns == to_ns(expected)
     step = simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8, compression=compression))
     expected = hierarchical_all_gather_s(8 * payload, 4, 2, intra_node=LINK, inter_node=slow)
-    assert step.stages[0].syncs[0].duration_ns == to_ns(expected)
+    assert step.stages[0].buckets[0].duration_ns == to_ns(expected)
     assert expected == pytest.approx(1e-4 + payload / 1e7 + 3e-5 + 6 * payload / 1e8)
 
 
@@ -169,15 +169,15 @@ def test_error_feedback_keeps_the_gradients_once_more(feedback):
     st.integers(1, 4),
     st.floats(1e5, 1e11),
 )
-def test_both_roads_agree_and_no_lane_does_two_things(compression, sync, data, stages, microbatches, bandwidth):
+def test_both_engines_agree_and_no_lane_does_two_things(compression, sync, data, stages, microbatches, bandwidth):
     options = {"gradient_sync": sync, "pipeline": stages, "num_microbatches": microbatches}
     plan = plan_of(compression, data=data, **options)
     step = simulate(WORKLOAD, with_bandwidth(cluster_of(16), plan, bandwidth), plan)
-    compiled = order_of_step(plan, None, step.stages)
-    direct = time_directly(compiled, step.stages, sync=sync)
-    by_graph = time_by_graph(compiled, step.stages, sync=sync)
-    assert direct.syncs == by_graph.syncs
-    assert direct.optimizer == by_graph.optimizer
+    compiled = compile_schedule_of(plan, None, step.stages)
+    whole = time_step(compiled, step.stages, sync=sync)
+    in_layers = time_step(compiled, step.stages, sync=sync, cores=SharedCores(stages))
+    assert whole.buckets == in_layers.buckets
+    assert whole.optimizer == in_layers.optimizer
     contended = simulate(WORKLOAD, cluster_of(16, contention=Contention(1.3, 1.7)), plan)
     for trace in (step.trace, step.layer_trace, contended.layer_trace):
         for lane in ("compute", "communication"):
@@ -208,4 +208,4 @@ def test_senseless_questions_are_refused():
 def test_all_reduce_methods_cost_an_all_reduce():
     compression = Compression("random_k", ratio=0.1)
     step = simulate(workload_of(((100, 100),)), cluster_of(4), Plan(data=4, compression=compression))
-    assert step.stages[0].syncs[0].duration_ns == to_ns(all_reduce_s(4 * 1000, 4, LINK))
+    assert step.stages[0].buckets[0].duration_ns == to_ns(all_reduce_s(4 * 1000, 4, LINK))

@@ -5,7 +5,7 @@ import pytest
 
 import simulator
 
-PRESETS = Path(simulator.__file__).with_name("presets.toml")
+PRESETS = Path(simulator.__file__).parent / "hardware" / "presets.toml"
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -120,7 +120,7 @@ def test_without_shared_layers_a_pipeline_is_what_it_was(schedule):
     plan = Plan(data=2, pipeline=2, num_microbatches=4, schedule=schedule, sequence_parallel=True)
     steps = [simulate(workload, TWO_NODES, plan) for workload in (GPT, plain)]
     assert steps[0].duration_s == steps[1].duration_s
-    assert not any(stage.pieces for stage in steps[0].stages)
+    assert not any(stage.calls for stage in steps[0].stages)
     assert {axis: value for axis, value in steps[0].exposed_by_axis.items() if axis in ("tensor", "context")} == {
         "tensor": 0.0,
         "context": 0.0,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
 from distlab.plan.compression import Compression
 from simulator import gpt_workload, memory_of
-from simulator.memory.memory import KINDS, num_in_flight, one_by_one, widths_of
+from simulator.memory.memory import KINDS, num_in_flight, one_f_one_b_passes, widths_of
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
@@ -230,8 +230,8 @@ def test_over_a_step_memory_is_a_saw():
 
 
 def test_an_order_fills_then_alternates_then_empties():
-    assert "".join("FBIW"[kind] for kind in one_by_one(0, 3, 5).kind) == "FFFBFBFBBB"
-    assert one_by_one(1, 2, 2).kind.tolist() == [0, 0, 1, 1]
+    assert "".join("FBIW"[kind] for kind in one_f_one_b_passes(0, 3, 5).kind) == "FFFBFBFBBB"
+    assert one_f_one_b_passes(1, 2, 2).kind.tolist() == [0, 0, 1, 1]
 
 
 plans = st.builds(

@@ -1,12 +1,22 @@
 """Zero-bubble's published bubble rates (arXiv:2401.10241v2, tables 5 and 9), from its published times."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from distlab.plan import SCHEDULES, automatic, validate, zb_1p, zb_h1
-from simulator import order_of, simulate_schedule
-from simulator.pipeline.simulate_schedule import ActionTimes, F, I
-from simulator.published_bubbles import BUBBLE_TABLE, bubble_rate
+from distlab.plan import SCHEDULES, ActionTimes, automatic, validate, zb_1p, zb_h1
+from simulator import arrays_of, simulate_schedule
+from simulator.pipeline.schedule_arrays import F, I
+
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "zero_bubble.py"
+SPEC = importlib.util.spec_from_file_location("benchmarks_zero_bubble", PATH)
+benchmark = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = benchmark
+SPEC.loader.exec_module(benchmark)
+BUBBLE_TABLE, bubble_rate = benchmark.BUBBLE_TABLE, benchmark.bubble_rate
 
 ROUNDING = 0.00005 + 1e-9
 
@@ -32,7 +42,7 @@ def test_rates_of_the_tables(cell):
 
 
 def memory_peak(schedule, held):
-    order = order_of(schedule)
+    order = arrays_of(schedule)
     change = np.where(order.kind == F, 1.0, np.where(order.kind == I, held - 1, -held))
     rows = zip(order.offsets[:-1], order.offsets[1:], strict=True)
     return max(np.cumsum(change[start:stop]).max() for start, stop in rows)

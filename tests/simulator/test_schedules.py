@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import Jitter, Uneven, memory_of, simulate, simulate_schedule
-from simulator.pipeline.compiled import CompiledOrder
-from simulator.pipeline.schedule_arrays import W, order_of
-from tests.simulator.test_pipeline_levels import plain_event_loop
+from simulator.pipeline.schedule_arrays import W, arrays_of
+from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
 NAMES = sorted(SCHEDULES)
@@ -52,9 +51,9 @@ def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
         first = np.zeros(len(run.start_ns), bool)
         first[offsets[:-1]] = True
         assert (run.start_ns[1:] >= run.end_ns[:-1])[~first[1:]].all()
-        needs = np.flatnonzero(run.need >= 0)
-        arrives = run.end_ns[run.need[needs]] + np.where(
-            run.remote[needs], run.handover_ns[run.order.stage[run.need[needs]]], 0
+        needs = np.flatnonzero(run.compiled.needed >= 0)
+        arrives = run.end_ns[run.compiled.needed[needs]] + np.where(
+            run.compiled.remote[needs], run.handover_ns[run.order.stage[run.compiled.needed[needs]]], 0
         )
         assert (run.start_ns[needs] >= arrives).all()
         assert run.duration_s >= max(run.busy_s) - 1e-12
@@ -70,10 +69,10 @@ def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
     schedule = random_schedule(generator)
     times = random_times(generator, schedule.num_stages)
     run = simulate_schedule(schedule, times, unit_s=1e-9)
-    order = order_of(schedule)
+    order = arrays_of(schedule)
     assert np.array_equal(run.end_ns, run.start_ns + durations(order, times))
     handover = np.array(times.communication)
-    latency = np.where(run.remote, handover[order.stage[run.need]], 0)
+    latency = np.where(run.compiled.remote, handover[order.stage[run.compiled.needed]], 0)
     assert np.array_equal(run.end_ns, plain_event_loop(order, durations(order, times), latency))
 
 
@@ -81,22 +80,6 @@ def durations(order, times):
     forward, inputs, weights = (np.array(column) for column in times[:3])
     table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
     return table[order.stage, order.kind]
-
-
-@pytest.mark.parametrize("handover", [0, 30])
-def test_skipping_the_steady_state_of_any_schedule_changes_nothing(handover, monkeypatch):
-    for name in ("interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half"):
-        schedule = make_schedule(name, 4, 96, stages_per_rank=stages_per_rank(name))
-        stages = np.arange(schedule.num_stages)
-        compiled = CompiledOrder(order_of(schedule))
-        for table in (np.full((len(stages), 4), 100), 50 + 10 * (stages[:, None] * 7 % 5) + np.arange(4)):
-            skipped = compiled.run_by_stage(table, np.full(len(stages), handover))
-            plain = compiled.run(table.reshape(-1)[compiled.code], handover)
-            with monkeypatch.context() as patch:
-                patch.setattr("simulator.pipeline.frontier.BLOCK", 10**9)
-                whole = compiled.run(table.reshape(-1)[compiled.code], handover)
-            assert np.array_equal(skipped, whole), name
-            assert np.array_equal(plain, whole), name
 
 
 def test_a_slower_rank_never_ends_the_step_earlier():
@@ -201,12 +184,12 @@ def test_each_stage_averages_its_gradients_once_they_are_complete():
         for number, stage in enumerate(step.stages):
             rows = np.flatnonzero((order.stage == number) & ((order.kind == W) | (order.kind == 1)))
             start, end = timing.start_ns[rows[-1]], timing.end_ns[rows[-1]]
-            assert timing.syncs[number]
-            assert all(start < times.pack[0] <= end for times in timing.syncs[number]), name
-            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.syncs[number])
+            assert timing.buckets[number]
+            assert all(start < times.pack[0] <= end for times in timing.buckets[number]), name
+            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.buckets[number])
         first = timing.finishing[0][0]
         if len(timing.finishing[0]) > 1:  # what leaves first leaves while the rank still computes
-            assert timing.syncs[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
+            assert timing.buckets[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
         sent = sum(span.num_bytes for span in step.trace if span.kind == "all_reduce")
         assert sent == 2 * step.workload.gradient_bytes
 
@@ -219,14 +202,14 @@ def test_sharded_updates_follow_all_stages_of_a_rank():
             own = [number for number, stage in enumerate(step.stages) if stage.rank == rank]
             assert len(own) == 2
             assert sorted(timing.finishing[rank]) == own
-            scattered = max(times.unpack[1] for number in own for times in timing.syncs[number])
+            scattered = max(times.unpack[1] for number in own for times in timing.buckets[number])
             faults = [call for call in timing.calls[rank] if call.lane == "scatter"]
             gathers = [call for call in timing.calls[rank] if call.lane == "gather"]
             assert len(faults) == 2  # one a stage, before the update
             assert scattered <= min(call.start_ns for call in faults)
             assert max(call.end_ns for call in faults) <= timing.optimizer[rank][0]
             assert timing.optimizer[rank][1] <= min(call.start_ns for call in gathers)
-            assert len(gathers) == sum(len(step.stages[number].syncs) for number in own)
+            assert len(gathers) == sum(len(step.stages[number].buckets) for number in own)
             gathered = sum(call.num_bytes for call in gathers)
             assert gathered >= 4 * sum(step.stages[number].num_parameters for number in own)
         assert step.pipeline_s == whole.pipeline_s, name

@@ -177,7 +177,7 @@ def test_sent_bytes_are_two_and_three_times_the_parameters():
         padded = sum(-(-size // data) * data * 4 for size in sizes)
         for stage in (1, 2):
             step = simulate(workload, cluster_of(data), plan_of(stage, data=data))
-            whole = sum(sync.num_bytes for sync in step.stages[0].syncs)  # two buckets, each padded
+            whole = sum(sync.num_bytes for sync in step.stages[0].buckets)  # two buckets, each padded
             assert workload.gradient_bytes <= whole < workload.gradient_bytes + 2 * 4 * data
             told = 6 * len(sizes)  # what became of each parameter's gradient, all-reduced
             assert step.sent_bytes_per_rank == pytest.approx([2 * (whole + told) * (data - 1) / data] * data)
@@ -275,7 +275,7 @@ def test_links_of_their_own_for_measured_calls():
 
 def test_what_is_not_timed_is_refused():
     workload = workload_of([1, 1])
-    with pytest.raises(ValueError, match="beside expert=2: experts and the other parameters"):
+    with pytest.raises(ValueError, match="expert=2: experts and the other parameters"):
         simulate(workload, cluster_of(8), replace(plan_of(3), expert=2))
     with pytest.raises(ValueError, match="pipeline=1, or use stage 1"):
         simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2))

@@ -80,7 +80,7 @@ def test_a_pipeline_of_two_ends_when_its_work_is_done(plan, schedule):
     """Two places and half of the cores for each: bubbles are gone as time, and seen where one place computes alone."""
     plan = replace(plan, num_microbatches=4, schedule=schedule, gradient_sync="flat")
     apart, together = shares(plan, None), shares(plan, plan.world_size // 2)
-    syncs = [sync for stage in apart.stages for sync in stage.syncs]
+    syncs = [sync for stage in apart.stages for sync in stage.buckets]
     work_ns = int((apart.timing.end_ns - apart.timing.start_ns).sum())
     work_ns += sum(sync.pack_ns + sync.unpack_ns for sync in syncs) + sum(each.optimizer_ns for each in apart.stages)
     waits_ns = sum(stage.send_forward_ns + stage.send_backward_ns for stage in apart.stages) * plan.num_microbatches

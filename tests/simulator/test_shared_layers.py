@@ -80,7 +80,7 @@ def test_a_layer_sends_eight_times_its_states_or_twelve_with_full_recompute(rank
 
 def test_sequence_parallel_gathers_and_scatters_and_divides_what_is_outside():
     whole, split = (step_of(Plan(tensor=2, sequence_parallel=on)) for on in (False, True))
-    kinds = {piece.kind for layer in split.stages[0].pieces[0][:-1] for piece in layer}
+    kinds = {piece.kind for layer in split.stages[0].calls[0][:-1] for piece in layer}
     assert kinds == {"all_gather", "reduce_scatter"}
     inside = sum(compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
     calls = 4 * all_gather_s(STATES, 2, LINK)
@@ -98,9 +98,9 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     expected = [*[max(part, hop)] * (ranks - 1), part]
     rest = BLOCK.forward.without(attention.forward).times(1 / ranks)
     assert near(stage.forward_ns[1], compute_s(rest, DEVICE) + sum(expected))
-    hops = [piece for piece in stage.pieces[0][1] if piece.axis == "context"]
+    hops = [piece for piece in stage.calls[0][1] if piece.axis == "context"]
     assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
-    back = [piece.num_bytes for piece in stage.pieces[1][1]]
+    back = [piece.num_bytes for piece in stage.calls[1][1]]
     assert sorted(back) == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
 
 
@@ -130,7 +130,7 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     stage = step_of(Plan(expert=ranks), MIXED).stages[0]
     rows = block.experts.row_bytes
     assert rows == 2 * STATES  # two experts a token
-    pieces = [piece for piece in stage.pieces[0][1] if piece.axis == "expert"]
+    pieces = [piece for piece in stage.calls[0][1] if piece.axis == "expert"]
     assert [(piece.kind, piece.num_bytes) for piece in pieces] == [
         ("all_reduce", 8 * (2 * 4 + 1)),
         ("all_to_all", 8 * (4 + 4 * ranks)),
@@ -141,7 +141,7 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     travel += all_reduce_s(pieces[0].num_bytes, ranks, LINK)
     fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
     assert near(stage.forward_ns[1], compute_s(fewer, DEVICE) + travel)
-    back = [piece.num_bytes for piece in stage.pieces[1][1] if piece.axis == "expert"]
+    back = [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"]
     assert back == [rows, rows, 8 * (2 * 4 + 1)]
 
 
@@ -152,7 +152,7 @@ def test_experts_are_divided_and_have_fewer_copies():
     assert step.stages[0].num_parameters == MIXED.num_parameters - experts // 2
     dense = (MIXED.num_parameters - experts) * 2
     assert step.sent_bytes_by_axis["data"] == NEAR(2 * 3 / 4 * dense + 2 * 1 / 2 * experts / 2 * 2)
-    assert {sync.name.endswith("of experts") for sync in step.stages[0].syncs} == {True, False}
+    assert {sync.name.endswith("of experts") for sync in step.stages[0].buckets} == {True, False}
     held = [memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
     assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
 
@@ -228,7 +228,7 @@ def test_a_slow_rank_computes_longer_and_waits_as_long():
         simulate(DENSE, cluster_of(4), plan, uneven=Uneven(slow_ranks=ranks)).stages[0] for ranks in ({}, {0: 2.0})
     )
     for before, after, pieces, moved in zip(
-        fast.forward_ns, slow.forward_ns, fast.pieces[0], slow.pieces[0], strict=True
+        fast.forward_ns, slow.forward_ns, fast.calls[0], slow.calls[0], strict=True
     ):
         wait = sum(piece.exposed_ns for piece in pieces)
         assert after == 2 * (before - wait) + wait

@@ -50,8 +50,8 @@ def test_fits():
 def test_without_a_clock_the_peaks_are_the_same():
     plan = Plan(pipeline=3, num_microbatches=5)
     timed, counted = simulate(WORKLOAD, cluster("laptop"), plan).memory, memory_of(WORKLOAD, plan)
-    assert timed.timed
-    assert not counted.timed
+    assert timed.has_clock
+    assert not counted.has_clock
     lengths = [[len(stage.kept) for stage in memory.stages] for memory in (timed, counted)]
     if lengths[0] == lengths[1]:  # they cut by time, and by matrix products
         assert timed.peak_bytes.tolist() == counted.peak_bytes.tolist()

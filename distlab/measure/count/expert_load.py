@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.expert_parallel import Load
-from distlab.measure.machine.facts.ranks import now, on_first_rank
+from distlab.measure.machine.ranks import now, on_first_rank
 from distlab.measure.machine.speed import REFERENCES
 from distlab.plan import Layer, Plan, Workload, split_evenly
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.measure.machine.facts import memory_bytes, this_machine
-from distlab.measure.machine.facts.ranks import device_of
+from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s

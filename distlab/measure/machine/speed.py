@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
-from distlab.measure.machine.facts.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link

@@ -27,7 +27,7 @@ from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import Receive, Send, needs_batches, start
 from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine import speed
-from distlab.measure.machine.facts.ranks import largest_over_ranks, mean_over_ranks, now
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
 from distlab.plan import Link, Plan
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import fit_steps

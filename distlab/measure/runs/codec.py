@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
-from distlab.measure.machine.facts.ranks import mean_over_ranks, now
+from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
 from simulator import MeasuredCodec

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.facts.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
 from distlab.measure.machine.speed import REFERENCES, Phases, Reference, time_phases
 from distlab.measure.runs.predict import (
     CalibrationRound,
@@ -128,7 +128,7 @@ def share_among_calls(left_s: Floats, step: Step) -> Floats:
     """
     forward, backward, update = left_s
     if step.plan.sharding.stage < 3:
-        count = len(step.stages[0].syncs)
+        count = len(step.stages[0].buckets)
         return np.array([[update, count], [backward, count]])
     units = len(step.stages[0].units)
     again = sum(call.lane == "gather" for call in step.timing.calls[0]) - units

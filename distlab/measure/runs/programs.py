@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.hybrid import Hybrid
-from distlab.measure.machine.facts.ranks import mean_over_ranks, now
+from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.measure.runs.replicas import MakeOptimizer, make_replica
 from distlab.models import GPT
 from distlab.pipeline import Pipeline, split_gpt

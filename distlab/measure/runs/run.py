@@ -29,7 +29,7 @@ from distlab.comm import run as run_on_ranks
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.facts.ranks import device_of, on_first_rank, shared_cores
+from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
 from distlab.measure.runs.calibrate import CalibrationOfRun
 from distlab.measure.runs.predict import (
     CalibrationRound,

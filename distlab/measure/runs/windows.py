@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import group_device
-from distlab.measure.machine.facts.ranks import largest_over_ranks, now
+from distlab.measure.machine.ranks import largest_over_ranks, now
 
 MAX_DRIFT = 0.05
 MIN_WINDOWS = 10

@@ -114,8 +114,8 @@ def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
 
 def _name(memory: Memory, rank: int) -> str:
     """Return what a rank of the pipeline is called: the stage that it has, if each has one."""
-    alone = all(len(turns.stages) == 1 for turns in memory.turns)
-    return f"stage {memory.turns[rank].stages[0]}" if alone else f"rank {rank}"
+    alone = all(len(order.stages) == 1 for order in memory.order)
+    return f"stage {memory.order[rank].stages[0]}" if alone else f"rank {rank}"
 
 
 def name_kinds(row: NDArray[np.int64]) -> str:
@@ -189,7 +189,7 @@ def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.fl
 
 def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None:
     """Draw one rank's bytes by kind, from the start of the step to the end of its last backward."""
-    stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.timed)
+    stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
     where = f"{_name(memory, rank)} over the step" if len(memory.peak_bytes) > 1 else "over the step"
     axes.set_title(where, fontsize=TEXT_PT, loc="left", color=FAINT)
 

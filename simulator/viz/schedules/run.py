@@ -8,7 +8,8 @@ import numpy as np
 
 from distlab.plan import ActionTimes, Schedule
 from distlab.trace import Trace
-from simulator.pipeline.simulate_schedule import LETTERS, PipelineRun, simulate_schedule
+from simulator.pipeline.schedule_arrays import LETTERS
+from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.viz.drawing.shades import stages_of_ranks
 
 UNIT_S = 1e-3  # a time of 1 is a millisecond on screen

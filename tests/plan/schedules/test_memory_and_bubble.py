@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distlab.plan import make_schedule, validate
-from simulator import CompiledOrder, order_of
+from simulator import CompiledSchedule, arrays_of
 
 
 def peaks(name, num_ranks, num_microbatches, **options):
@@ -46,7 +46,7 @@ def test_what_waits_for_its_weight_gradient():
 
 def idle(schedule, forward, input_gradient, weight_gradient):
     """Return how long ranks are idle: in the whole step, and in the span of the rank that runs longest."""
-    compiled = CompiledOrder(order_of(schedule))
+    compiled = CompiledSchedule(arrays_of(schedule))
     both = input_gradient + weight_gradient
     duration = np.array([forward, both, input_gradient, weight_gradient])[compiled.order.kind]
     end = compiled.run(duration)

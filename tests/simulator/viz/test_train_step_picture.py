@@ -100,7 +100,7 @@ def test_every_rung_of_the_ladder_is_read(sync):
     step = gpt(sync)
     for trace in (step.trace, step.layer_trace):
         own = read_step(trace).ranks[0]
-        assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].syncs))
+        assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].buckets))
         for reduction in own.reductions:
             assert reduction.fill_s <= reduction.ready_s <= reduction.start_s + 1e-9 < reduction.end_s
         assert (own.hidden_s > 0) == (sync == "overlapped" or (sync == "bucketed" and trace is step.layer_trace))
@@ -185,7 +185,7 @@ def test_compressed_buckets_are_averaged_when_they_are_decoded(method):
     step = simulated(Compression(method, rank=2))
     own = read_step(step.layer_trace).ranks[0]
     spans = [span for span in step.layer_trace if span.rank == 0]
-    assert len(own.reductions) == len(step.stages[0].syncs)
+    assert len(own.reductions) == len(step.stages[0].buckets)
     for index, reduction in enumerate(own.reductions):
         (encode,) = [span for span in spans if span.name == f"encode bucket {index}"]
         (decode,) = [span for span in spans if span.name == f"decode bucket {index}"]

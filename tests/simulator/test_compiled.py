@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
-from simulator import CompiledOrder, order_of, peak_in_flight, simulate_schedule
-from simulator.pipeline import compiled as compiling
-from simulator.pipeline.sequential import Walk
-from simulator.pipeline.simulate_schedule import F, Order, W
+from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
+from simulator.pipeline import frontier
+from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W
+from simulator.pipeline.sequential import Sequence
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
@@ -54,10 +54,10 @@ def plain_event_loop(order, duration, latency):
                     key = ("I", stage + 1, mb) if stage < last_stage else ("F", stage, mb)
                 start = free[rank]
                 if key is not None:
-                    need = place[key]
-                    if end[need] is None:
+                    needed = place[key]
+                    if end[needed] is None:
                         break
-                    start = max(start, end[need] + (int(latency[action]) if rank_of[need] != rank else 0))
+                    start = max(start, end[needed] + (int(latency[action]) if rank_of[needed] != rank else 0))
                 end[action] = free[rank] = start + int(duration[action])
                 pointer[rank] += 1
                 moved = True
@@ -68,8 +68,8 @@ def plain_event_loop(order, duration, latency):
 @pytest.mark.parametrize(("stages", "microbatches", "f", "i", "w", "communication", "rate"), ZERO_BUBBLE_1F1B)
 def test_zero_bubble_table_5_from_the_times_of_table_9(stages, microbatches, f, i, w, communication, rate):
     f, i, w, communication = (to_ns(ms * 1e-3) for ms in (f, i, w, communication))
-    order = order_of(one_f_one_b(stages, microbatches))
-    cost = CompiledOrder(order).run(np.where(order.kind == F, f, i + w), communication).max()
+    order = arrays_of(one_f_one_b(stages, microbatches))
+    cost = CompiledSchedule(order).run(np.where(order.kind == F, f, i + w), communication).max()
     assert round((cost - microbatches * (f + i + w)) / cost, 4) == rate
 
 
@@ -83,7 +83,7 @@ def test_zero_bubble_table_5_from_the_times_of_table_9(stages, microbatches, f, 
 )
 def test_levels_equal_a_plain_event_loop_bit_for_bit(name, stages, microbatches, durations, seed):
     generator = np.random.default_rng(seed)
-    order = order_of(MAKE[name](stages, microbatches))
+    order = arrays_of(MAKE[name](stages, microbatches))
     n = len(order.kind)
     if durations == "any":
         duration, latency = generator.integers(0, 1000, n), generator.integers(0, 500, n)
@@ -91,21 +91,109 @@ def test_levels_equal_a_plain_event_loop_bit_for_bit(name, stages, microbatches,
         table = generator.integers(1, 1000, (stages if durations == "by stage" else 1, 2))
         duration = table[order.stage % len(table), order.kind]
         latency = np.full(n, generator.integers(0, 300))
-    compiled = CompiledOrder(order)
+    compiled = CompiledSchedule(order)
     assert np.array_equal(
         compiled.run(duration, np.where(compiled.remote, latency, 0)), plain_event_loop(order, duration, latency)
     )
 
 
-@pytest.mark.parametrize("name", sorted(MAKE))
-@pytest.mark.parametrize("latency", [0, 77])
-def test_skipping_the_steady_state_changes_nothing(name, latency, monkeypatch):
-    order = order_of(MAKE[name](8, 300))
-    for duration in (np.where(order.kind == F, 100, 200), (order.stage * 7) % 5 * 10 + 50 + 100 * order.kind):
-        skipped = CompiledOrder(order).run(duration, latency)
-        with monkeypatch.context() as patch:
-            patch.setattr("simulator.pipeline.frontier.BLOCK", 10**9)
-            assert np.array_equal(CompiledOrder(order).run(duration, latency), skipped)
+# Families and shapes whose steady part is many times as long as the pipeline.
+LONG = {
+    "naive": (4, 96),
+    "gpipe": (4, 96),
+    "looped_bfs": (4, 96),
+    "one_f_one_b": (4, 96),
+    "interleaved": (3, 96),
+    "zb_h1": (4, 128),
+    "zb_h2": (4, 128),
+    "interleaved_zero_bubble": (3, 96),
+    "zb_v": (4, 96),
+    "v_half": (4, 96),
+    "v_min": (8, 256),
+    "dualpipe": (4, 96),
+    "dualpipe_v": (4, 96),
+}
+EQUAL = ActionTimes(100.0, 100.0, 100.0, 3.0)
+
+
+def many_times(num_stages, seed):
+    """Equal stages, one slow stage, slow messages, and all different."""
+    draw = np.random.default_rng(seed)
+    yield EQUAL
+    yield ActionTimes(130.0, 90.0, 70.0, 10.0)
+    yield EQUAL._replace(communication=600.0)
+    yield EQUAL._replace(forward=tuple(100.0 + 40 * (stage == 1) for stage in range(num_stages)))
+    yield ActionTimes(*(tuple(column.tolist()) for column in draw.integers(0, 300, (4, num_stages))))
+
+
+def plain_ends(schedule, times):
+    """The ends of all actions by the plain event loop."""
+    order = arrays_of(schedule)
+    columns = np.broadcast_arrays(*times, np.zeros(schedule.num_stages))[:4]
+    forward, inputs, weights, handover = (column.astype(np.int64) for column in columns)
+    table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
+    backward = np.isin(order.kind, (1, 2))
+    sender = np.clip(order.stage + np.where(backward, 1, -1), 0, schedule.num_stages - 1)
+    return plain_event_loop(order, table[order.stage, order.kind], handover[sender])
+
+
+def simulated_ends(schedule, times):
+    return simulate_schedule(schedule, times, unit_s=1e-9).end_ns
+
+
+def outcome(schedule):
+    """The ends, or the words of the error."""
+    try:
+        return simulated_ends(schedule, EQUAL)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_schedules_equal_a_plain_event_loop(name):
+    schedule = make_schedule(name, *LONG[name])
+    for times in many_times(schedule.num_stages, seed=len(schedule)):
+        run = simulate_schedule(schedule, times, unit_s=1e-9)
+        assert np.array_equal(run.end_ns, plain_ends(schedule, times))
+        with_factors = simulate_schedule(schedule, times, unit_s=1e-9, slow_ranks={0: 1.0})
+        assert np.array_equal(run.start_ns, with_factors.start_ns)
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "looped_bfs"])
+def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
+    """Swap or double any two actions of a rank: the ends are a plain loop's, or the error names the fault."""
+    draw = np.random.default_rng(0)
+    text = str(make_schedule(name, 3, 64)).splitlines()
+    refused = 0
+    for case in range(60):
+        lines = [line.split(",") for line in text]
+        row = lines[case % 3]
+        place, other = draw.integers(0, len(row), 2)
+        if case % 2:
+            row[place], row[other] = row[other], row[place]
+        else:
+            row[place] = row[other]
+        schedule = parse_schedule("\n".join(",".join(line) for line in lines))
+        found = outcome(schedule)
+        if isinstance(found, str):
+            refused += 1
+            assert any(fault in found for fault in ("deadlock", "twice", "in no rank's order"))
+        else:
+            assert np.array_equal(found, plain_ends(schedule, EQUAL))
+    assert 0 < refused < 60
+
+
+def test_what_is_needed_from_far_away():
+    """Rank 0 is `ahead` micro-batches ahead: rank 1 needs what was made that many micro-batches ago."""
+    num = 160
+    for ahead in (2, 30):
+        warm = [f"0F{k}" for k in range(ahead)]
+        pairs = [f"0F{k},0B{k - ahead}" for k in range(ahead, num)]
+        drain = [f"0B{k}" for k in range(num - ahead, num)]
+        second = [f"1F{k},1B{k}" for k in range(num)]
+        schedule = parse_schedule(",".join([*warm, *pairs, *drain]) + "\n" + ",".join(second))
+        for times in many_times(2, seed=ahead):
+            assert np.array_equal(simulated_ends(schedule, times), plain_ends(schedule, times))
 
 
 @settings(deadline=None, max_examples=60)
@@ -113,17 +201,17 @@ def test_skipping_the_steady_state_changes_nothing(name, latency, monkeypatch):
 def test_any_legal_order_equals_the_event_loop(name, stages, microbatches, seed):
     """Swap neighbours of the built-in orders at random: some swaps deadlock, all others run exactly."""
     generator = np.random.default_rng(seed)
-    order = order_of(MAKE[name](stages, microbatches))
+    order = arrays_of(MAKE[name](stages, microbatches))
     permutation = np.arange(len(order.kind))
     for _ in range(3):
         rank = generator.integers(stages)
         at = generator.integers(order.offsets[rank], order.offsets[rank + 1] - 1)
         permutation[[at, at + 1]] = permutation[[at + 1, at]]
-    mixed = Order(*(column[permutation] for column in order[:3]), order.offsets)
+    mixed = ScheduleArrays(*(column[permutation] for column in order[:3]), order.offsets)
     duration, latency = generator.integers(1, 100, len(permutation)), generator.integers(0, 50, len(permutation))
     refused = ""
     try:
-        compiled = CompiledOrder(mixed)
+        compiled = CompiledSchedule(mixed)
     except ValueError as error:
         refused = str(error)
     if refused:
@@ -135,24 +223,24 @@ def test_any_legal_order_equals_the_event_loop(name, stages, microbatches, seed)
 
 
 def test_split_backwards_several_stages_a_rank_and_ragged_orders_run():
-    order = order_of(parse_schedule("0F0,0F1,2F0,2I0,2F1,2W0,2B1,0B0,0B1\n1F0,1F1,1I0,1W0,1B1"))
+    order = arrays_of(parse_schedule("0F0,0F1,2F0,2I0,2F1,2W0,2B1,0B0,0B1\n1F0,1F1,1I0,1W0,1B1"))
     duration = np.arange(1, len(order.kind) + 1) * 10
     latency = np.full(len(duration), 3)
-    compiled = CompiledOrder(order)
+    compiled = CompiledSchedule(order)
     assert np.array_equal(compiled.run(duration, 3), plain_event_loop(order, duration, latency))
 
 
 def test_spelled_out_sends_and_receives_are_derived_anew():
     schedule = one_f_one_b(3, 4)
-    with_messages = order_of(add_communication(schedule))
-    for mine, theirs in zip(with_messages, order_of(schedule), strict=True):
+    with_messages = arrays_of(add_communication(schedule))
+    for mine, theirs in zip(with_messages, arrays_of(schedule), strict=True):
         assert np.array_equal(mine, theirs)
 
 
 def test_a_deadlock_names_ranks_and_what_they_wait_for():
     text = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"
     with pytest.raises(ValueError, match=r"deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"):
-        CompiledOrder(order_of(parse_schedule(text)))
+        CompiledSchedule(arrays_of(parse_schedule(text)))
 
 
 @pytest.mark.parametrize(
@@ -166,54 +254,53 @@ def test_a_deadlock_names_ranks_and_what_they_wait_for():
 )
 def test_an_order_that_makes_no_sense_is_named(text, message):
     with pytest.raises(ValueError, match=message):
-        CompiledOrder(order_of(parse_schedule(text)))
+        CompiledSchedule(arrays_of(parse_schedule(text)))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 2), (1, 3)])
 def test_peak_in_flight(stages, microbatches):
-    assert peak_in_flight(order_of(gpipe(stages, microbatches))).tolist() == [microbatches] * stages
+    assert peak_in_flight(arrays_of(gpipe(stages, microbatches))).tolist() == [microbatches] * stages
     expected = [min(microbatches, stages - rank) for rank in range(stages)]
-    assert peak_in_flight(order_of(one_f_one_b(stages, microbatches))).tolist() == expected
+    assert peak_in_flight(arrays_of(one_f_one_b(stages, microbatches))).tolist() == expected
 
 
-def test_built_in_schedules_have_levels_in_closed_form():
-    for name, make in MAKE.items():
-        for shape in ((1, 1), (4, 8), (8, 8), (8, 40)):
-            order = order_of(make(*shape))
-            compiled = CompiledOrder(order)
-            found = compiling.closed_form_levels(order, np.where(compiled.remote, compiled.need, -1))
-            assert found is not None, (name, shape)
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "zb_v", "naive"])
+def test_a_level_is_above_those_of_the_previous_action_and_of_what_is_needed(name):
+    compiled = CompiledSchedule(arrays_of(make_schedule(name, 4, 12)))
+    level, needs = compiled.level, compiled.needed >= 0
+    assert (level[needs] > level[compiled.needed[needs]]).all()
+    same_rank = compiled.rank[1:] == compiled.rank[:-1]
+    assert (np.diff(level)[same_rank] > 0).all()
+    assert level.min() == 0
 
 
 def test_an_empty_order_has_no_times():
-    empty = Order(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(3, np.int64))
-    assert CompiledOrder(empty).run(np.zeros(0, np.int64)).tolist() == []
+    empty = ScheduleArrays(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(3, np.int64))
+    assert CompiledSchedule(empty).run(np.zeros(0, np.int64)).tolist() == []
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from(("naive", "zb_h1", "zb_v")), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_action_after_action_equals_level_by_level(name, ranks, microbatches, seed):
-    order = order_of(make_schedule(name, ranks, microbatches))
-    by_level = CompiledOrder(order)
-    walk = Walk(order, np.where(by_level.remote, by_level.need, -1))
+    order = arrays_of(make_schedule(name, ranks, microbatches))
+    by_level = CompiledSchedule(order)
+    sequence = Sequence(order, np.where(by_level.remote, by_level.needed, -1))
     generator = np.random.default_rng(seed)
     duration, latency = generator.integers(0, 1000, len(order.kind)), generator.integers(0, 500, len(order.kind))
-    assert np.array_equal(walk.run(duration, latency), by_level.run(duration, latency))
-    assert sorted(walk.sequence) == list(range(len(order.kind)))
-    if name == "naive":
-        assert np.array_equal(walk.level, by_level.level)
+    assert np.array_equal(sequence.run(duration, latency), by_level.run(duration, latency))
+    assert sorted(sequence.actions) == list(range(len(order.kind)))
+    assert np.array_equal(sequence.level, by_level.level)
 
 
-def test_sparse_orders_go_action_after_action(monkeypatch):
+def test_sparse_schedules_go_action_after_action(monkeypatch):
     schedule, times = make_schedule("naive", 6, 20), ActionTimes(1.0, 1.0, 1.0, 0.1)
-    by_level = CompiledOrder(order_of(schedule)).run(np.arange(240), 7)
+    by_level = CompiledSchedule(arrays_of(schedule)).run(np.arange(240), 7)
     expected = simulate_schedule(schedule, times).end_ns
-    monkeypatch.setattr(compiling, "MANY", 16)
-    compiled = CompiledOrder(order_of(schedule))
-    assert compiled._walk is not None
+    monkeypatch.setattr(frontier, "MANY", frontier.BLOCK)
+    compiled = CompiledSchedule(arrays_of(schedule))
+    assert isinstance(compiled._runner, Sequence)
     assert np.array_equal(compiled.run(np.arange(240), 7), by_level)
-    table, handover = np.full((6, 4), 10**6) * [1, 2, 1, 1], np.full(6, 10**5)
-    assert np.array_equal(compiled.run_by_stage(table, handover), expected)
+    assert np.array_equal(simulate_schedule(schedule, times).end_ns, expected)
     stuck = parse_schedule(str(schedule).replace("2F15,2B15,2F16", "2F16,2F15,2B15"))
     with pytest.raises(ValueError, match=r"deadlock: .*waits for"):
-        CompiledOrder(order_of(stuck))
+        CompiledSchedule(arrays_of(stuck))

@@ -1,0 +1,51 @@
+"""Which plans `simulate` gives a time, and the sentence for those that it does not."""
+
+from __future__ import annotations
+
+from distlab.plan import SCHEDULES, Plan, Schedule
+from simulator.pipeline.schedule_arrays import W
+
+
+def sums_each_pass(plan: Plan) -> bool:
+    """Return whether gradients are summed over ranks in every micro-batch: stage 2 does not keep whole ones."""
+    return plan.sharding.stage == 2 and plan.num_microbatches > 1
+
+
+def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: bool = False) -> str:
+    """Return why `simulate` gives the plan's step no time, and what to use instead; "" where it gives one.
+
+    Args:
+        plan: the plan.
+        schedule: what the pipeline runs in place of `plan.schedule`.
+        has_jitter: whether passes take random times.
+    """
+    stage, num_stages = plan.sharding.stage, plan.pipeline * plan.stages_per_rank
+    splits = SCHEDULES[plan.schedule].splits_backward
+    if schedule is not None:
+        num_stages, splits = schedule.num_stages, bool((schedule.kind == W).any())
+    if stage == 3 and plan.expert > 1:
+        return (
+            f"the plan shards parameters (stage 3) and has expert={plan.expert}: experts and the other parameters of a "
+            "unit have different copies; use stage 1 or 2, or expert=1"
+        )
+    if stage != 3 and not sums_each_pass(plan):
+        return ""
+    if has_jitter:
+        return f"sharding stage {stage} is timed without jitter; leave it out, or use stage 1"
+    if num_stages == 1 and splits:
+        return (
+            f"sharding stage {stage} is timed with whole backwards; schedule {plan.schedule!r} splits them: choose "
+            "gpipe or one_f_one_b"
+        )
+    if num_stages > 1 and stage == 3:
+        return (
+            f"the plan shards parameters (stage 3) over {num_stages} pipeline stages, where each micro-batch would "
+            "gather every unit again; simulate times stage 3 with pipeline=1, or use stage 1"
+        )
+    if num_stages > 1:
+        return (
+            f"the plan shards gradients (stage 2) over {num_stages} pipeline stages, where each of "
+            f"{plan.num_microbatches} micro-batches would sum them over the ranks; simulate times stage 2 with "
+            "pipeline=1, or use stage 1"
+        )
+    return ""
