@@ -12,7 +12,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_bytes_per_s, format_s
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import frame, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 
 POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
 Floats = NDArray[np.float64]

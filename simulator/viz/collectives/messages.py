@@ -9,29 +9,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.plot import axes_pixels, draw_scale, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.drawing.style import (
     DPI,
-    FAINT,
     INK,
     SMALL_PT,
-    TEXT_PT,
     WIDTH_IN,
     LegendBox,
-    frame,
     kind_styles,
-    name_ranks,
-    new_figure,
     pale,
-    put_title,
     text_colour,
-    time_unit,
 )
+from simulator.viz.drawing.wording import name_ranks
 
 STUCK = "#D55E00"
 LEFT_IN, RIGHT_IN, TOP_IN = 1.2, 0.4, 1.0
@@ -62,7 +55,7 @@ def draw_message_diagram(
     height = 0.85 * len(rows) + 0.35
     bottom = (0.75 if to_scale else 0.45) + 0.45
     figure = new_figure(TOP_IN + height + bottom)
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom, bare=True)
     span = max(diagram.last_x, 1e-6 if to_scale else 2.0)
     open_ended = bool(diagram.waits_for)
     edge = span * (1.42 if open_ended else 1.03)
@@ -73,7 +66,7 @@ def draw_message_diagram(
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
-    _label_time(axes, diagram, to_scale)
+    _label_time(axes, to_scale)
     put_title(figure, title or _takeaway(diagram), _note(diagram))
     put_legend(figure, _legend(diagram))
     return figure
@@ -137,9 +130,7 @@ def _note(diagram: Diagram) -> str:
 
 
 def _draw_lines(axes: Axes, rows: dict[int, int], edge: float) -> None:
-    axes.set_yticks(list(rows.values()), [f"rank {rank}" for rank in rows])
-    axes.tick_params(axis="y", length=0, labelsize=TEXT_PT)
-    axes.spines["left"].set_visible(False)
+    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
     for row in rows.values():
         axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
 
@@ -228,18 +219,12 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
 
 
-def _label_time(axes: Axes, diagram: Diagram, to_scale: bool) -> None:
-    if not to_scale:
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel(
-            "time runs to the right, in steps of cause and effect (not to scale)", color=FAINT, size=SMALL_PT
-        )
+def _label_time(axes: Axes, to_scale: bool) -> None:
+    if to_scale:
+        draw_time_scale(axes, "time since the first call")
         return
-    scale, unit = time_unit(diagram.duration_s)
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the first call ({unit})", fontsize=TEXT_PT, color=INK)
+    words = "time runs to the right, in steps of cause and effect (not to scale)"
+    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
 
 
 def _legend(diagram: Diagram) -> list[LegendBox]:

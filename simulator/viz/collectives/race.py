@@ -15,18 +15,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from distlab.plan import Link
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.race_times import LARGEST_BYTES, SMALLEST_BYTES, STYLES, Race, race, race_takeaway
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    frame,
-    new_figure,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing.plot import axes_pixels, frame, new_figure, put_title
+from simulator.viz.drawing.style import DPI, INK, SMALL_PT, TEXT_PT, text_colour
+from simulator.viz.drawing.wording import percent
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35
 __all__ = ["Race", "describe_race", "draw_race", "race", "race_takeaway"]

@@ -13,17 +13,8 @@ from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, ring_takeaway, step_verb
-from simulator.viz.drawing.style import (
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    new_figure,
-    pale,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.plot import new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 
 CHUNK_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442", "#882255")
 MARGIN_IN, TOP_IN = 0.3, 1.0

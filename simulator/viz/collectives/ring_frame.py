@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, step_verb
-from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -24,8 +25,6 @@ from simulator.viz.drawing.style import (
     TEXT_PT,
     WIDTH_IN,
     LegendBox,
-    new_figure,
-    put_title,
     text_colour,
 )
 
@@ -88,12 +87,7 @@ def draw_ring_frame(
     steps = _checked(record, step, operation)
     masks = provenance(steps)[step]
     size = len(steps.ranks)
-    figure = new_figure(HEIGHT_IN)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, WIDTH_IN)
-    axes.set_ylim(0, HEIGHT_IN)
-    axes.set_axis_off()
-    pen = Pen(axes)
+    figure, pen = sheet(HEIGHT_IN)
     card = _Card(min(0.8, 2.1 / size), min(0.36, 1.5 / size), size)
     places = _places(size, card)
     for place, spot in enumerate(places):

@@ -15,19 +15,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from distlab.plan.compression import Compression
 from simulator.sweeps.buckets_and_compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    frame,
-    new_figure,
-    percent,
-    put_title,
-    time_unit,
-)
+from simulator.viz.drawing.plot import axes_pixels, frame, new_figure, put_title
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent, time_unit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
 MARKERS = "osD^vPX*"

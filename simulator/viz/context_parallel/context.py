@@ -12,21 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.viz.context_parallel.context_work import RingWork, ring_work
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    name_ranks,
-    pale,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
+from simulator.viz.drawing.wording import name_ranks, percent
+from simulator.viz.drawing.words import width_in
 
 NAMES = {"zigzag": "zig-zag", "straight": "straight"}
 TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85

@@ -11,7 +11,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from simulator.sweeps.buckets_and_compression import BucketSweep
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title, time_unit
+from simulator.viz.drawing.plot import frame, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent, time_unit
 
 COMPUTE, WAITS, BEST, CHOSEN = "#56B4E9", "#D55E00", "#117733", "#1A1A1A"
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.4, 1.3, 1.15

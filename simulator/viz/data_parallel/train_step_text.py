@@ -20,7 +20,7 @@ from simulator.viz.data_parallel.step_state import (
     held_at,
     passes,
 )
-from simulator.viz.drawing.style import name_ranks, percent
+from simulator.viz.drawing.wording import name_ranks, percent
 
 MAX_RANKS = 8
 

@@ -14,18 +14,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from simulator.viz.drawing.pen import Pen, Point, sheet
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    pale,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 from simulator.viz.expert_parallel.routes import Routes, routes_of
 
 MAX_RANKS, MAX_EXPERTS, MAX_TOKENS = 8, 16, 48

@@ -10,7 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import frame, new_figure, put_heading, put_title
+from simulator.viz.drawing.style import INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 from simulator.viz.large_batch.scaling import COLOURS, MARKERS
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
@@ -88,7 +90,7 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
     axes.set_ylim(max(0.0, lowest - 0.05 * (1.0 - lowest)), 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
     axes.set_xlabel("samples in a batch (the number of epochs stays)", fontsize=TEXT_PT, color=INK)
-    axes.set_title("test accuracy: mean, worst and best run", fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
+    put_heading(axes, "test accuracy: mean, worst and best run")
     axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
     _name_lines(axes, lines)
     put_title(figure, title or _takeaway(lines), subtitle)

@@ -13,18 +13,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    frame,
-    new_figure,
-    percent,
-    put_title,
-)
+from simulator.viz.drawing.plot import axes_pixels, frame, new_figure, put_heading, put_title
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 
 StepOf = Callable[[int], Step | float]
 Claim = tuple[int, float, float]
@@ -221,7 +212,7 @@ def _label(left: Axes, right: Axes, lines: Sequence[Scaling], claims: Mapping[st
     right.set_ylim(floor, 1.04)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
     for axes, words in ((left, "speed-up"), (right, "efficiency: speed-up / ranks")):
-        axes.set_title(words, fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
+        put_heading(axes, words)
     for number, words in enumerate(claims):
         text = f"{chr(97 + number)}  claim: {words}"
         left.text(0.03, 0.97 - 0.075 * number, text, transform=left.transAxes, fontsize=SMALL_PT, color=CLAIM, va="top")

@@ -15,17 +15,11 @@ from matplotlib.figure import Figure
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.words import width_in
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.mesh.step_parts import COMPUTE, Part, parts_of
 

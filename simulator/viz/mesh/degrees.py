@@ -13,20 +13,11 @@ from simulator.memory.memory import KINDS, Memory
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    frame,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import frame, put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.mesh.step_parts import COMPUTE, parts_of
@@ -181,7 +172,7 @@ def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     ranks = _shown_ranks(memory)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
-    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, light=True)
+    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
     _mark_capacity(axes, capacity, limit)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import Mesh
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
     FAINT,
@@ -26,7 +27,6 @@ from simulator.viz.drawing.style import (
     WIDTH_IN,
     KindStyle,
     kind_styles,
-    put_title,
     text_colour,
 )
 

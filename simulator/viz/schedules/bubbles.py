@@ -9,7 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import frame, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
 from simulator.viz.schedules.sweep import Outcome
 

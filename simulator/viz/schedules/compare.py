@@ -11,7 +11,7 @@ from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side
 from simulator.viz.drawing.shades import shaded
-from simulator.viz.drawing.style import percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.timeline.draw_rows import Words, draw_scene
 from simulator.viz.timeline.scene import Heading, Scene, limit_of, styles_of

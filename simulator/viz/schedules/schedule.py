@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import Side
-from simulator.viz.drawing.style import percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.textbook import textbook_of
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import Facts, facts_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
@@ -16,24 +16,10 @@ from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.lanes import Side, lanes_of, place
-from simulator.viz.drawing.legend import put_legend
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    KINDS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    byte_unit,
-    frame,
-    kind_styles,
-    new_figure,
-    percent,
-    put_title,
-    time_unit,
-)
+from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.plot import draw_time_scale, frame, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.wording import byte_unit, percent, time_unit
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
@@ -171,7 +157,7 @@ def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
 
 def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height: float) -> None:
     top = TOP_IN + CURVES_IN + MIDDLE_IN
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN, bare=True)
     side = Side(trace, False)
     few = len(trace) <= MAX_BOXES
     placement = place([side], [0], lanes, seen=[np.ones(len(trace), bool)], levels=False)
@@ -179,8 +165,6 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     view = (0.0, trace.duration_s or 1e-9)
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     for row in placement.rows:
         axes.axhspan(row.top, row.top + row.height, color=IDLE, linewidth=0, zorder=0)
         look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
@@ -189,10 +173,7 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
         add_boxes(axes, side, placement, 0, styles)
     else:
         add_pixels(axes, [side], placement, styles, view)
-    scale, unit = time_unit(view[1])
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the step began ({unit}), on every rank", fontsize=TEXT_PT - 1, color=INK)
+    draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
     shown = [kind for kind in KINDS if kind in styles]
     put_legend(
         figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]

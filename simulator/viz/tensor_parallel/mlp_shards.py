@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.pen import Colour, Pen, sheet
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -20,9 +21,9 @@ from simulator.viz.drawing.style import (
     SMALL_PT,
     TEXT_PT,
     WIDTH_IN,
+    Colour,
     LegendBox,
     pale,
-    put_title,
     text_colour,
 )
 from simulator.viz.tensor_parallel.mlp_case import STEPS, MlpCase, Stage, mlp_case

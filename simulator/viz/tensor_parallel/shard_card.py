@@ -8,8 +8,9 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.pen import Pen, width_in
+from simulator.viz.drawing.pen import Pen
 from simulator.viz.drawing.style import FAINT, IDLE, RANK_COLOURS, SHARED, SMALL_PT, text_colour
+from simulator.viz.drawing.words import width_in
 from simulator.viz.tensor_parallel.shard_parts import Shards
 
 STRIP_IN, BIAS_IN = 0.4, 0.13
@@ -71,7 +72,7 @@ def _stamp(
     pen: Pen, image: NDArray[np.float64], corner: tuple[float, float], wide: float, tall: float, *, gid: str
 ) -> None:
     """Put an image on the sheet, whose limits it must not move."""
-    (x, y), axes = corner, pen.axes
+    (x, y), axes = corner, pen.surface
     limits = axes.get_xlim(), axes.get_ylim()
     axes.imshow(image, extent=(x, x + wide, y, y + tall), aspect="auto", interpolation="nearest", gid=gid, zorder=3)
     axes.set_xlim(limits[0])

@@ -12,7 +12,7 @@ from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place
 from simulator.viz.drawing.shades import shaded
-from simulator.viz.drawing.style import percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.draw_rows import Words, draw_scene
 from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.timeline.scene import Scene, limit_of, styles_of

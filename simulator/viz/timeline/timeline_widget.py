@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.panel import with_fallback
-from simulator.viz.drawing.style import to_png
+from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.drawing.plot import to_png
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
@@ -145,4 +145,4 @@ class Timeline(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and beside it the figure and its text for readers without a kernel."""
         text = f"{self.title}. {self.summary}"
-        return with_fallback(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)
+        return with_picture(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)

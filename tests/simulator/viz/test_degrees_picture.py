@@ -104,7 +104,7 @@ def test_no_order_is_refused():
 
 def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.mesh.degrees_panel import degrees_panel
+    from simulator.viz import degrees_panel
 
     panel = degrees_panel(
         WORKLOAD, {"a": CLUSTER, "b": replace(CLUSTER, name="half", num_devices=16)}, plan=Plan(data=2)
@@ -143,7 +143,7 @@ def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
 )
 def test_a_panel_that_cannot_begin_is_refused(options, message):
     pytest.importorskip("ipywidgets")
-    from simulator.viz.mesh.degrees_panel import degrees_panel
+    from simulator.viz import degrees_panel
 
     with pytest.raises(ValueError, match=message):
         degrees_panel(WORKLOAD, **options)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulator.viz import to_png
-from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes, points
+from simulator.viz import describe_batch_sizes, draw_batch_sizes, to_png
+from simulator.viz.large_batch.learning_curves import points
 
 RESULTS = {"SGD": {1437: [0.70, 0.80], 32: [0.96, 0.98]}, "LAMB": {32: [0.97], 1437: [0.90]}}
 

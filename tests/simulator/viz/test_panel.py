@@ -8,9 +8,8 @@ import ipywidgets
 import pytest
 from viz_traces import data_parallel
 
-from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.drawing.panel import Panel
-from simulator.viz.drawing.style import new_figure, put_title
+from simulator.viz import Panel, describe_timeline, draw_timeline
+from simulator.viz.drawing.plot import new_figure, put_title
 
 
 def picture(title):

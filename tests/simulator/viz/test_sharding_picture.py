@@ -44,7 +44,7 @@ def test_every_sharding_can_be_drawn(options):
 
 def test_the_panel_follows_its_controls():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.sharding.unit_size_panel import sharding_panel
+    from simulator.viz import sharding_panel
 
     small = gpt_workload(
         hidden_size=512, num_layers=2, num_heads=8, sequence_length=256, vocab_size=1000, microbatch_size=1

@@ -15,8 +15,8 @@ from distlab.plan.records import RECOMPUTES
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
+from simulator.viz.panels.panel import Panel
 
 MODEL, CLUSTERS, NUM_DEVICES = "llama-2-7b", ("dgx-h100", "dgx-a100"), 64
 STAGES: Mapping[str, int] = MappingProxyType(

@@ -6,7 +6,6 @@ moved by a slider, and a reader without a kernel still sees the last picture and
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import ipywidgets
 import traitlets
 from matplotlib.figure import Figure
 
+from simulator.viz.drawing.mimebundle import title_of, with_picture
 from simulator.viz.drawing.paint import Painter
 
 Draw = Callable[..., tuple[Figure, str]]
@@ -131,7 +131,7 @@ class Panel(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and beside it the picture and its text for readers without a kernel."""
-        return with_fallback(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
+        return with_picture(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
 
 
 def dress(name: str, control: Any) -> Any:
@@ -143,20 +143,3 @@ def dress(name: str, control: Any) -> Any:
     if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
         control.layout.width = CONTROL_WIDTH
     return control
-
-
-def title_of(figure: Figure) -> str:
-    """Return the figure's title: its first text, or the first title over its axes."""
-    texts = [figure.get_suptitle(), *(text.get_text() for text in figure.texts)]
-    texts += [axes.get_title(loc) for axes in figure.axes for loc in ("left", "center", "right")]
-    return next((" ".join(text.split()) for text in texts if text.strip()), "")
-
-
-def with_fallback(bundle: Any, png: bytes, *, title: str, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the picture and its text to a widget's MIME bundle, for viewers that cannot run widgets."""
-    data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-    data, metadata = {**(data or {}), "text/plain": text}, dict(metadata or {})
-    if png:
-        data["image/png"] = base64.b64encode(png).decode("ascii")
-        metadata["image/png"] = {"alt": title}
-    return data, metadata
