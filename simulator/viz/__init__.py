@@ -35,6 +35,7 @@ from simulator.viz.memory.compare import (
     draw_memory_of_plans,
 )
 from simulator.viz.memory.memory import describe_memory, draw_memory
+from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
@@ -48,7 +49,6 @@ from simulator.viz.schedules.compare import describe_schedules, draw_schedules
 from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
 from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
-from simulator.viz.sharding.unit_size import describe_sharding, draw_sharding
 from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.mlp_shards import describe_mlp, mlp_figure
 from simulator.viz.tensor_parallel.shard_parts import cut_weights

@@ -89,5 +89,5 @@ def show_objects() -> None:
 
 def _pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba(), np.uint8)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba(), np.uint8)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Draw who sent what to whom: a line a rank, an arrow a message, a bar where a rank waits."""
+"""Draw who sent what to whom: a line per rank, an arrow per message, a bar where a rank waits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ LABELLED = 24  # messages that still get their sizes written
 def draw_message_diagram(
     records: Iterable[DiagramCall], *, to_scale: bool = False, max_calls: int = 240, title: str | None = None
 ) -> Figure:
-    """Draw recorded calls on a line a rank: an arrow from each send to the receive that took it, bars where ranks wait.
+    """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
-    A rank that waits for ever has an open bar that names whom it waits for; a message that nobody receives ends in a
+    A rank that waits forever has an open bar that names whom it waits for; a message that no rank receives ends in a
     cross.
 
     Args:
@@ -67,13 +67,13 @@ def draw_message_diagram(
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
     _label_time(axes, to_scale)
-    put_title(figure, title or _takeaway(diagram), _note(diagram))
+    put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
     put_legend(figure, _legend(diagram))
     return figure
 
 
 def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> str:
-    """Write the diagram as text: one line a message or collective, then who waits for whom.
+    """Write the diagram as text: one line per message or collective, then who waits for whom.
 
     It holds no times, so it does not depend on how fast the ranks are.
 
@@ -81,7 +81,7 @@ def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int =
         ValueError: there are no calls.
     """
     diagram = read_diagram(records, max_calls=max_calls)
-    lines = [f"{_takeaway(diagram)}."]
+    lines = [f"{_deadlock_or_traffic(diagram)}."]
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
@@ -102,8 +102,8 @@ def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int =
     return "\n".join(lines)
 
 
-def _takeaway(diagram: Diagram) -> str:
-    """Return the title: who waits for whom for ever, or how many messages went between how many ranks."""
+def _deadlock_or_traffic(diagram: Diagram) -> str:
+    """Return the title: who waits for whom forever, or how many messages went between how many ranks."""
     cycle = cycle_of(diagram.waits_for)
     if len(cycle) > 1:
         links = [f"{rank} waits for {cycle[(place + 1) % len(cycle)]}" for place, rank in enumerate(cycle)]
@@ -111,7 +111,7 @@ def _takeaway(diagram: Diagram) -> str:
     if diagram.waits_for:
         rank, others = next(iter(diagram.waits_for.items()))
         more = f" (and {len(diagram.waits_for) - 1} more wait)" if len(diagram.waits_for) > 1 else ""
-        return f"Rank {rank} waits for {name_ranks(others)}, for ever{more}"
+        return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
     sends = [event for event in diagram.events if event.op == "send"]
     total = format_bytes(float(sum(event.num_bytes for event in sends)))
     parts = []
@@ -122,7 +122,7 @@ def _takeaway(diagram: Diagram) -> str:
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
 
 
-def _note(diagram: Diagram) -> str:
+def _duration(diagram: Diagram) -> str:
     note = f"{format_s(diagram.duration_s)} from the first call to the last that is known"
     if diagram.num_left_out:
         note += f"; {diagram.num_left_out} calls left out"
@@ -159,7 +159,7 @@ def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
-    """Draw each message from the line of its sender to that of its receiver, or to a cross where nobody takes it."""
+    """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
     received = dict(diagram.pairs)
     sends = [event for event in diagram.events if event.op == "send" and event.peer in rows]
     colour = kind_styles(["send"])["send"].colour
@@ -232,5 +232,5 @@ def _legend(diagram: Diagram) -> list[LegendBox]:
     words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
     boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
     if diagram.waits_for:
-        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits for ever"))
+        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits forever"))
     return boxes

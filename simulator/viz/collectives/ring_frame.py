@@ -36,7 +36,7 @@ Point = NDArray[np.float64]
 
 
 class _Card(NamedTuple):
-    """The size of a rank's card in inches: a column a chunk, in it a slot for each rank's part."""
+    """The size of a rank's card in inches: one column per chunk, in it a slot for each rank's part."""
 
     column: float
     slot: float
@@ -71,8 +71,8 @@ def draw_ring_frame(
 ) -> Figure:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
-    A card is a rank's tensor: a column a chunk, in it a coloured slot for each rank whose part has been added. A chunk
-    that has just arrived is framed; a chunk with every rank's part is the sum.
+    A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
+    chunk that has just arrived is framed; a chunk with every rank's part is the sum.
 
     Args:
         record: what a recorder returns, or a trace whose spans name their peers; see `draw_ring_steps`. Steps that
@@ -82,7 +82,7 @@ def draw_ring_frame(
         title: replaces the takeaway.
 
     Raises:
-        ValueError: the record is no ring's, there is no such step, or more than 8 ranks.
+        ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
     """
     steps = _checked(record, step, operation)
     masks = provenance(steps)[step]
@@ -98,18 +98,14 @@ def draw_ring_frame(
     _draw_middle(pen, steps, step)
     pen.legend(_legend(steps))
     pen.flush()
-    put_title(figure, title or _takeaway(steps, step), _note(steps, step))
+    put_title(figure, title or _what_ranks_send(steps, step), _what_cards_show(steps, step))
     return figure
 
 
 def describe_ring_frame(record: Record | RingSteps, step: int = 0, operation: str | None = None) -> str:
-    """Say in words what `draw_ring_frame` shows: who sends which chunk with whose parts to whom; arguments as there.
-
-    Raises:
-        ValueError: as `draw_ring_frame`.
-    """
+    """Say in words what `draw_ring_frame` shows: which chunks go to whom; arguments and errors as there."""
     steps = _checked(record, step, operation)
-    text = f"{_takeaway(steps, step)}. {_note(steps, step)}"
+    text = f"{_what_ranks_send(steps, step)}. {_what_cards_show(steps, step)}"
     if not step:
         return text
     masks, size = provenance(steps), len(steps.ranks)
@@ -131,7 +127,7 @@ def _checked(record: Record | RingSteps, step: int, operation: str | None) -> Ri
     return steps
 
 
-def _takeaway(steps: RingSteps, step: int) -> str:
+def _what_ranks_send(steps: RingSteps, step: int) -> str:
     """Return the title: which step it is, what each rank sends in it and what the receiver does."""
     if steps.fault:
         return f"Not a ring's chunks: {steps.fault}"
@@ -145,7 +141,7 @@ def _takeaway(steps: RingSteps, step: int) -> str:
     return f"Step {step} of {total}: every rank sends {num_bytes}, and its neighbour adds its own part"
 
 
-def _note(steps: RingSteps, step: int) -> str:
+def _what_cards_show(steps: RingSteps, step: int) -> str:
     size = len(steps.ranks)
     whole = int(provenance(steps)[step].all(axis=2).sum(axis=1).min())
     sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
@@ -247,7 +243,7 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
 
 
 def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
-    """Write in the ring's middle which half it is, and draw a box a step with this one marked."""
+    """Write in the ring's middle which half it is, and draw one box per step with this one marked."""
     total = len(steps.chunk)
     middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
     words = {"add": "reduce-scatter: add up", "copy": "all-gather: hand round"}

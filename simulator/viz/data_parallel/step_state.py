@@ -120,7 +120,7 @@ def held_at(own: RankStep, at_s: float) -> Held:
 
 
 def passes(spans: Sequence[Span], kind: str) -> tuple[Interval, ...]:
-    """Return the whole forward ("F") or backward ("B") passes, one a micro-batch, in seconds, in order."""
+    """Return the whole forward ("F") or backward ("B") passes, one per micro-batch, in seconds, in order."""
     found: list[Interval] = []
     before: tuple[str, int] | None = None
     for span in spans:

@@ -50,7 +50,7 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.wording import counted, percent
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 
@@ -87,7 +87,7 @@ def draw_train_step(
         title: replaces the takeaway.
 
     Raises:
-        ValueError: the trace is no data-parallel step (the text says why), or has no such rank.
+        ValueError: the trace is not a data-parallel step (the text says why), or has no such rank.
     """
     step, own, moment = read_moment(trace, at_s, buckets, rank)
     shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
@@ -128,7 +128,7 @@ def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
 
 def _draw_header(view: _View, top: float, own: RankStep) -> None:
     count = len(own.reductions)
-    words = f"gradients, in the order in which they are sent: {count} all-reduce{'s' if count != 1 else ''}"
+    words = f"gradients, in the order in which they are sent: {counted(count, 'all-reduce')}"
     titles = (
         (LEFT_IN, "weights"),
         (ACTIVATIONS_IN, "activations"),

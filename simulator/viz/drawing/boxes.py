@@ -1,7 +1,7 @@
 """Draw spans: exact boxes with letters while they can be told apart, columns of pixels when there are too many.
 
-Exact boxes are one PolyCollection. Pixel columns are one image: each column of each row is filled from the bottom with
-the kinds that were active there, in proportion to their time, so that a busy lane looks full and a bubble stays empty.
+Exact boxes are one PolyCollection. Pixel columns are one image. Each column of each row is filled from the bottom with
+the kinds that were active there, in proportion to their time. So a busy lane looks full and a bubble stays empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def heights_of(placement: Placement, which: int, shown: NDArray[np.int64]) -> tu
 
 
 def add_boxes(axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle]) -> None:
-    """Draw one exact box a span of one side, with the longest label that fits."""
+    """Draw one exact box per span of one side, with the longest label that fits."""
     shown = np.flatnonzero(placement.row_of[which] >= 0)
     if not shown.size:
         return

@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
-from simulator.viz.drawing.style import DPI, FAINT, INK, TEXT_PT, TITLE_PT, WIDTH_IN
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN
 from simulator.viz.drawing.wording import time_unit
 from simulator.viz.drawing.words import Word, Words, width_in
 
@@ -92,7 +92,7 @@ def mark_ticks(axis: Axis, where: Locator | Sequence[float], write: Callable[[fl
 def spread_apart(ends: Sequence[float], heights: Sequence[float], *, top: float = 1.0) -> list[float]:
     """Return places near `ends` for names of these heights, so that no two overlap and none is above `top`."""
     order = sorted(range(len(ends)), key=ends.__getitem__)
-    places = list(ends)
+    places = [float(end) for end in ends]
     reached = -np.inf
     for index in order:
         places[index] = max(places[index], reached + heights[index] / 2)
@@ -101,6 +101,18 @@ def spread_apart(ends: Sequence[float], heights: Sequence[float], *, top: float 
         places[index] = min(places[index], top - heights[index] / 2)
         top = places[index] - heights[index] / 2
     return places
+
+
+def name_line_ends(axes: Axes, values: Sequence[float], names: Sequence[str], colours: Sequence[str]) -> None:
+    """Write each line's name right of the axes, near the value at which it ends and apart from the other names."""
+    shares = axes.transAxes.inverted().transform(axes.transData.transform([(axes.get_xlim()[1], y) for y in values]))
+    ends = shares[:, 1].tolist()
+    point = DPI / 72 / axes_pixels(axes)[1]
+    heights = [(1.25 * name.count("\n") + 1.5) * SMALL_PT * point for name in names]
+    look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
+    for end, place, name, colour in zip(ends, spread_apart(ends, heights, top=1.06), names, colours, strict=True):
+        axes.plot([0.99, 1.025], [end, place], color=colour, linewidth=1.2, **look)
+        axes.text(1.035, place, name, fontsize=SMALL_PT, weight="bold", color=colour, ha="left", va="center", **look)
 
 
 def draw_scale(
@@ -139,8 +151,9 @@ def draw_scale(
 def even_ticks(low: float, high: float, most: int, factor: float = 1.0) -> dict[float, str]:
     """Return round values between two ends, at most so many, each with its text: the value times a factor."""
     slack = 1e-9 * (high - low)
-    values = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return {value: f"{value * factor:,.6g}" for value in values.tolist() if low - slack <= value <= high + slack}
+    found = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    values = map(float, found)
+    return {value: f"{value * factor:,.6g}" for value in values if low - slack <= value <= high + slack}
 
 
 def draw_time_scale(axes: Axes, label: str = "time since the step began", *, label_pt: float = TEXT_PT) -> None:

@@ -88,7 +88,7 @@ def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:
     """Return the style of each kind; in the palette's order.
 
     A kind that has none of its own gets a spare colour and its first letters. A shade of a kind is lighter than the
-    one before: see `shades.py`.
+    one before: see `lanes.shaded`.
     """
     styles: dict[str, KindStyle] = {}
     known_order = {kind: place for place, kind in enumerate(KINDS)}

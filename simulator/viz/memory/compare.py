@@ -24,7 +24,7 @@ TOP_IN, BOTTOM_IN = 1.15, 1.15
 def draw_memory_of_plans(
     plans: Mapping[str, Memory], *, capacity_bytes: float | None = None, title: str | None = None
 ) -> Figure:
-    """Draw a stacked bar a plan: what its fullest rank holds at its peak, by kind.
+    """Draw one stacked bar per plan: what its fullest rank holds at its peak, by kind.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 

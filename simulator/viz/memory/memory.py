@@ -49,7 +49,7 @@ TOP_IN, BOTTOM_IN = 1.35, 1.15
 
 
 def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
-    """Draw each rank's peak as a stacked bar, and beside it the fullest rank from the step's start to its end.
+    """Draw each rank's peak as a stacked bar, and next to it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 
@@ -139,7 +139,7 @@ def _draw_peaks(axes: Axes, memory: Memory, limit: float) -> None:
 
 
 def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit: float) -> None:
-    """Draw one stacked bar a row of `rows` [R, K], with a letter in each part that has room for one."""
+    """Draw one stacked bar per row of `rows` [R, K], with a letter in each part that has room for one."""
     num_rows = len(rows)
     axes.set_xlim(0, limit)
     axes.set_ylim(num_rows - 0.4, -0.6)
@@ -175,7 +175,7 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
 
 
 def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the corners [R, 4, 2] of bars, one a row, from `left` on."""
+    """Return the corners [R, 4, 2] of bars, one per row, from `left` on."""
     across = np.stack([left, left + wide, left + wide, left], axis=1)
     return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
 

@@ -27,7 +27,7 @@ def ring_panel(record: Record, operation: str | None = None) -> Panel:
         operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
 
     Raises:
-        ValueError: the record is no ring's; the text says why.
+        ValueError: the record is not of a ring; the text says why.
     """
     steps = ring_steps(record, operation)
     last = len(steps.chunk)

@@ -28,7 +28,7 @@ from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
-from simulator.viz.panels.panel import Panel
+from simulator.viz.panels.panel import Panel, by_name
 
 COMPRESSIONS = (
     Compression("top_k", ratio=0.01),
@@ -55,11 +55,9 @@ def train_step_panel(
         rank: whose timeline is drawn.
 
     Raises:
-        ValueError: a trace is no data-parallel step, or there is none.
+        ValueError: a trace is not a data-parallel step, or there is none.
     """
-    traces = {"": trace} if isinstance(trace, Trace) else dict(trace)
-    if not traces:
-        raise ValueError("there is no trace; pass one, or a mapping from names to traces")
+    traces = by_name(trace, "trace")
     if buckets is not None and len(traces) > 1:
         raise ValueError("buckets names the all-reduces of one trace; leave it out where there are several")
     steps = {name: read_step(each, buckets) for name, each in traces.items()}
@@ -117,9 +115,7 @@ def bucket_panel(
     Raises:
         ValueError: there is no cluster or no size, or as `simulate`.
     """
-    clusters = {"": cluster} if isinstance(cluster, Cluster) else dict(cluster)
-    if not clusters:
-        raise ValueError("there is no cluster; pass one, or a mapping from names to clusters")
+    clusters = by_name(cluster, "cluster")
     sweeps: dict[str, BucketSweep] = {}
 
     def sweep_of(name: str) -> BucketSweep:
@@ -170,14 +166,12 @@ def compression_panel(
         plan: how; its own compression is left aside.
         compressions: what to compare.
         bytes_per_s: bandwidths of the picture, 10 MB/s to 100 GB/s by default.
-        codecs: measured times of encoding and decoding; what is left out is counted.
+        codecs: measured times of encoding and decoding; those left out are counted.
 
     Raises:
         ValueError: there is no model, or as `sweep_compression`.
     """
-    workloads = {"": workload} if isinstance(workload, Workload) else dict(workload)
-    if not workloads:
-        raise ValueError("there is no model; pass one workload, or a mapping from names to workloads")
+    workloads = by_name(workload, "model")
     speeds = tuple(bandwidths() if bytes_per_s is None else bytes_per_s)
     named = {compression_label(each): each for each in compressions}
     sweeps: dict[tuple[str, str], CompressionSweep] = {}

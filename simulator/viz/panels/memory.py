@@ -20,8 +20,8 @@ from simulator.step.simulate import simulate
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
 from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.memory.memory import describe_memory, draw_memory
+from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.panels.panel import Panel
-from simulator.viz.sharding.unit_size import describe_sharding, draw_sharding
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
@@ -132,7 +132,7 @@ def _controls(models: Sequence[str], devices: Sequence[str]) -> dict[str, widget
         "stage": widgets.Dropdown(options=list(STAGES.items()), value=0, description="sharding"),
         "recompute": widgets.Dropdown(options=list(RECOMPUTES), description="recompute"),
         "precision": widgets.Dropdown(options=list(PRECISIONS), value=list(PRECISIONS)[2], description="precision"),
-        "microbatch": powers("samples a micro-batch", 32),
+        "microbatch": powers("samples per micro-batch", 32),
         "tensor": powers("tensor-parallel ranks", 8),
         "pipeline": powers("pipeline stages", 16),
         "picture": widgets.Dropdown(options=[("this plan", "plan"), ("all stages", "stages")], description="show"),
@@ -146,7 +146,7 @@ def sharding_panel(
     *,
     num_devices: Sequence[int] = NUM_DEVICES,
 ) -> Panel:
-    """Return a panel with a slider of layers a unit, and controls of prefetch, GPUs, sets of shards and what is kept.
+    """Return a panel with a slider of layers per unit, and controls of prefetch, GPUs, sets of shards and what is kept.
 
     In code: `panel.controls["unit_layers"].value = 4`, `panel.controls["prefetch"].value = 0`,
     `panel.controls["sets"].value = "inside each node"`.
@@ -183,7 +183,7 @@ def sharding_panel(
         unit_layers=widgets.SelectionSlider(
             options=list(sizes),
             value=min(sizes, key=lambda s: abs(s - base.sharding.unit_layers)),
-            description="layers a unit",
+            description="layers per unit",
         ),
         prefetch=widgets.IntSlider(value=min(base.sharding.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
         gpus=widgets.Dropdown(options=list(num_devices), value=num_devices[0], description="GPUs"),

@@ -144,7 +144,7 @@ class ScheduleTimeline(widgets.VBox):
             timeline.summary = text
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the widget, and beside it the figure and its text for readers without a kernel."""
+        """Return the widget, and also the figure and its text for readers without a kernel."""
         title = self.timeline.title
         return with_picture(super()._repr_mimebundle_(), self.png, title=title, text=f"{title}. {self.text}")
 

@@ -38,7 +38,7 @@ def schedule_panel(
 
     chosen = widgets.Dropdown(options=options, value=schedule, description="schedule")
     beside = widgets.Dropdown(options=[("nothing", NOTHING), *options], value=compare, description="compare with")
-    stages = widgets.IntSlider(2, min=1, max=8, description="stages a rank")
+    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
     limit = widgets.FloatSlider(
         value=1.0, min=0.25, max=3.0, step=0.05, description="memory limit (1F1B: 1)", readout_format=".2f"
     )
@@ -116,7 +116,7 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
     `editor.controls["text"].value = "0F0,0B0"`.
 
     Raises:
-        ValueError: `text` is no valid schedule.
+        ValueError: `text` is not a valid schedule.
     """
     first = text or _spaced(str(one_f_one_b(3, 4)))
     lines = first.count("\n") + 1
@@ -124,7 +124,7 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
     def length(value: float, description: str) -> widgets.FloatSlider:
         return widgets.FloatSlider(value=value, min=0.0, max=4.0, step=0.1, description=description)
 
-    area = widgets.Textarea(first, description="one line a rank", rows=max(4, lines + 1), layout={"width": "100%"})
+    area = widgets.Textarea(first, description="one line per rank", rows=max(4, lines + 1), layout={"width": "100%"})
     area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
     return ScheduleTimeline(
         make_run,
@@ -140,7 +140,7 @@ def make_run(*, text: str, **times: float) -> Sequence[ScheduleRun]:
     """Parse, validate and run a schedule.
 
     Raises:
-        ValueError: the text is no schedule, or a schedule with a fault (a ScheduleError, which shows where).
+        ValueError: the text is not a schedule, or it is a schedule with a fault (a ScheduleError, which shows where).
     """
     plan = parse_schedule(text)
     validate(plan)

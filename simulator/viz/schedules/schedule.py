@@ -1,4 +1,4 @@
-"""Draw a pipeline's schedule: one row a rank, one numbered box a micro-batch, and the bubbles between them."""
+"""Draw a pipeline's schedule: one row per rank, one numbered box per micro-batch, and the bubbles between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw_schedule(
         expected = facts_of(sides[1].trace)
         error = percent(expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0, 1, "+")
         ends = f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
-    words = Words(title or _takeaway(facts), _textbook(work), ends)
+    words = Words(title or _bubble_title(facts), _textbook(work), ends)
     return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=("compute",))
 
 
@@ -74,7 +74,7 @@ def _num_microbatches(work: Trace) -> int:
     return len(np.unique(work.microbatch[work.microbatch >= 0]))
 
 
-def _takeaway(facts: Facts) -> str:
+def _bubble_title(facts: Facts) -> str:
     return f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
 
 

@@ -1,4 +1,7 @@
-"""Draw a scene as a figure: rows of boxes or of pixel columns, their names, the time axis and where the traces end."""
+"""Draw a scene: rows of boxes or of pixel columns, their names, the time axis and where the traces end.
+
+A scene is what a timeline draws, as a figure or on a canvas.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,52 @@ from simulator.viz.drawing.style import (
     KindStyle,
     LegendBox,
     is_first_shade,
+    kind_styles,
     lighter,
     pale,
 )
-from simulator.viz.timeline.scene import Scene
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
+
+
+class Heading(NamedTuple):
+    """Words between rows: where their middle is, in the placement's units, and what they say."""
+
+    at: float
+    text: str
+
+
+class Scene(NamedTuple):
+    """What is drawn, whatever the view.
+
+    Attributes:
+        sides: the traces, with their clocks at zero.
+        placement: where each span stands.
+        styles: of each kind that occurs.
+        limit_s: the right end of the widest view.
+        headings: words over groups of rows.
+    """
+
+    sides: tuple[Side, ...]
+    placement: Placement
+    styles: dict[str, KindStyle]
+    limit_s: float
+    headings: tuple[Heading, ...] = ()
+
+
+def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:
+    """Return the style of each kind that occurs."""
+    return kind_styles(
+        [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
+    )
+
+
+def limit_of(sides: Sequence[Side]) -> float:
+    """Return the right end of the widest view: a little after the last span."""
+    end_s = max(side.trace.duration_s for side in sides)
+    return end_s * 1.012 if end_s else 1e-6
 
 
 class Words(NamedTuple):

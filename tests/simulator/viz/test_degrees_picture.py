@@ -60,7 +60,7 @@ def test_the_text_has_the_whole_equation_memory_and_idle_devices():
     assert "pipeline (4) x data (2) x expert (1) x context (1) x tensor (4) = 32 ranks." in text
     assert "32 of 64 GPUs are idle." in text
     assert "of 80 GB: " in text
-    assert "Sent a rank: pipeline" in text
+    assert "Sent per rank: pipeline" in text
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=1e8))
     assert describe_degrees(simulate(WORKLOAD, small, PLANS[0])).startswith("Does not fit: ")
 

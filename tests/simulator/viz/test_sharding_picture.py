@@ -26,7 +26,7 @@ def test_the_curves_are_the_sweeps():
 
 def test_the_text_names_the_chosen_size_and_the_best():
     text = describe_sharding(SWEEP, STEP)
-    assert "Chosen: 2 layers a unit, 3 units" in text
+    assert "Chosen: 2 layers per unit, 3 units" in text
     assert "Fastest: " in text
     assert "1 unit gathered ahead" in text
 

@@ -26,7 +26,7 @@ def shown(item):
 
 
 def small_step():
-    return simulate(model_by_name("llama-2-7b"), cluster("dgx-h100", 8), Plan(data=8))
+    return simulate(model_by_name("gpt-2-1.5b"), cluster("dgx-h100", 8), Plan(data=8))
 
 
 @pytest.mark.parametrize(
