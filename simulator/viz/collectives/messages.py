@@ -53,7 +53,7 @@ def draw_message_diagram(
     diagram = read_diagram(records, to_scale=to_scale, max_calls=max_calls)
     rows = {rank: row for row, rank in enumerate(diagram.ranks)}
     height = 0.85 * len(rows) + 0.35
-    bottom = (0.75 if to_scale else 0.45) + 0.45
+    bottom = (0.75 if to_scale else 0.6) + 0.45
     figure = new_figure(TOP_IN + height + bottom)
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom, bare=True)
     span = max(diagram.last_x, 1e-6 if to_scale else 2.0)
