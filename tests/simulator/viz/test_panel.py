@@ -134,3 +134,11 @@ def test_a_panel_without_controls_is_a_picture():
 def test_figures_stay_free_of_widgets():
     code = "import sys, simulator.viz; sys.exit(any(name in sys.modules for name in ('ipywidgets', 'anywidget')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_face_has_every_name_that_it_promises():
+    import simulator.viz
+
+    assert all(callable(getattr(simulator.viz, name)) for name in simulator.viz.__all__)
+    with pytest.raises(AttributeError, match="module 'simulator.viz' has no attribute 'no_panel'"):
+        _ = simulator.viz.no_panel
