@@ -67,8 +67,7 @@ print(f"two batches: {2 * alone_s * 1e3:.0f} ms on one GPU, {(alone_s + ethernet
 # %%
 from ipywidgets import SelectionSlider
 
-from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
-from simulator.viz.drawing.panel import Panel
+from simulator.viz import Panel, describe_link_times, draw_link_times
 
 WIRES = ("nvlink4", "pcie4-x16", "infiniband-hdr", "ethernet-100g", "ethernet-10g")
 
@@ -451,7 +450,7 @@ def predicted_trace(size, rounds):
 
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 
 def play(ping_pong, rounds):

@@ -190,7 +190,7 @@ for n in (2, 3, 4):
 # rank 0 sends first, is your chunk 3.
 
 # %%
-from simulator.viz.collectives.ring_panel import ring_panel
+from simulator.viz import ring_panel
 
 my_ring = record(ring_all_reduce, 4)
 frames = ring_panel(my_ring)
@@ -388,7 +388,7 @@ for name in ("ethernet-10g", "pcie4-x16", "infiniband-hdr", "nvlink3"):
 # logarithmic. Your tree is the *binomial tree* there.
 
 # %%
-from simulator.viz.collectives.race_panel import race_panel
+from simulator.viz import race_panel
 
 panel = race_panel(num_ranks=8, algorithms=("ring", "binomial_tree", "halving_doubling"))
 panel
@@ -540,7 +540,7 @@ predicted = Trace.from_spans(
 )
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 calls = my_ring.to_trace()
 sends = calls.select(calls.is_word("kind", "send"))

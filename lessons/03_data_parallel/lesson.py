@@ -369,7 +369,7 @@ print(guess_1.compare(measured["per_parameter"].duration_s * 1e3))
 # step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it.
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 timeline = Timeline(measured["per_parameter"], predicted("per_parameter").trace)
 timeline
@@ -547,7 +547,7 @@ timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
 # last ones; with flat there is one column, and it is empty or nobody computes.
 
 # %%
-from simulator.viz.data_parallel.train_step_panel import train_step_panel
+from simulator.viz import train_step_panel
 
 prediction_panel = train_step_panel({rung: predicted(rung).trace for rung in reversed(RUNGS)})
 prediction_panel
@@ -575,7 +575,7 @@ measured_panel.controls["at_ms"].value = 0.8 * measured["flat"].duration_s * 1e3
 
 # %%
 from distlab.measure import median_round
-from simulator.viz.timeline.facts import facts_of
+from simulator.viz import facts_of
 
 rounds.append(ranks.run(measure_round, torch.device("cpu"))[0])
 MACHINE = fit_cluster(median_round(rounds), 4)
@@ -605,8 +605,7 @@ for rung in RUNGS:
 # %%
 import ipywidgets
 
-from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.drawing.panel import Panel
+from simulator.viz import Panel, describe_timeline, draw_timeline
 
 
 def with_buckets(bucket_mb, num_gpus, samples=1):

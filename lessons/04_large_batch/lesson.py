@@ -346,7 +346,7 @@ shallow, protocol = RESULTS["tasks"]["shallow"], RESULTS["protocol"]
 print(f"measured {shallow['date']}, torch {protocol['torch']}, {protocol['seeds']} seeds")
 
 # %%
-from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
+from simulator.viz import describe_batch_sizes, draw_batch_sizes
 
 linear = {name: accuracies(name, "linear") for name in OPTIMIZERS}
 subtitle = "Digits, two layers, 20 epochs; linear scaling from batch 32, warmup, linear decay."

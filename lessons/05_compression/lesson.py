@@ -572,7 +572,7 @@ for compression in (None, *COMPRESSIONS):
 
 # %%
 from simulator.sweeps.buckets_and_compression import bandwidths
-from simulator.viz.compression.compression_panel import compression_panel
+from simulator.viz import compression_panel
 
 MACHINES = Cluster("machines", device("h100-sxm"), 4, 1, link("nvlink4"), link("ethernet-10g"))
 pays = compression_panel(MODEL, MACHINES, Plan(4), compressions=COMPRESSIONS, bytes_per_s=bandwidths(count=13))
@@ -686,7 +686,7 @@ for (name, speed), step in seen.items():
 # pale one under it what the simulator said.
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 timeline = Timeline(seen["4 bits", 20e6], predicted(20e6, QUANTIZE).trace)
 timeline

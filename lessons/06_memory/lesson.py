@@ -613,7 +613,7 @@ show(
 # recompute?
 
 # %%
-from simulator.viz.memory.memory_panel import memory_panel
+from simulator.viz import memory_panel
 
 fits = memory_panel(devices=("h100-sxm", "h200-sxm"))
 fits

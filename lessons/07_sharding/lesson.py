@@ -526,7 +526,7 @@ guess_units = predict("How many layers a unit are fastest?", unit="layers")
 guess_units
 
 # %%
-from simulator.viz.sharding.unit_size_panel import sharding_panel
+from simulator.viz import sharding_panel
 
 SMALLER = gpt_workload(hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200)
 units = sharding_panel(SMALLER, MACHINES, Plan(64, sharding=Sharding(stage=3)), num_devices=(64, 8, 16, 32))
@@ -621,7 +621,7 @@ print(f"error {predicted.duration_s / seen.duration_s - 1:+.0%}; ", guess_3.comp
 # reduce-scatters each on a row of their own.
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 timeline = Timeline(seen, predicted.trace)
 timeline

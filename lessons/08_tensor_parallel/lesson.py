@@ -594,7 +594,7 @@ def with_calls(spans, records):
 
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 per_rank = ranks.run(recorded_steps)
 steps = [Trace.concatenate(with_calls(*one) for one in step) for step in zip(*per_rank, strict=True)][2:]
@@ -656,7 +656,7 @@ for name, wire in WIRES.items():
 # Try it: drag the degrees, and see memory, exposed communication and utilisation.
 
 # %%
-from simulator.viz.mesh.degrees_panel import degrees_panel
+from simulator.viz import degrees_panel
 
 start = Plan(tensor=4, data=2, sequence_parallel=True, recompute="selective")
 degrees = degrees_panel(FOUR, cluster("dgx-h100", 8), plan=start)

@@ -403,7 +403,7 @@ print(guess_3.compare(100 * shorter, how="simulated"))
 # Below are both on one time axis. Change the schedule, the number of micro-batches, or the time of a hand-over.
 
 # %%
-from simulator.viz.schedules.schedule_panel import schedule_panel
+from simulator.viz import schedule_panel
 
 both = schedule_panel("gpipe", "one_f_one_b", ranks=4, microbatches=8)
 both
@@ -482,7 +482,7 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 # what the simulator said.
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 trace, paper = seen["1F1B"]
 timeline = Timeline(trace, paper.trace)
@@ -685,7 +685,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # One line a rank. Change something: a fault is named, with the place; a good one is drawn.
 
 # %%
-from simulator.viz.schedules.schedule_editor import schedule_editor
+from simulator.viz import schedule_editor
 
 mine = schedule_editor("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
 mine

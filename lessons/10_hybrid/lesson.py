@@ -420,7 +420,7 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 
 # %%
 from distlab.measure import RunResult, TrainingRun, time_training
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
@@ -544,7 +544,7 @@ for step in fitting:
 # does a GPU hold? (Without ZeRO-1, the question's plan with tensor 4 does not fit; choose a sharding.)
 
 # %%
-from simulator.viz.mesh.degrees_panel import degrees_panel
+from simulator.viz import degrees_panel
 
 degrees = degrees_panel(MODEL, MACHINE, plan=QUESTION)
 degrees

@@ -411,7 +411,7 @@ print(f"measured {seen * 1e3:.0f} ms, predicted {said * 1e3:.0f} ms, error {said
 print(guess_ring.compare(seen * 1e3))
 
 # %%
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Timeline
 
 timeline = Timeline(result.measured, result.predicted.trace)
 timeline
@@ -450,8 +450,7 @@ for n in (8, 16, 32):
 # %%
 import ipywidgets
 
-from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.drawing.panel import Panel
+from simulator.viz import Panel, describe_timeline, draw_timeline
 
 
 def draw_blocks(num_gpus, kind):

@@ -1,13 +1,20 @@
 """Pictures of traces, plans, records and predictions; each with a text that says the same.
 
-Every picture is a pure function (`draw_timeline`, `mesh_figure`) from a Trace (or recorded calls, or a cost model) to a
-matplotlib Figure, and has a `describe_` twin that returns its text for readers who cannot see it. `to_png` renders a
-figure; no window is ever opened. Panels with sliders stand in files of their own (`train_step_panel`, `ring_panel`,
-`race_panel`, `bucket_panel`, `compression_panel`, `memory_panel`, `sharding_panel`, `schedule_panel`,
-`schedule_editor`, `shards_panel`, `context_panel`, `degrees_panel`), which need ipywidgets.
+Each picture is a pure function (`draw_timeline`, `mesh_figure`). It makes a matplotlib Figure of a Trace, of recorded
+calls or of a cost model. Its `describe_` twin returns the text for readers who cannot see it. `to_png` renders a
+figure; no window is ever opened. In a notebook a Mesh, Schedule, Trace, Memory, Plan or Step shows its own picture.
+
+Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
+load on first use, so that importing the package does not load ipywidgets.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from simulator.viz.collectives.fit_picture import describe_fit, draw_fit
+from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
 from simulator.viz.collectives.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.collectives.race import describe_race, draw_race
 from simulator.viz.collectives.ring import draw_ring_steps
@@ -17,8 +24,9 @@ from simulator.viz.compression.compression import describe_compression, draw_com
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
-from simulator.viz.drawing.style import to_png
+from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
+from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
 from simulator.viz.large_batch.scaling import describe_scaling, draw_scaling
 from simulator.viz.memory.compare import (
     describe_measured_memory,
@@ -27,6 +35,7 @@ from simulator.viz.memory.compare import (
     draw_memory_of_plans,
 )
 from simulator.viz.memory.memory import describe_memory, draw_memory
+from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
@@ -40,24 +49,59 @@ from simulator.viz.schedules.compare import describe_schedules, draw_schedules
 from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
 from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
-from simulator.viz.sharding.unit_size import describe_sharding, draw_sharding
+from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.mlp_shards import describe_mlp, mlp_figure
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
+from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
+if TYPE_CHECKING:
+    from simulator.viz.panels.collectives import race_panel, ring_panel
+    from simulator.viz.panels.degrees import degrees_panel
+    from simulator.viz.panels.gradients import bucket_panel, compression_panel, train_step_panel
+    from simulator.viz.panels.layers import context_panel, shards_panel
+    from simulator.viz.panels.memory import memory_panel, sharding_panel
+    from simulator.viz.panels.panel import Panel
+    from simulator.viz.panels.schedules import schedule_editor, schedule_panel
+    from simulator.viz.timeline.timeline_widget import Timeline
+
+_HOMES = {
+    "Panel": "panels.panel",
+    "Timeline": "timeline.timeline_widget",
+    "ring_panel": "panels.collectives",
+    "race_panel": "panels.collectives",
+    "train_step_panel": "panels.gradients",
+    "bucket_panel": "panels.gradients",
+    "compression_panel": "panels.gradients",
+    "memory_panel": "panels.memory",
+    "sharding_panel": "panels.memory",
+    "degrees_panel": "panels.degrees",
+    "shards_panel": "panels.layers",
+    "context_panel": "panels.layers",
+    "schedule_panel": "panels.schedules",
+    "schedule_editor": "panels.schedules",
+}
 __all__ = [
+    "Panel",
     "RecordedCall",
     "ScheduleRun",
+    "Timeline",
+    "bucket_panel",
+    "compression_panel",
     "context_figure",
+    "context_panel",
     "cut_weights",
     "degrees_figure",
+    "degrees_panel",
+    "describe_batch_sizes",
     "describe_bubbles",
     "describe_bucket_sweep",
     "describe_compression",
     "describe_context",
     "describe_degrees",
     "describe_fit",
+    "describe_link_times",
     "describe_measured_memory",
     "describe_memory",
     "describe_memory_against_bubble",
@@ -77,10 +121,12 @@ __all__ = [
     "describe_shards",
     "describe_timeline",
     "describe_train_step",
+    "draw_batch_sizes",
     "draw_bubbles",
     "draw_bucket_sweep",
     "draw_compression",
     "draw_fit",
+    "draw_link_times",
     "draw_measured_memory",
     "draw_memory",
     "draw_memory_against_bubble",
@@ -95,14 +141,32 @@ __all__ = [
     "draw_sharding",
     "draw_timeline",
     "draw_train_step",
+    "facts_of",
+    "memory_panel",
     "mesh_figure",
     "mlp_figure",
     "placement_figure",
+    "race_panel",
+    "ring_panel",
     "routing_figure",
     "run_schedule",
+    "schedule_editor",
+    "schedule_panel",
+    "sharding_panel",
     "shards_figure",
+    "shards_panel",
     "step_of",
     "sweep_memory",
     "sweep_microbatches",
     "to_png",
+    "train_step_panel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"simulator.viz.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'simulator.viz' has no attribute {name!r}")
+
+
+show_objects()

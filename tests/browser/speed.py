@@ -16,9 +16,7 @@ SETUP = """
 import ipywidgets
 import numpy as np
 from distlab.trace import Trace
-from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.drawing.panel import Panel
-from simulator.viz.timeline.timeline_widget import Timeline
+from simulator.viz import Panel, Timeline, describe_timeline, draw_timeline
 
 def pipeline(num_ranks, num_microbatches, slow=1):
     rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
@@ -40,11 +38,10 @@ CELLS = [
     "many = Timeline(pipeline(64, 243)); many",
 ]
 SCHEDULES = [
-    "from simulator.viz.schedules.schedule_panel import schedule_panel\n"
-    "small = schedule_panel(ranks=16, microbatches=63); small",
+    "from simulator.viz import schedule_panel\nsmall = schedule_panel(ranks=16, microbatches=63); small",
     "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
-DEGREES = ["from simulator.viz.mesh.degrees_panel import degrees_panel\ndegrees = degrees_panel(); degrees"]
+DEGREES = ["from simulator.viz import degrees_panel\ndegrees = degrees_panel(); degrees"]
 RECORDER = """() => {
     const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
     window.addEventListener("keydown", pressed, true);

@@ -21,7 +21,7 @@ def sometimes(ranks):
     return draw(ranks, 3)
 failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
 """
-EDITOR = "from simulator.viz.schedules.schedule_editor import schedule_editor\neditor = schedule_editor(); editor"
+EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor(); editor"
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
-from simulator import Jitter, Uneven, memory_of, simulate, simulate_schedule
-from simulator.pipeline.schedule_arrays import W, arrays_of
+from simulator import Jitter, Uneven, arrays_of, memory_of, simulate, simulate_schedule
+from simulator.pipeline.schedule_arrays import W
 from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_bytes_per_s, format_s
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 
 POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
 Floats = NDArray[np.float64]
@@ -60,29 +62,26 @@ def draw_fit(
     axes.plot(grid, line, color=LINE, linewidth=2.6, zorder=3, gid="line")
     axes.scatter(sizes, times, s=60, c=POINT, edgecolors="white", linewidths=0.9, zorder=4, gid="points")
     _write(figure, alpha_s, bytes_per_s)
-    for axis, (first, last) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if last < 150 * first else (1.0,), numticks=15))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_s(value)))
-    axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
-    axes.set_xlabel("size of the message", fontsize=TEXT_PT, color=INK)
-    axes.set_ylabel("time of one message", fontsize=TEXT_PT, color=INK)
-    put_title(figure, title or _takeaway(alpha_s, bytes_per_s), _note(sizes, times, alpha_s, bytes_per_s))
+    for axis, (first, last), write in (
+        (axes.xaxis, axes.get_xlim(), format_bytes),
+        (axes.yaxis, axes.get_ylim(), format_s),
+    ):
+        steps = (1.0, 2.0, 5.0) if last < 150 * first else (1.0,)
+        mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
+    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    name_axes(axes, "size of the message", "time of one message")
+    put_title(
+        figure, title or _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s)
+    )
     return figure
 
 
 def describe_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> str:
-    """Say in words what `draw_fit` shows; arguments as there.
-
-    Raises:
-        ValueError: as `draw_fit`.
-    """
+    """Say in words what `draw_fit` shows; arguments and errors as there."""
     sizes, times = _checked(sizes_bytes, times_s, alpha_s, bytes_per_s)
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
     worst = int(np.abs(errors).argmax())
-    text = f"{_takeaway(alpha_s, bytes_per_s)}. {_note(sizes, times, alpha_s, bytes_per_s)}"
+    text = f"{_cost_of_message(alpha_s, bytes_per_s)}. {_quality_of_fit(sizes, times, alpha_s, bytes_per_s)}"
     text += f" Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))},"
     return f"{text} the line says {percent(float(errors[worst]), 0, '+')}."
 
@@ -104,19 +103,19 @@ def _checked(
     return sizes[order], times[order]
 
 
-def _takeaway(alpha_s: float, bytes_per_s: float) -> str:
+def _cost_of_message(alpha_s: float, bytes_per_s: float) -> str:
     latency = f"{format_s(alpha_s)} and " if alpha_s else ""
     return f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
 
 
-def _note(sizes: Floats, times: Floats, alpha_s: float, bytes_per_s: float) -> str:
+def _quality_of_fit(sizes: Floats, times: Floats, alpha_s: float, bytes_per_s: float) -> str:
     error = float(np.median(np.abs((alpha_s + sizes / bytes_per_s) / times - 1)))
     half = f"Half of the time is latency at {format_bytes(alpha_s * bytes_per_s)}; the" if alpha_s else "The"
     return f"{half} line is {percent(error)} off the points (median of {len(sizes)})."
 
 
 def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
-    """Name the line, its two parts and the size where they are equal, each beside what it names."""
+    """Name the line, its two parts and the size where they are equal, each next to what it names."""
     axes = figure.axes[0]
     (left, right), low = axes.get_xlim(), axes.get_ylim()[0]
     wide = math.log(right / left)

@@ -7,26 +7,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from distlab.plan import Link, Protocol
 from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, pale, percent, put_title
+from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale
+from simulator.viz.drawing.wording import percent
 
 BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62
 
 
 def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> Figure:
-    """Draw a bar a link, fastest first, on a logarithmic axis: the seconds that one message of num_bytes takes.
+    """Draw one bar per link, fastest first, on a logarithmic axis: the seconds that one message of num_bytes takes.
 
     A bar is pink where latency is more than half of the time, blue where the bytes are.
 
     Args:
         num_bytes: size of the message.
-        links: links or names of presets, with measured figures where somebody published them.
+        links: links or names of presets, with measured figures where they were published.
         compute_s: the compute of a step, drawn as an upright line, and compared with.
 
     Raises:
@@ -40,8 +42,9 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(len(rows) - 0.45, -0.55)
+    late = [link for link, seconds in rows if _protocol(link, num_bytes).latency_s > seconds / 2]
     for place, (link, seconds) in enumerate(rows):
-        colour = LATENCY_COLOUR if _latency_s(link, num_bytes) > seconds / 2 else BYTES_COLOUR
+        colour = LATENCY_COLOUR if link in late else BYTES_COLOUR
         axes.barh(place, seconds - low, left=low, height=0.62, color=pale(colour, 0.75), edgecolor=colour)
         note = format_s(seconds) if compute_s is None else f"{format_s(seconds)}, {_share(seconds, compute_s)} the step"
         where: dict[str, Any] = {"ha": "left", "va": "center", "fontsize": TEXT_PT, "color": INK}
@@ -52,36 +55,27 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
         look: dict[str, Any] = {"fontsize": SMALL_PT, "color": LIMIT, "weight": "bold"}
         axes.text(compute_s, -0.5, words, ha="right", va="bottom", **look)
     axes.set_yticks(
-        range(len(rows)), [f"{link.name}\n{format_bytes_per_s(_rate(link, num_bytes))}" for link, _ in rows]
+        range(len(rows)),
+        [f"{link.name}\n{_rate(link, num_bytes)}" for link, _ in rows],
     )
     axes.tick_params(axis="y", length=0, labelsize=SMALL_PT)
-    axes.xaxis.set_major_locator(LogLocator(10, numticks=15))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_s(value)))
-    axes.set_xlabel("time of one message, latency + size / bandwidth", fontsize=TEXT_PT, color=INK)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.6, zorder=0)
+    mark_ticks(axes.xaxis, LogLocator(10, numticks=15), format_s)
+    name_axes(axes, "time of one message, latency + size / bandwidth")
+    axes.grid(axis="x", color=GRID, linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
-    slow = (
-        "Pink: more than half of the time is latency"
-        if _any_latency(rows, num_bytes)
-        else "Nearly all of the time is bandwidth"
-    )
-    put_title(figure, _takeaway(num_bytes, rows, compute_s), f"{slow}. Speeds are one way.")
+    slow = "Pink: more than half of the time is latency" if late else "Nearly all of the time is bandwidth"
+    put_title(figure, _fastest_and_slowest(num_bytes, rows, compute_s), f"{slow}. Speeds are one way.")
     axes.spines["left"].set_color(FAINT)
     return figure
 
 
 def describe_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> str:
-    """Say in words what `draw_link_times` shows; arguments as there.
-
-    Raises:
-        ValueError: as `draw_link_times`.
-    """
+    """Say in words what `draw_link_times` shows; arguments and errors as there."""
     rows = _rows(num_bytes, links, compute_s)
-    lines = [f"{_takeaway(num_bytes, rows, compute_s)}."]
+    lines = [f"{_fastest_and_slowest(num_bytes, rows, compute_s)}."]
     for link, seconds in rows:
         share = "" if compute_s is None else f" ({_share(seconds, compute_s)} the step's compute)"
-        lines.append(f"{link.name}, {format_bytes_per_s(_rate(link, num_bytes))}: {format_s(seconds)}{share}")
+        lines.append(f"{link.name}, {_rate(link, num_bytes)}: {format_s(seconds)}{share}")
     return "\n".join(lines)
 
 
@@ -96,7 +90,7 @@ def _rows(num_bytes: float, links: Sequence[Link | str], compute_s: float | None
     return sorted(((link, message_s(num_bytes, link)) for link in found), key=lambda row: row[1])
 
 
-def _takeaway(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
+def _fastest_and_slowest(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
     (fast, least), (slow, most) = rows[0], rows[-1]
     text = f"{format_bytes(num_bytes)} takes {format_s(least)} on {fast.name}"
     text += f" and {format_s(most)} on {slow.name}" if len(rows) > 1 else ""
@@ -115,17 +109,9 @@ def _share(seconds: float, compute_s: float) -> str:
     return f"{percent(share, 0 if share >= 0.1 else 1)} of"
 
 
-def _rate(link: Link, num_bytes: float) -> float:
-    return _protocol(link, num_bytes).bytes_per_s
-
-
-def _latency_s(link: Link, num_bytes: float) -> float:
-    return _protocol(link, num_bytes).latency_s
+def _rate(link: Link, num_bytes: float) -> str:
+    return format_bytes_per_s(_protocol(link, num_bytes).bytes_per_s)
 
 
 def _protocol(link: Link, num_bytes: float) -> Protocol:
     return min(link.protocols, key=lambda protocol: protocol.latency_s + num_bytes / protocol.bytes_per_s)
-
-
-def _any_latency(rows: Sequence[tuple[Link, float]], num_bytes: float) -> bool:
-    return any(_latency_s(link, num_bytes) > seconds / 2 for link, seconds in rows)

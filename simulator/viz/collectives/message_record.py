@@ -1,4 +1,4 @@
-"""Read from recorded calls which message met which receive, in what order, and who waits for whom for ever.
+"""Read from recorded calls which message met which receive, in what order, and who waits for whom forever.
 
 Time is put in steps of cause and effect: what a rank does next stands one step further right, and a message arrives at
 least one step after it was sent. The picture then does not depend on how fast the ranks are.
@@ -10,47 +10,25 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from simulator.viz.collectives.ring_record import RecordedCall
+
 PAIRS = ("send", "recv")
 
 
-class DiagramCall(Protocol):
+class DiagramCall(RecordedCall, Protocol):
     """One recorded call: what a diagram of messages needs to know about it. A `distlab.comm` Call has all of it."""
-
-    @property
-    def rank(self) -> int:
-        """Who made the call."""
-
-    @property
-    def op(self) -> str:
-        """The operation, such as "send", "recv" or "all_reduce"."""
 
     @property
     def number(self) -> int:
         """Its number among the calls that it can meet."""
 
     @property
-    def peer(self) -> int:
-        """The rank at the other end, or the root, or -1."""
-
-    @property
     def group(self) -> tuple[int, ...]:
         """Ranks of the group."""
 
     @property
-    def num_bytes(self) -> int:
-        """Payload."""
-
-    @property
-    def start_ns(self) -> int:
-        """When it was made."""
-
-    @property
     def wait_ns(self) -> int:
-        """When somebody began to wait for it, or 0."""
-
-    @property
-    def end_ns(self) -> int:
-        """When it was known to be over, or 0."""
+        """When the rank began to wait for it, or 0."""
 
     @property
     def state(self) -> str:
@@ -228,13 +206,13 @@ def _steps(
             here[rank] = (start if kind == 0 else wait)[index] = now + 1
         last[rank] = (kind, index)
     return [
-        (float(start[index]), float(wait.get(index, end.get(index, start[index]))), _maybe(end.get(index)))
+        (
+            float(start[index]),
+            float(wait.get(index, end.get(index, start[index]))),
+            float(end[index]) if index in end else None,
+        )
         for index in range(len(calls))
     ]
-
-
-def _maybe(value: int | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def _waits(events: tuple[Event, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Draw who sent what to whom: a line a rank, an arrow a message, a bar where a rank waits."""
+"""Draw who sent what to whom: a line per rank, an arrow per message, a bar where a rank waits."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.plot import axes_pixels, draw_scale, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.drawing.style import (
     DPI,
-    FAINT,
     INK,
     SMALL_PT,
-    TEXT_PT,
     WIDTH_IN,
     LegendBox,
-    frame,
     kind_styles,
-    name_ranks,
-    new_figure,
     pale,
-    put_title,
     text_colour,
-    time_unit,
 )
+from simulator.viz.drawing.wording import name_ranks
 
 STUCK = "#D55E00"
 LEFT_IN, RIGHT_IN, TOP_IN = 1.2, 0.4, 1.0
@@ -42,10 +35,10 @@ LABELLED = 24  # messages that still get their sizes written
 def draw_message_diagram(
     records: Iterable[DiagramCall], *, to_scale: bool = False, max_calls: int = 240, title: str | None = None
 ) -> Figure:
-    """Draw recorded calls on a line a rank: an arrow from each send to the receive that took it, bars where ranks wait.
+    """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
-    A rank that waits for ever has an open bar that names whom it waits for; a message that nobody receives ends in a
+    A rank that waits forever has an open bar that names whom it waits for; a message that no rank receives ends in a
     cross.
 
     Args:
@@ -60,9 +53,9 @@ def draw_message_diagram(
     diagram = read_diagram(records, to_scale=to_scale, max_calls=max_calls)
     rows = {rank: row for row, rank in enumerate(diagram.ranks)}
     height = 0.85 * len(rows) + 0.35
-    bottom = (0.75 if to_scale else 0.45) + 0.45
+    bottom = (0.75 if to_scale else 0.6) + 0.45
     figure = new_figure(TOP_IN + height + bottom)
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom, bare=True)
     span = max(diagram.last_x, 1e-6 if to_scale else 2.0)
     open_ended = bool(diagram.waits_for)
     edge = span * (1.42 if open_ended else 1.03)
@@ -73,14 +66,14 @@ def draw_message_diagram(
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
-    _label_time(axes, diagram, to_scale)
-    put_title(figure, title or _takeaway(diagram), _note(diagram))
+    _label_time(axes, to_scale)
+    put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
     put_legend(figure, _legend(diagram))
     return figure
 
 
 def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> str:
-    """Write the diagram as text: one line a message or collective, then who waits for whom.
+    """Write the diagram as text: one line per message or collective, then who waits for whom.
 
     It holds no times, so it does not depend on how fast the ranks are.
 
@@ -88,7 +81,7 @@ def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int =
         ValueError: there are no calls.
     """
     diagram = read_diagram(records, max_calls=max_calls)
-    lines = [f"{_takeaway(diagram)}."]
+    lines = [f"{_deadlock_or_traffic(diagram)}."]
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
@@ -109,8 +102,8 @@ def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int =
     return "\n".join(lines)
 
 
-def _takeaway(diagram: Diagram) -> str:
-    """Return the title: who waits for whom for ever, or how many messages went between how many ranks."""
+def _deadlock_or_traffic(diagram: Diagram) -> str:
+    """Return the title: who waits for whom forever, or how many messages went between how many ranks."""
     cycle = cycle_of(diagram.waits_for)
     if len(cycle) > 1:
         links = [f"{rank} waits for {cycle[(place + 1) % len(cycle)]}" for place, rank in enumerate(cycle)]
@@ -118,7 +111,7 @@ def _takeaway(diagram: Diagram) -> str:
     if diagram.waits_for:
         rank, others = next(iter(diagram.waits_for.items()))
         more = f" (and {len(diagram.waits_for) - 1} more wait)" if len(diagram.waits_for) > 1 else ""
-        return f"Rank {rank} waits for {name_ranks(others)}, for ever{more}"
+        return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
     sends = [event for event in diagram.events if event.op == "send"]
     total = format_bytes(float(sum(event.num_bytes for event in sends)))
     parts = []
@@ -129,7 +122,7 @@ def _takeaway(diagram: Diagram) -> str:
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
 
 
-def _note(diagram: Diagram) -> str:
+def _duration(diagram: Diagram) -> str:
     note = f"{format_s(diagram.duration_s)} from the first call to the last that is known"
     if diagram.num_left_out:
         note += f"; {diagram.num_left_out} calls left out"
@@ -137,9 +130,7 @@ def _note(diagram: Diagram) -> str:
 
 
 def _draw_lines(axes: Axes, rows: dict[int, int], edge: float) -> None:
-    axes.set_yticks(list(rows.values()), [f"rank {rank}" for rank in rows])
-    axes.tick_params(axis="y", length=0, labelsize=TEXT_PT)
-    axes.spines["left"].set_visible(False)
+    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
     for row in rows.values():
         axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
 
@@ -168,7 +159,7 @@ def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
-    """Draw each message from the line of its sender to that of its receiver, or to a cross where nobody takes it."""
+    """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
     received = dict(diagram.pairs)
     sends = [event for event in diagram.events if event.op == "send" and event.peer in rows]
     colour = kind_styles(["send"])["send"].colour
@@ -228,18 +219,12 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
 
 
-def _label_time(axes: Axes, diagram: Diagram, to_scale: bool) -> None:
-    if not to_scale:
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel(
-            "time runs to the right, in steps of cause and effect (not to scale)", color=FAINT, size=SMALL_PT
-        )
+def _label_time(axes: Axes, to_scale: bool) -> None:
+    if to_scale:
+        draw_time_scale(axes, "time since the first call")
         return
-    scale, unit = time_unit(diagram.duration_s)
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the first call ({unit})", fontsize=TEXT_PT, color=INK)
+    words = "time runs to the right, in steps of cause and effect (not to scale)"
+    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
 
 
 def _legend(diagram: Diagram) -> list[LegendBox]:
@@ -247,5 +232,5 @@ def _legend(diagram: Diagram) -> list[LegendBox]:
     words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
     boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
     if diagram.waits_for:
-        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits for ever"))
+        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits forever"))
     return boxes

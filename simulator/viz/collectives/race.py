@@ -10,23 +10,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from distlab.plan import Link
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.race_times import LARGEST_BYTES, SMALLEST_BYTES, STYLES, Race, race, race_takeaway
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
+from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing.plot import (
+    GRID,
+    axes_pixels,
     frame,
+    mark_ticks,
+    name_axes,
+    name_line_ends,
     new_figure,
-    percent,
     put_title,
-    text_colour,
 )
+from simulator.viz.drawing.style import DPI, INK, TEXT_PT, text_colour
+from simulator.viz.drawing.wording import percent
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35
 __all__ = ["Race", "describe_race", "draw_race", "race", "race_takeaway"]
@@ -77,7 +78,9 @@ def draw_race(
         look: dict[str, Any] = {"linewidth": 2.8, "zorder": 3, "linestyle": DASHES[index % len(DASHES)]}
         axes.plot(facts.sizes_bytes, times, color=STYLES[name].colour, gid=f"line {name}", **look)
     _draw_measured(axes, facts, measured or {})
-    _name_lines(axes, facts)
+    last = [float(times[-1]) for times in facts.times_s.values()]
+    names = [f"{STYLES[name].words}\n{format_s(time)}" for name, time in zip(facts.times_s, last, strict=True)]
+    name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
     _label_axes(axes)
     _draw_band(figure, facts)
     note = f"All-reduce among {num_ranks} ranks over {facts.link}"
@@ -95,11 +98,7 @@ def describe_race(
     ranks_per_node: int = 8,
     measured: Mapping[str, Points] | None = None,
 ) -> str:
-    """Say in words what `draw_race` shows: who wins where, and how close the others come; arguments as there.
-
-    Raises:
-        ValueError: as `draw_race`.
-    """
+    """Say in words what `draw_race` shows: who wins at which size, and by how much; arguments and errors as there."""
     facts = race(link, num_ranks, algorithms, inter_node=inter_node, ranks_per_node=ranks_per_node)
     text = f"All-reduce among {num_ranks} ranks over {facts.link}: {race_takeaway(facts)}."
     ends = [
@@ -127,53 +126,22 @@ def _draw_measured(axes: Axes, facts: Race, measured: Mapping[str, Points]) -> N
         axes.scatter(np.asarray(sizes), np.asarray(times), c=STYLES[name].colour, gid=f"measured {name}", **look)
 
 
-def _name_lines(axes: Axes, facts: Race) -> None:
-    """Write each algorithm's name and its time at 1 GB right of its line's end, apart from each other."""
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    tall = axes_pixels(axes)[1]
-    gap = 2.5 * TEXT_PT * DPI / 72 / tall  # two lines of text, as a share of the axes' height
-    ends = sorted((math.log(float(times[-1])) - low) / (high - low) for times in facts.times_s.values())
-    names = sorted(facts.times_s, key=lambda name: float(facts.times_s[name][-1]))
-    places = np.array(ends)
-    for _ in range(200):
-        for index in range(1, len(places)):
-            overlap = gap - (places[index] - places[index - 1])
-            if overlap > 0:
-                places[index - 1] -= overlap / 2
-                places[index] += overlap / 2
-        places = np.clip(places, gap / 2, 1 - gap / 2)
-    for name, end, place in zip(names, ends, places.tolist(), strict=True):
-        style = STYLES[name]
-        look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
-        axes.plot([1.0, 1.02], [end, place], color=style.colour, linewidth=1.2, **look)
-        words: dict[str, Any] = {"ha": "left", "va": "center", "color": INK}
-        axes.text(
-            1.03, place, f"{style.words}\n{format_s(float(facts.times_s[name][-1]))}", size=SMALL_PT, **look, **words
-        )
-
-
 def _label_axes(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(LogLocator(10))
-    axes.yaxis.set_major_locator(LogLocator(10, numticks=12))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: ""))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_s(value)))
-    axes.grid(color="#DDDDDD", linewidth=0.6, zorder=0)
+    mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
+    mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
+    axes.grid(color=GRID, linewidth=0.6, zorder=0)
     axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
 
 
 def _draw_band(figure: Figure, facts: Race) -> None:
     """Draw the band of winners on the same axis of sizes, each with its name where there is room, else its letter."""
-    wide, tall = figure.get_size_inches()
-    place = (LEFT_IN / wide, BOTTOM_IN / tall, 1 - (LEFT_IN + RIGHT_IN) / wide, BAND_IN / tall)
-    axes = figure.add_axes(place)
+    top = figure.get_size_inches()[1] - BOTTOM_IN - BAND_IN
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
     axes.set_xscale("log")
     axes.set_xlim(SMALLEST_BYTES, LARGEST_BYTES)
     axes.set_ylim(0, 1)
     axes.set_yticks([])
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_visible(False)
     width_px = axes_pixels(axes)[0]
     decades = math.log10(LARGEST_BYTES / SMALLEST_BYTES)
     for stretch in facts.stretches:
@@ -185,11 +153,8 @@ def _draw_band(figure: Figure, facts: Race) -> None:
         middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
         axes.text(middle, 0.46, label, fontsize=TEXT_PT, weight="bold", **look)
-    axes.tick_params(labelsize=TEXT_PT - 1, colors=INK, length=4)
-    axes.xaxis.set_major_locator(FixedLocator([10.0**power for power in range(3, 10)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
-    axes.set_xlabel("size of the tensor that every rank holds", fontsize=TEXT_PT, color=INK)
+    mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
+    name_axes(axes, "size of the tensor that every rank holds")
 
 
 def _wide(text: str) -> float:

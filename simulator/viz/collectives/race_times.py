@@ -15,6 +15,7 @@ from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import format_bytes
 from simulator.viz.drawing.style import KindStyle
+from simulator.viz.drawing.wording import capitalised
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 NUM_SIZES = 361  # 60 a decade
@@ -158,7 +159,7 @@ def race_takeaway(facts: Race) -> str:
     stretches = facts.stretches
     words = [STYLES[stretch.algorithm].words for stretch in stretches]
     if len(stretches) == 1:
-        text = f"{_capital(words[0])} wins at every size"
+        text = f"{capitalised(words[0])} wins at every size"
         name = stretches[0].algorithm
         close = [
             (float(facts.sizes_bytes[int(from_)]), STYLES[other].words)
@@ -175,7 +176,7 @@ def race_takeaway(facts: Race) -> str:
     for stretch, word in zip(stretches[1:-1], words[1:-1], strict=True):
         parts.append(f"{word} up to {format_bytes(stretch.last_bytes)}")
     parts.append(f"{words[-1]} above")
-    return _capital(", ".join(parts))
+    return capitalised(", ".join(parts))
 
 
 def _close_from(times: Floats, best: Floats) -> int | None:
@@ -183,7 +184,3 @@ def _close_from(times: Floats, best: Floats) -> int | None:
     far = np.flatnonzero(times > NEAR * best)
     first = 0 if not far.size else int(far[-1]) + 1
     return first if first < len(times) else None
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, step_verb
-from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -24,8 +25,6 @@ from simulator.viz.drawing.style import (
     TEXT_PT,
     WIDTH_IN,
     LegendBox,
-    new_figure,
-    put_title,
     text_colour,
 )
 
@@ -37,7 +36,7 @@ Point = NDArray[np.float64]
 
 
 class _Card(NamedTuple):
-    """The size of a rank's card in inches: a column a chunk, in it a slot for each rank's part."""
+    """The size of a rank's card in inches: one column per chunk, in it a slot for each rank's part."""
 
     column: float
     slot: float
@@ -72,8 +71,8 @@ def draw_ring_frame(
 ) -> Figure:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
-    A card is a rank's tensor: a column a chunk, in it a coloured slot for each rank whose part has been added. A chunk
-    that has just arrived is framed; a chunk with every rank's part is the sum.
+    A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
+    chunk that has just arrived is framed; a chunk with every rank's part is the sum.
 
     Args:
         record: what a recorder returns, or a trace whose spans name their peers; see `draw_ring_steps`. Steps that
@@ -83,17 +82,12 @@ def draw_ring_frame(
         title: replaces the takeaway.
 
     Raises:
-        ValueError: the record is no ring's, there is no such step, or more than 8 ranks.
+        ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
     """
     steps = _checked(record, step, operation)
     masks = provenance(steps)[step]
     size = len(steps.ranks)
-    figure = new_figure(HEIGHT_IN)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, WIDTH_IN)
-    axes.set_ylim(0, HEIGHT_IN)
-    axes.set_axis_off()
-    pen = Pen(axes)
+    figure, pen = sheet(HEIGHT_IN)
     card = _Card(min(0.8, 2.1 / size), min(0.36, 1.5 / size), size)
     places = _places(size, card)
     for place, spot in enumerate(places):
@@ -104,18 +98,14 @@ def draw_ring_frame(
     _draw_middle(pen, steps, step)
     pen.legend(_legend(steps))
     pen.flush()
-    put_title(figure, title or _takeaway(steps, step), _note(steps, step))
+    put_title(figure, title or _what_ranks_send(steps, step), _what_cards_show(steps, step))
     return figure
 
 
 def describe_ring_frame(record: Record | RingSteps, step: int = 0, operation: str | None = None) -> str:
-    """Say in words what `draw_ring_frame` shows: who sends which chunk with whose parts to whom; arguments as there.
-
-    Raises:
-        ValueError: as `draw_ring_frame`.
-    """
+    """Say in words what `draw_ring_frame` shows: which chunks go to whom; arguments and errors as there."""
     steps = _checked(record, step, operation)
-    text = f"{_takeaway(steps, step)}. {_note(steps, step)}"
+    text = f"{_what_ranks_send(steps, step)}. {_what_cards_show(steps, step)}"
     if not step:
         return text
     masks, size = provenance(steps), len(steps.ranks)
@@ -137,7 +127,7 @@ def _checked(record: Record | RingSteps, step: int, operation: str | None) -> Ri
     return steps
 
 
-def _takeaway(steps: RingSteps, step: int) -> str:
+def _what_ranks_send(steps: RingSteps, step: int) -> str:
     """Return the title: which step it is, what each rank sends in it and what the receiver does."""
     if steps.fault:
         return f"Not a ring's chunks: {steps.fault}"
@@ -151,7 +141,7 @@ def _takeaway(steps: RingSteps, step: int) -> str:
     return f"Step {step} of {total}: every rank sends {num_bytes}, and its neighbour adds its own part"
 
 
-def _note(steps: RingSteps, step: int) -> str:
+def _what_cards_show(steps: RingSteps, step: int) -> str:
     size = len(steps.ranks)
     whole = int(provenance(steps)[step].all(axis=2).sum(axis=1).min())
     sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
@@ -253,7 +243,7 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
 
 
 def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
-    """Write in the ring's middle which half it is, and draw a box a step with this one marked."""
+    """Write in the ring's middle which half it is, and draw one box per step with this one marked."""
     total = len(steps.chunk)
     middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
     words = {"add": "reduce-scatter: add up", "copy": "all-gather: hand round"}

@@ -22,7 +22,7 @@ _PEER = re.compile(r"\b(?:to|from)\s+(?:rank\s+)?(\d+)")
 
 
 class RecordedCall(Protocol):
-    """One recorded send or receive: what a picture of the ring needs to know about it."""
+    """One recorded call: what a picture of a ring needs to know about it."""
 
     @property
     def rank(self) -> int:
@@ -30,11 +30,11 @@ class RecordedCall(Protocol):
 
     @property
     def op(self) -> str:
-        """The operation; only "send" and "recv" are looked at."""
+        """The operation, such as "send" or "all_reduce"; a ring's picture reads "send" and "recv" only."""
 
     @property
     def peer(self) -> int:
-        """The rank at the other end."""
+        """The rank at the other end, or the root, or -1."""
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +151,7 @@ def ring_steps(record: Record, operation: str | None = None) -> RingSteps:
     `operation` follows from the number of steps (2(n-1): all_reduce, n-1: reduce_scatter); name an all_gather.
 
     Raises:
-        ValueError: the messages are no ring's: a rank sends to several, counts differ, or the steps do not fit.
+        ValueError: the messages are not of a ring: a rank sends to several, counts differ, or the steps do not fit.
     """
     ranks, sent = _ring_order(messages_of(record))
     size, count = len(ranks), len(sent[0])
@@ -219,7 +219,7 @@ def _follow(ranks: Sequence[int], num_bytes: NDArray[np.int64]) -> tuple[NDArray
 
 
 def _held(chunk: NDArray[np.int64], operation: str) -> NDArray[np.int64]:
-    """Count the contributions in each rank's chunks: sums grow by one a hop, a full sum is copied."""
+    """Count the contributions in each rank's chunks: sums grow by one per hop, a full sum is copied."""
     steps, size = chunk.shape
     state = np.eye(size, dtype=np.int64) * size if operation == "all_gather" else np.ones((size, size), dtype=np.int64)
     states = [state]
@@ -251,7 +251,7 @@ def ring_takeaway(steps: RingSteps) -> str:
 
 
 def describe_ring_steps(record: Record, operation: str | None = None) -> str:
-    """Write the steps as text, one line a step: who sends which chunk to whom, and what the receiver does with it."""
+    """Write the steps as text, one line per step: who sends which chunk to whom, and what the receiver does with it."""
     steps = ring_steps(record, operation)
     size = len(steps.ranks)
     lines = [f"{ring_takeaway(steps)}; {format_s(steps.duration_s)} from the first send to the last receive."]

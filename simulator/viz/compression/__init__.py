@@ -1,4 +1,1 @@
-"""When compression pays.
-
-Read `compression`; `compression_panel` is its widget.
-"""
+"""When compression pays: read `compression`."""

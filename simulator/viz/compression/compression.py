@@ -10,24 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator
 
 from distlab.plan.compression import Compression
 from simulator.sweeps.buckets_and_compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    frame,
-    new_figure,
-    percent,
-    put_title,
-    time_unit,
-)
+from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT
+from simulator.viz.drawing.wording import percent, time_unit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
 MARKERS = "osD^vPX*"
@@ -85,13 +75,13 @@ def draw_compression(
         axes.axvline(at_bytes_per_s, color=INK, linewidth=1.3, linestyle=(0, (4, 3)), gid="chosen")
     _label(axes, sweep)
     _name_lines(axes, sweep)
-    put_title(figure, title or _takeaway(sweep, at_bytes_per_s), _note(sweep, at_bytes_per_s))
+    put_title(figure, title or _best_or_break_even(sweep, at_bytes_per_s), _fastest_ways(sweep, at_bytes_per_s))
     return figure
 
 
 def describe_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = None) -> str:
     """Say in words what `draw_compression` shows."""
-    lines = [f"{_takeaway(sweep, at_bytes_per_s)}."]
+    lines = [f"{_best_or_break_even(sweep, at_bytes_per_s)}."]
     lines.append(f"Without any communication the step takes {format_s(sweep.alone_s)}.")
     lines += [f"{_name(line)}: {stops(line)}." for line in sweep.lines]
     lines.append(TIME_ONLY)
@@ -130,7 +120,7 @@ def _between(sweep: CompressionSweep, seconds: Sequence[float], bytes_per_s: flo
     return float(np.exp(np.interp(np.log(bytes_per_s), np.log(sweep.bytes_per_s), np.log(seconds))))
 
 
-def _takeaway(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
+def _best_or_break_even(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
     if at_bytes_per_s is not None:
         best, plain = ranking(sweep, at_bytes_per_s)[0], _plain_at(sweep, at_bytes_per_s)
         where = f"At {format_bytes_per_s(at_bytes_per_s)}"
@@ -145,7 +135,7 @@ def _takeaway(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
     return f"Above {format_bytes_per_s(top.break_even_bytes_per_s)} no compression pays"
 
 
-def _note(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
+def _fastest_ways(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
     if at_bytes_per_s is None:
         return f"A ring marks break-even: to its right the plain step is shorter. {TIME_ONLY}"
     three = ranking(sweep, at_bytes_per_s)[:3]
@@ -156,15 +146,10 @@ def _label(axes: Axes, sweep: CompressionSweep) -> None:
     every = [*sweep.plain_s, sweep.alone_s, *(value for line in sweep.lines for value in line.duration_s)]
     scale, unit = time_unit(min(every))
     axes.set_ylim(min(every) / 1.6, max(every) * 1.15)
-    axes.xaxis.set_major_locator(LogLocator(10))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes_per_s(value)))
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(NullFormatter())
-    axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
-    axes.set_xlabel("bandwidth between replicas, one way", fontsize=TEXT_PT, color=INK)
-    axes.set_ylabel(f"step ({unit})", fontsize=TEXT_PT, color=INK)
+    mark_ticks(axes.xaxis, LogLocator(10), format_bytes_per_s)
+    mark_ticks(axes.yaxis, LogLocator(10, subs=(1.0, 2.0, 5.0)), lambda value: f"{value * scale:,.6g}")
+    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    name_axes(axes, "bandwidth between replicas, one way", f"step ({unit})")
 
 
 def _name_lines(axes: Axes, sweep: CompressionSweep) -> None:

@@ -1,4 +1,4 @@
 """Ring attention over a causal mask, hop by hop.
 
-Read `context_work` (what is counted), then `context`; `context_panel` is its widget.
+Read `context_work` (what is counted), then `context`.
 """

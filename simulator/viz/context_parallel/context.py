@@ -1,8 +1,8 @@
 """Draw ring attention over a causal mask: who holds which positions, and what each rank computes at each hop.
 
-A sequence is cut into two chunks a rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
+A sequence is cut into two chunks per rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
 from the front and the one as far from the back. The mask is drawn in blocks of chunks: a block's colour is the rank
-that computes it, its number the hop at which the keys arrive there. Beside it stand the pairs that each rank computes
+that computes it, its number the hop at which the keys arrive there. Next to it stand the pairs that each rank computes
 at each hop: a ring goes on when its busiest rank is done.
 """
 
@@ -12,21 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.viz.context_parallel.context_work import RingWork, ring_work
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    name_ranks,
-    pale,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
+from simulator.viz.drawing.wording import name_ranks, percent
+from simulator.viz.drawing.words import width_in
 
 NAMES = {"zigzag": "zig-zag", "straight": "straight"}
 TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
@@ -47,7 +37,7 @@ def context_figure(
         num_ranks: 1 to 8.
         order: "zigzag" or "straight".
         hop: if given, only blocks computed up to this hop are coloured, and those of this hop are framed.
-        length: positions of the sequence; by default 1,024 a rank.
+        length: positions of the sequence; by default 1,024 per rank.
         title: replaces the takeaway.
 
     Raises:
@@ -61,20 +51,16 @@ def context_figure(
     _draw_work(pen, ring, hop)
     _draw_merged(pen, ring, hop)
     pen.flush()
-    put_title(figure, title or _takeaway(ring), _note(ring, hop))
+    put_title(figure, title or _balance_of_work(ring), _how_to_read(ring, hop))
     return figure
 
 
 def describe_context(
     num_ranks: int, order: str = "zigzag", *, hop: int | None = None, length: int | None = None
 ) -> str:
-    """Say in words what `context_figure` shows; arguments as there.
-
-    Raises:
-        ValueError: as `context_figure`.
-    """
+    """Say in words what `context_figure` shows; arguments and errors as there."""
     ring = _checked(num_ranks, order, hop, length)
-    lines = [f"{_takeaway(ring)}. {_note(ring, hop)}"]
+    lines = [f"{_balance_of_work(ring)}. {_how_to_read(ring, hop)}"]
     size = ring.length // len(ring.owner)
     for rank in range(num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
@@ -94,7 +80,7 @@ def _checked(num_ranks: int, order: str, hop: int | None, length: int | None) ->
     return ring
 
 
-def _takeaway(ring: RingWork) -> str:
+def _balance_of_work(ring: RingWork) -> str:
     name = f"{NAMES[ring.order][:1].upper()}{NAMES[ring.order][1:]} order"
     if ring.num_ranks == 1:
         return f"{name}, one rank: it holds and computes everything"
@@ -103,7 +89,7 @@ def _takeaway(ring: RingWork) -> str:
     return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
 
 
-def _note(ring: RingWork, hop: int | None) -> str:
+def _how_to_read(ring: RingWork, hop: int | None) -> str:
     text = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks."
     if hop is None:
         return f"{text} A block's colour: the rank that computes it; its number: the hop at which the keys arrive."
@@ -228,7 +214,7 @@ def _draw_merged(pen: Pen, ring: RingWork, hop: int | None) -> None:
     pen.words((TABLE_IN - 0.75, top - 1.02), rule, side="left")
     pen.words(
         (TABLE_IN - 0.75, top - 1.26),
-        "L: log of the sum of exp(scores) over the keys so far, one number a query",
+        "L: log of the sum of exp(scores) over the keys so far, one number per query",
         colour=FAINT,
         side="left",
     )

@@ -1,6 +1,6 @@
 """Count what a ring attention computes under a causal mask: which rank, at which hop, how many pairs of query and key.
 
-A sequence is cut into two chunks a rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
+A sequence is cut into two chunks per rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
 from the front and the one as far from the back.
 
 Symbols: n ranks, 2n chunks, S positions.

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from simulator.sweeps.buckets_and_compression import BucketSweep
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title, time_unit
+from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT
+from simulator.viz.drawing.wording import counted, percent, time_unit
 
 COMPUTE, WAITS, BEST, CHOSEN = "#56B4E9", "#D55E00", "#117733", "#1A1A1A"
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.4, 1.3, 1.15
@@ -45,14 +46,14 @@ def draw_bucket_sweep(sweep: BucketSweep, *, at_bytes: int | None = None, title:
         axes.axvline(sizes[chosen], color=CHOSEN, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_ylim(0, float(total.max()) * 1.12)
     _label(axes, sweep, unit)
-    put_title(figure, title or _takeaway(sweep), _note(sweep, at_bytes))
+    put_title(figure, title or _best_size(sweep), _chosen_and_best(sweep, at_bytes))
     return figure
 
 
 def describe_bucket_sweep(sweep: BucketSweep, *, at_bytes: int | None = None) -> str:
     """Say in words what `draw_bucket_sweep` shows."""
     low, high = sweep.good_bucket_bytes()
-    lines = [f"{_takeaway(sweep)}. {_note(sweep, at_bytes)}"]
+    lines = [f"{_best_size(sweep)}. {_chosen_and_best(sweep, at_bytes)}"]
     lines.append(f"Every size from {format_bytes(low)} to {format_bytes(high)} is within 1 % of the best.")
     for words, index in (("Smallest", 0), ("Largest", len(sweep.bucket_bytes) - 1)):
         lines.append(f"{words}: {point(sweep, index)}.")
@@ -69,12 +70,12 @@ def point(sweep: BucketSweep, index: int) -> str:
     """Say what one size gives."""
     count = sweep.num_buckets[index]
     return (
-        f"{format_bytes(sweep.bucket_bytes[index])}, {count} bucket{'s' if count != 1 else ''}: "
+        f"{format_bytes(sweep.bucket_bytes[index])}, {counted(count, 'bucket')}: "
         f"step {format_s(sweep.duration_s[index])}, {format_s(sweep.exposed_s[index])} of it exposed"
     )
 
 
-def _takeaway(sweep: BucketSweep) -> str:
+def _best_size(sweep: BucketSweep) -> str:
     best, worst = sweep.duration_s[sweep.best], max(sweep.duration_s)
     if worst <= best * 1.005:
         return "The bucket size hardly matters here"
@@ -82,7 +83,7 @@ def _takeaway(sweep: BucketSweep) -> str:
     return f"Buckets of {where} make the shortest step; the worst size costs {percent(worst / best - 1)} more"
 
 
-def _note(sweep: BucketSweep, at_bytes: int | None) -> str:
+def _chosen_and_best(sweep: BucketSweep, at_bytes: int | None) -> str:
     words = f"Best: {point(sweep, sweep.best)}."
     return words if at_bytes is None else f"Chosen: {point(sweep, nearest(sweep, at_bytes))}. {words}"
 
@@ -99,11 +100,8 @@ def _label(axes: Axes, sweep: BucketSweep, unit: str) -> None:
         float(sweep.bucket_bytes[place]): f"{format_bytes(sweep.bucket_bytes[place])}\n{sweep.num_buckets[place]}"
         for place in places
     }
-    axes.xaxis.set_major_locator(FixedLocator(list(words)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.get(float(value), "")))
-    axes.set_xlabel("bucket size, and under it the number of buckets", fontsize=TEXT_PT, color=INK)
-    axes.set_ylabel(f"step ({unit})", fontsize=TEXT_PT, color=INK)
+    mark_ticks(axes.xaxis, list(words), lambda value: words.get(float(value), ""))
+    name_axes(axes, "bucket size, and under it the number of buckets", f"step ({unit})")
     names = (("exposed communication", WAITS), ("computing", COMPUTE), ("within 1 % of the best", BEST))
     look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for place, (name, colour) in zip((0.0, 0.24, 0.38), names, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.trace import Span
-from simulator.viz.drawing.style import name_ranks
+from simulator.viz.drawing.wording import name_ranks
 from simulator.viz.timeline.facts import Interval
 
 ABSENT, FILLING, OWN, SENT, MEAN = "absent", "filling", "own", "sent", "mean"
@@ -120,7 +120,7 @@ def held_at(own: RankStep, at_s: float) -> Held:
 
 
 def passes(spans: Sequence[Span], kind: str) -> tuple[Interval, ...]:
-    """Return the whole forward ("F") or backward ("B") passes, one a micro-batch, in seconds, in order."""
+    """Return the whole forward ("F") or backward ("B") passes, one per micro-batch, in seconds, in order."""
     found: list[Interval] = []
     before: tuple[str, int] | None = None
     for span in spans:

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from simulator.units import format_s
 from simulator.viz.data_parallel.step_state import RankStep, TrainStep, passes
-from simulator.viz.drawing.pen import Pen, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    frame,
-    kind_styles,
-    text_colour,
-    time_unit,
-)
+from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.plot import draw_time_scale, frame
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, kind_styles, text_colour
+from simulator.viz.drawing.words import width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
 HIDDEN, EXPOSED = "#0072B2", "#D55E00"
@@ -30,12 +21,10 @@ NAME_PT = 9.5
 def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep, moment: float) -> None:
     """Draw the rank's compute, and its communication cut into hidden and exposed, with a cursor at the moment."""
     height = figure.get_size_inches()[1]
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=height - TIMELINE_IN - FOOT_IN, bottom=FOOT_IN)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=height - TIMELINE_IN - FOOT_IN, bottom=FOOT_IN, bare=True)
     end = step.duration_s * 1.004 or 1e-6
     axes.set_xlim(0, end)
     axes.set_ylim(2.0, -0.2)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     bars, inch = Pen(axes), end / (WIDTH_IN - LEFT_IN - RIGHT_IN)
     styles = kind_styles([span.kind for span in own.spans])
     several = len(passes(own.spans, "B")) > 1
@@ -57,10 +46,7 @@ def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep,
         y = FOOT_IN + TIMELINE_IN - (0.63 + number) * row
         pen.words((LEFT_IN - 0.12, y), words, colour=FAINT, side="right")
     pen.words((0.16, FOOT_IN + TIMELINE_IN - 1.13 * row), f"rank {own.rank}", size=TEXT_PT, bold=True, side="left")
-    scale, unit = time_unit(step.duration_s)
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the step began ({unit})", fontsize=SMALL_PT, color=INK)
+    draw_time_scale(axes, label_pt=SMALL_PT)
 
 
 def _bar(pen: Pen, ends: tuple[float, float], row: float, colour: str, texts: Sequence[str], *, inch: float) -> None:

@@ -35,7 +35,8 @@ from simulator.viz.data_parallel.train_step_text import (
     shares,
     takeaway,
 )
-from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -46,12 +47,10 @@ from simulator.viz.drawing.style import (
     WIDTH_IN,
     LegendBox,
     kind_styles,
-    new_figure,
     pale,
-    percent,
-    put_title,
     text_colour,
 )
+from simulator.viz.drawing.wording import counted, percent
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 
@@ -88,20 +87,16 @@ def draw_train_step(
         title: replaces the takeaway.
 
     Raises:
-        ValueError: the trace is no data-parallel step (the text says why), or has no such rank.
+        ValueError: the trace is not a data-parallel step (the text says why), or has no such rank.
     """
     step, own, moment = read_moment(trace, at_s, buckets, rank)
     shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN
     height = TOP_IN + HEADER_IN + rows_in + NAMES_IN + TIMELINE_IN + FOOT_IN
-    figure = new_figure(height)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, WIDTH_IN)
-    axes.set_ylim(0, height)
-    axes.set_axis_off()
+    figure, pen = sheet(height)
     top = height - TOP_IN - HEADER_IN
-    view = _View(Pen(axes), tuple(top - (index + 1) * ROW_IN for index in range(len(shown))), _cells(own))
+    view = _View(pen, tuple(top - (index + 1) * ROW_IN for index in range(len(shown))), _cells(own))
     _draw_header(view, top, own)
     for row, (each, state) in enumerate(zip(shown, held, strict=True)):
         _draw_rank(view, row, each, state)
@@ -133,7 +128,7 @@ def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
 
 def _draw_header(view: _View, top: float, own: RankStep) -> None:
     count = len(own.reductions)
-    words = f"gradients, in the order in which they are sent: {count} all-reduce{'s' if count != 1 else ''}"
+    words = f"gradients, in the order in which they are sent: {counted(count, 'all-reduce')}"
     titles = (
         (LEFT_IN, "weights"),
         (ACTIVATIONS_IN, "activations"),

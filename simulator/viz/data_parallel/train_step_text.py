@@ -20,7 +20,7 @@ from simulator.viz.data_parallel.step_state import (
     held_at,
     passes,
 )
-from simulator.viz.drawing.style import name_ranks, percent
+from simulator.viz.drawing.wording import counted, name_ranks, percent
 
 MAX_RANKS = 8
 
@@ -28,11 +28,7 @@ MAX_RANKS = 8
 def describe_train_step(
     trace: Trace, at_s: float | None = None, *, buckets: Sequence[str] | None = None, rank: int = 0
 ) -> str:
-    """Say in words what `draw_train_step` shows; arguments as there.
-
-    Raises:
-        ValueError: as `draw_train_step`.
-    """
+    """Say in words what `draw_train_step` shows; arguments and errors as there."""
     step, own, moment = read_moment(trace, at_s, buckets, rank)
     lines = [f"{takeaway(own, held_at(own, moment), moment)}. Step {format_s(step.duration_s)}, {shares(own)}."]
     lines += [f"{text}."] if (text := microbatches(own)) else []
@@ -44,7 +40,7 @@ def describe_train_step(
         parts = [f"{count} {words[state]}" for state, count in counts.items() if count]
         weights = "new weights" if held.updated else "old weights"
         count = len(held.gradients)
-        of = f"gradients of {count} all-reduce{'s' if count != 1 else ''}"
+        of = f"gradients of {counted(count, 'all-reduce')}"
         gradients = f"{of}: {', '.join(parts)}" if parts else "no all-reduce"
         lines.append(f"rank {each.rank}: {held.doing}; {weights}, {percent(held.activations)} activations, {gradients}")
     if len(step.ranks) > MAX_RANKS:

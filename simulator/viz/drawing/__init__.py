@@ -1,5 +1,5 @@
 """How every picture looks and is drawn.
 
-Read `style` (colours, letters, units), then `boxes` (spans of time) and `lanes` (the row of each). `pen`, `letters`,
-`legend`, `shades`, `light_axes` and `paint` draw quickly; `panel` is the base of every widget with controls.
+Read `style` (colours, letters), then `words` and `wording`, `plot` (figures, axes, scales) and `pen` (boxes, arrows,
+legends). `boxes` draws spans of time in the rows of `lanes`. `paint` renders quickly, `mimebundle` is for notebooks.
 """

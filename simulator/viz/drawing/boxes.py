@@ -1,7 +1,7 @@
 """Draw spans: exact boxes with letters while they can be told apart, columns of pixels when there are too many.
 
-Exact boxes are one PolyCollection. Pixel columns are one image: each column of each row is filled from the bottom with
-the kinds that were active there, in proportion to their time, so that a busy lane looks full and a bubble stays empty.
+Exact boxes are one PolyCollection. Pixel columns are one image. Each column of each row is filled from the bottom with
+the kinds that were active there, in proportion to their time. So a busy lane looks full and a bubble stays empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.viz.drawing.lanes import Placement, Side
-from simulator.viz.drawing.letters import Letter, Letters
+from simulator.viz.drawing.plot import axes_pixels
 from simulator.viz.drawing.style import DPI, IDLE, TEXT_PT, KindStyle, pale, text_colour
+from simulator.viz.drawing.words import Word, Words
 
 MAX_LABELS = 500
 SMALLEST_PT = 6.5
@@ -27,13 +28,6 @@ BARE_PT = 9.0  # of a number that stands without its letter, so that it looks no
 WIDE = 0.5  # what a W takes beyond that
 Floats = NDArray[np.float64]
 View = tuple[float, float]
-
-
-def axes_pixels(axes: Axes) -> tuple[float, float]:
-    """Return the width and height of the axes in pixels."""
-    width, height = axes.figure.get_size_inches()  # type: ignore[union-attr]
-    place = axes.get_position()
-    return float(width * place.width * DPI), float(height * place.height * DPI)
 
 
 def in_view(trace: Trace, view: View) -> NDArray[np.bool_]:
@@ -56,7 +50,7 @@ def heights_of(placement: Placement, which: int, shown: NDArray[np.int64]) -> tu
 
 
 def add_boxes(axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle]) -> None:
-    """Draw one exact box a span of one side, with the longest label that fits."""
+    """Draw one exact box per span of one side, with the longest label that fits."""
     shown = np.flatnonzero(placement.row_of[which] >= 0)
     if not shown.size:
         return
@@ -112,10 +106,10 @@ def _add_labels(
     sizes = np.minimum(TEXT_PT, spots[:, 3] * y_scale * 0.78 * 72 / DPI)
     order = np.argsort(-widths, kind="stable")
     largest = int(trace.microbatch.max(initial=0))
-    letters: list[Letter] = []
+    words: list[Word] = []
     for index in order.tolist():
         size, width = float(sizes[index]), float(widths[index])
-        if len(letters) >= MAX_LABELS or width < CHARACTER_WIDTH * SMALLEST_PT * DPI / 72:
+        if len(words) >= MAX_LABELS or width < CHARACTER_WIDTH * SMALLEST_PT * DPI / 72:
             break
         span = trace[int(shown[index])]
         texts = labels_of(span.name, styles[span.kind].letter, span.microbatch, largest)
@@ -124,8 +118,8 @@ def _add_labels(
             continue
         x, y = (spots[index, 0] + spots[index, 1]) / 2, spots[index, 2] + spots[index, 3] / 2
         red, green, blue = fills[index].tolist()
-        letters.append(Letter(x, y, label, size, text_colour((red, green, blue))))
-    axes.add_artist(Letters(letters))
+        words.append(Word(x, y, label, size, text_colour((red, green, blue))))
+    axes.add_artist(Words(words))
 
 
 def _fitting(texts: Sequence[tuple[str, int]], room: float, size: float) -> tuple[str, float]:

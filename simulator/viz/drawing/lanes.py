@@ -1,20 +1,24 @@
-"""Where each lane of each rank stands: measured above, what was predicted for it right under it.
+"""Where each lane of each rank stands: measured above, its prediction right under it.
 
 A row belongs to one rank, one lane and one side (measured or predicted). Spans of one row that overlap in time, such as
-gradient buckets that wait their turn on the wire, stand on levels within the row.
+gradient buckets that wait their turn on the wire, stand on levels within the row. If a rank has several stages, the
+actions of its second stage are a lighter shade of the same colours, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
+from simulator.viz.drawing.style import SHADE
 
 MAX_LEVELS = 6
+PASSES = ("F", "B", "I", "W")
 PREDICTED_HEIGHT = 0.62
 LANE_GAP, RANK_GAP = 0.14, 0.5
 CLOSE_RANKS, CLOSE_GAP = 16, 0.18  # from this many ranks on, those with a single row move together
@@ -144,3 +148,32 @@ def _stack(keys: Sequence[tuple[int, str, bool]], depth: Sequence[int]) -> tuple
         rows.append(Row(rank, lane, predicted, top, height, num_levels))
         top += height
     return tuple(rows), top
+
+
+def shaded(trace: Trace) -> Trace:
+    """Give the passes of each rank's stages kinds of their own: F for its first stage, F~1 for its second, and so on.
+
+    A trace of one stage per rank, or of none, comes back as it is.
+    """
+    words, num_words = list(trace.words), len(trace.words)
+    if not len(trace) or trace.stage.max() < 1:
+        return trace
+    is_pass = np.isin(words, PASSES)
+    rows = is_pass[trace.kind] & (trace.stage >= 0)
+    present = stages_of_ranks(trace.rank[rows], trace.stage[rows])
+    if (present.sum(axis=1) < 2).all():
+        return trace
+    which = np.cumsum(present, axis=1) - 1  # a stage's place among those of its rank
+    shade = np.zeros(len(trace), np.int32)
+    shade[rows] = which[trace.rank[rows], trace.stage[rows]]
+    for number in range(1, int(shade.max()) + 1):
+        words += [f"{word}{SHADE}{number}" for word in trace.words]
+    return replace(trace, kind=trace.kind + shade * np.int32(num_words), words=tuple(words))
+
+
+def stages_of_ranks(rank: NDArray[np.int32], stage: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which stages each rank has: [ranks, stages]."""
+    shape = int(rank.max(initial=-1)) + 1, int(stage.max(initial=-1)) + 1
+    present = np.zeros(shape, bool)
+    present[rank, stage] = True
+    return present

@@ -1,23 +1,17 @@
-"""How every picture looks: one colour and one letter a kind of span, fonts for a projector, units, the frame.
+"""How every picture looks: one colour and one letter per kind of span, and fonts for a projector.
 
-Colours are told apart by readers with any colour vision, and the letters carry the meaning alone in greyscale.
-Figures are made with matplotlib's objects; nothing here touches pyplot's global state.
+Readers with any colour vision can tell the colours apart. In greyscale the letters carry the meaning alone.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-
-from simulator.viz.drawing.light_axes import LightAxes
 
 DPI = 100
 WIDTH_IN = 12.8
@@ -27,6 +21,9 @@ INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # on all ranks: a sum, a mean.
 RANK_COLOURS = ("#44AA99", "#CC6677", "#DDCC77", "#AA4499", "#117733", "#999933", "#88CCEE", "#882255")
 SHARED = "#44546A"
+
+
+Colour = str | tuple[float, float, float]
 
 
 class KindStyle(NamedTuple):
@@ -91,7 +88,7 @@ def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:
     """Return the style of each kind; in the palette's order.
 
     A kind that has none of its own gets a spare colour and its first letters. A shade of a kind is lighter than the
-    one before: see `shades.py`.
+    one before: see `lanes.shaded`.
     """
     styles: dict[str, KindStyle] = {}
     known_order = {kind: place for place, kind in enumerate(KINDS)}
@@ -123,75 +120,10 @@ def text_colour(background: str | tuple[float, float, float]) -> str:
     return INK if luminance > 0.22 else "white"
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Return what to multiply seconds by, and the unit, so that the number is easy to read."""
-    if seconds >= 2.0:
-        return 1.0, "s"
-    if seconds >= 1e-3 or seconds == 0:
-        return 1e3, "ms"
-    return 1e6, "µs"
-
-
-def byte_unit(num_bytes: float) -> tuple[float, str]:
-    """Return what to divide bytes by, and the unit (GB is 1e9), so that the number is easy to read."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= size:
-            return size, unit
-    return 1.0, "B"
-
-
-def percent(share: float, digits: int = 0, sign: str = "") -> str:
-    """Write a share as a percentage: 0.051 is '5 %'; `sign` '+' shows the plus too."""
-    return f"{share * 100:{sign}.{digits}f} %"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks in words: 'rank 1', 'ranks 1 and 3', 'ranks 0, 1 and 3'."""
-    *most, last = (str(rank) for rank in ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
-    """Make an empty white figure that belongs to no window and no global state."""
-    return Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
-
-
-def frame(figure: Figure, *, left: float, right: float, top: float, bottom: float, light: bool = False) -> Axes:
-    """Add axes whose margins are given in inches, so that they keep their place whatever the figure's size.
-
-    Light axes are for what a slider redraws: they look the same, but have neither a grid nor minor ticks.
-    """
-    width, height = figure.get_size_inches()
-    place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-    axes = figure.add_axes(LightAxes(figure, place) if light else Axes(figure, place))
-    axes.tick_params(labelsize=TEXT_PT - 1, colors=INK, length=4)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return axes
-
-
-def put_title(figure: Figure, title: str, subtitle: str = "") -> None:
-    """Write the takeaway large at the top left, and one line of figures under it."""
-    width, height = figure.get_size_inches()
-    longest = width * 72 * 0.97
-    size = min(TITLE_PT, longest / max(1.0, 0.66 * len(title)))
-    figure.text(0.16 / width, 1 - 0.13 / height, title, fontsize=size, weight="bold", color=INK, ha="left", va="top")
-    if subtitle:
-        size = min(TEXT_PT, longest / max(1.0, 0.6 * len(subtitle)))
-        figure.text(0.16 / width, 1 - 0.52 / height, subtitle, fontsize=size, color=FAINT, ha="left", va="top")
-
-
 class LegendBox(NamedTuple):
-    """One entry of a legend: a filled box with letters in it, and words beside it."""
+    """One entry of a legend: a filled box with letters in it, and the words to its right."""
 
-    fill: str | tuple[float, float, float]
+    fill: Colour
     edge: str
     letter: str
     words: str
-
-
-def to_png(figure: Figure) -> bytes:
-    """Return the figure as PNG bytes; the same figure gives the same bytes."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": None})
-    return out.getvalue()

@@ -19,7 +19,7 @@ class Routes(NamedTuple):
     """Choices of tokens, rank by rank.
 
     Attributes:
-        experts: what each token of each rank asks, the first choice first: one [T, K] a rank.
+        experts: what each token of each rank asks, the first choice first: one [T, K] per rank.
         kept: whether there was room, likewise.
         num_experts: of all ranks; each holds as many, in order.
         capacity: places that an expert has for each rank; None: as many as come.
@@ -86,10 +86,10 @@ def routes_of(
     """Check the choices, and find out which of them are kept.
 
     Args:
-        experts: numbers of the experts that each token of a rank asks, the first choice first: one [T, K] a rank.
+        experts: numbers of the experts that each token of a rank asks, the first choice first: one [T, K] per rank.
         num_experts: E, of all ranks together.
         capacity: places that an expert has for the tokens of each rank; None: nothing is dropped.
-        kept: which choices were kept, one [T, K] a rank, where that is known from a run; else it follows from capacity.
+        kept: which choices a run kept, one [T, K] per rank; by default it follows from capacity.
 
     Raises:
         ValueError: there is no rank; ranks do not divide the experts; an array is not [T, K] with the same K on all

@@ -14,18 +14,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from simulator.viz.drawing.pen import Pen, Point, sheet
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    pale,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 from simulator.viz.expert_parallel.routes import Routes, routes_of
 
 MAX_RANKS, MAX_EXPERTS, MAX_TOKENS = 8, 16, 48
@@ -57,7 +47,7 @@ def routing_figure(
     _draw_experts(pen, routes, spots, height - low, slot)
     _draw_table(pen, routes, height - low)
     pen.flush()
-    put_title(figure, title or _takeaway(routes), _note(routes))
+    put_title(figure, title or _load_of_experts(routes), _sizes_and_traffic(routes))
     return figure
 
 
@@ -70,7 +60,7 @@ def describe_routing(
 ) -> str:
     """Say in words what `routing_figure` shows; arguments and errors as `routes_of`."""
     routes = routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept)
-    lines = [f"{_takeaway(routes)}. {_note(routes)}"]
+    lines = [f"{_load_of_experts(routes)}. {_sizes_and_traffic(routes)}"]
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
     for rank in range(routes.num_ranks):
         held = range(rank * routes.experts_per_rank, (rank + 1) * routes.experts_per_rank)
@@ -94,7 +84,7 @@ def _drawable(routes: Routes) -> Routes:
     return routes
 
 
-def _takeaway(routes: Routes) -> str:
+def _load_of_experts(routes: Routes) -> str:
     asked, work = routes.asked, routes.between.sum(axis=0)
     busiest, most = int(work.argmax()), int(work.max())
     even = float(work.mean())
@@ -108,7 +98,7 @@ def _takeaway(routes: Routes) -> str:
     return text
 
 
-def _note(routes: Routes) -> str:
+def _sizes_and_traffic(routes: Routes) -> str:
     tokens, choices = sum(len(one) for one in routes.experts), routes.experts[0].shape[1]
     places = "place" if routes.capacity == 1 else "places"
     room = f"{routes.capacity} {places} for each rank" if routes.capacity is not None else "room for all that come"

@@ -1,4 +1,4 @@
-"""Draw what a larger batch does to what was learned: one line an optimizer, every run a point, the mean a line."""
+"""Draw what a larger batch does to what was learned: one line per optimizer, every run a point, the mean a line."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import (
+    GRID,
+    frame,
+    mark_ticks,
+    name_axes,
+    name_line_ends,
+    new_figure,
+    put_heading,
+    put_title,
+)
+from simulator.viz.drawing.wording import percent
 from simulator.viz.large_batch.scaling import COLOURS, MARKERS
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.35, 0.85
-NAME_GAP = 0.062  # of the axes' height, between two names
 
 
 class Point(NamedTuple):
     """The runs of one optimizer with one batch.
 
     Attributes:
-        batch: samples an update.
+        batch: samples per update.
         mean: mean accuracy of the runs.
         low: of the worst run.
         high: of the best.
@@ -81,59 +89,37 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
         axes.vlines(x, [p.low for p in line], [p.high for p in line], linewidth=1.6, **look)
     axes.set_xscale("log", base=2)
     axes.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
-    axes.xaxis.set_major_locator(FixedLocator(batches))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    mark_ticks(axes.xaxis, batches, lambda value: f"{value:,.0f}")
     lowest = min(point.low for line in lines.values() for point in line)
     axes.set_ylim(max(0.0, lowest - 0.05 * (1.0 - lowest)), 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
-    axes.set_xlabel("samples in a batch (the number of epochs stays)", fontsize=TEXT_PT, color=INK)
-    axes.set_title("test accuracy: mean, worst and best run", fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
-    axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
-    _name_lines(axes, lines)
-    put_title(figure, title or _takeaway(lines), subtitle)
+    name_axes(axes, "samples in a batch (the number of epochs stays)")
+    put_heading(axes, "test accuracy: mean, worst and best run")
+    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    last = [line[-1].mean for line in lines.values()]
+    names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
+    name_line_ends(axes, last, names, [COLOURS[index % len(COLOURS)] for index in range(len(lines))])
+    put_title(figure, title or _best_and_worst(lines), subtitle)
     return figure
 
 
 def describe_batch_sizes(results: Results, *, title: str | None = None) -> str:
-    """Say in words what `draw_batch_sizes` shows; arguments as there.
-
-    Raises:
-        ValueError: as `points`.
-    """
+    """Say in words what `draw_batch_sizes` shows; arguments and errors as there."""
     lines = points(results)
-    text = [f"{title or _takeaway(lines)}."]
+    text = [f"{title or _best_and_worst(lines)}."]
     for name, line in lines.items():
         words = ", ".join(f"{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})" for p in line)
         text.append(f"{name}: {words}.")
     return "\n".join(text)
 
 
-def _takeaway(lines: Mapping[str, Sequence[Point]]) -> str:
+def _best_and_worst(lines: Mapping[str, Sequence[Point]]) -> str:
     """Return the title: who is best and worst with the largest batch."""
     last = {name: line[-1] for name, line in lines.items()}
     batch = max(point.batch for point in last.values())
     ends = {name: point.mean for name, point in last.items() if point.batch == batch}
     best, worst = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
     if best == worst:
-        return f"{best}: {ends[best]:.1%} with {batch:,} samples a batch"
+        return f"{best}: {ends[best]:.1%} with {batch:,} samples per batch"
     left, least = percent(ends[best], 1), percent(ends[worst], 1)
-    return f"With {batch:,} samples a batch {best} is left with {left}, {worst} with {least}"
-
-
-def _name_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
-    """Write each line's name and last mean right of its end, apart from each other."""
-    low, high = axes.get_ylim()
-    ends = [(line[-1].mean - low) / (high - low) for line in lines.values()]
-    order = sorted(range(len(ends)), key=ends.__getitem__)
-    places: dict[int, float] = {}
-    top = -1.0
-    for index in order:
-        places[index] = top = max(ends[index], top + NAME_GAP)
-    over = max(0.0, top - 1.0)
-    for index, (name, line) in enumerate(lines.items()):
-        place = places[index] - over
-        look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": COLOURS[index % len(COLOURS)]}
-        axes.plot([0.99, 1.025], [ends[index], place], linewidth=1.2, **look)
-        words = f"{percent(line[-1].mean, 1)}  {name}"
-        axes.text(1.035, place, words, fontsize=SMALL_PT, weight="bold", ha="left", va="center", **look)
+    return f"With {batch:,} samples per batch {best} is left with {left}, {worst} with {least}"

@@ -1,4 +1,4 @@
-"""Draw how much faster more ranks are: predicted speed-up beside the ideal, the efficiency, and what people claim."""
+"""Draw how much faster more ranks are: predicted speed-up against the ideal, the efficiency, and what people claim."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
-from simulator.viz.drawing.boxes import axes_pixels
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
+from simulator.viz.drawing.plot import (
+    GRID,
     frame,
+    mark_ticks,
+    name_axes,
+    name_line_ends,
     new_figure,
-    percent,
+    put_heading,
     put_title,
 )
+from simulator.viz.drawing.style import FAINT, SMALL_PT
+from simulator.viz.drawing.wording import percent
 
 StepOf = Callable[[int], Step | float]
 Claim = tuple[int, float, float]
@@ -81,7 +81,7 @@ def draw_scaling(
     claims: Mapping[str, Claim] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draw the speed-up against the number of ranks, beside the ideal, and the efficiency, with claims as bars.
+    """Draw the speed-up against the number of ranks, with the ideal, and the efficiency, with claims as bars.
 
     Args:
         step_of_n: what a step on n ranks is: a simulated Step, or its seconds where every rank does the same work
@@ -110,10 +110,13 @@ def draw_scaling(
         right.plot(counts, line.efficiency, gid=f"efficiency {line.name}", **look)
     _draw_claims(left, right, claims)
     _label(left, right, lines, claims)
-    _name_lines(right, lines)
+    last = [float(line.efficiency[-1]) for line in lines]
+    names = [f"{percent(end)}  {line.name}".strip() for end, line in zip(last, lines, strict=True)]
+    wrapped = [textwrap.fill(name, NAME_CHARACTERS) for name in names]
+    name_line_ends(right, last, wrapped, [COLOURS[index % len(COLOURS)] for index in range(len(lines))])
     put_title(
         figure,
-        title or _takeaway(lines),
+        title or _speed_up_of_most_ranks(lines),
         "Speed-up over one rank; every rank has the same batch, whatever their number.",
     )
     return figure
@@ -125,13 +128,9 @@ def describe_scaling(
     *,
     claims: Mapping[str, Claim] | None = None,
 ) -> str:
-    """Say in words what `draw_scaling` shows, and for each claim whether it holds; arguments as there.
-
-    Raises:
-        ValueError: as `draw_scaling`.
-    """
+    """Say in words what `draw_scaling` shows, and for each claim whether it holds; arguments and errors as there."""
     lines = scaling(step_of_n, num_ranks)
-    text = [f"{_takeaway(lines)}."]
+    text = [f"{_speed_up_of_most_ranks(lines)}."]
     for line in lines:
         points = ", ".join(
             f"{count}: {speed:.3g}x" for count, speed in zip(line.num_ranks, line.speed_up.tolist(), strict=True)
@@ -177,7 +176,7 @@ def _checked(claims: Mapping[str, Claim] | None) -> dict[str, Claim]:
     return dict(claims or {})
 
 
-def _takeaway(lines: Sequence[Scaling]) -> str:
+def _speed_up_of_most_ranks(lines: Sequence[Scaling]) -> str:
     """Return the title: how much faster the most ranks are."""
     count = lines[0].num_ranks[-1]
     speeds = [float(line.speed_up[-1]) for line in lines]
@@ -204,47 +203,21 @@ def _label(left: Axes, right: Axes, lines: Sequence[Scaling], claims: Mapping[st
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
-        axes.xaxis.set_major_locator(FixedLocator(lines[0].num_ranks))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("ranks", fontsize=TEXT_PT, color=INK)
-        axes.grid(color="#E4E4E4", linewidth=0.6, zorder=0)
+        mark_ticks(axes.xaxis, lines[0].num_ranks, lambda value: f"{value:g}")
+        name_axes(axes, "ranks")
+        axes.grid(color=GRID, linewidth=0.6, zorder=0)
     left.set_yscale("log", base=2)
     slowest = min(float(line.speed_up.min()) for line in lines)
     left.set_ylim(min(1.0, slowest) / 1.25, counts[-1] * 1.25)
     low = min(0, int(np.floor(np.log2(slowest))))
-    left.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, 1 + int(np.log2(counts[-1])))]))
-    left.yaxis.set_minor_locator(NullLocator())
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}x"))
+    powers = range(low, 1 + int(np.log2(counts[-1])))
+    mark_ticks(left.yaxis, [2.0**power for power in powers], lambda value: f"{value:.2g}x")
     lowest = min(float(line.efficiency.min()) for line in lines)
     floor = 0.0 if lowest < 0.55 else 0.5
     right.set_ylim(floor, 1.04)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
     for axes, words in ((left, "speed-up"), (right, "efficiency: speed-up / ranks")):
-        axes.set_title(words, fontsize=TEXT_PT, loc="left", color=FAINT, pad=10)
+        put_heading(axes, words)
     for number, words in enumerate(claims):
         text = f"{chr(97 + number)}  claim: {words}"
         left.text(0.03, 0.97 - 0.075 * number, text, transform=left.transAxes, fontsize=SMALL_PT, color=CLAIM, va="top")
-
-
-def _name_lines(axes: Axes, lines: Sequence[Scaling]) -> None:
-    """Write each line's name and last efficiency right of its end, apart from each other."""
-    low, high = axes.get_ylim()
-    tall = axes_pixels(axes)[1]
-    ends = [(float(line.efficiency[-1]) - low) / (high - low) for line in lines]
-    words = [
-        textwrap.fill(f"{percent(float(line.efficiency[-1]))}  {line.name}".strip(), NAME_CHARACTERS) for line in lines
-    ]
-    heights = [(text.count("\n") * 1.25 + 1.5) * SMALL_PT * DPI / 72 / tall for text in words]
-    order = sorted(range(len(lines)), key=ends.__getitem__)
-    top = -1.0
-    places: list[float] = []
-    for index in order:
-        places.append(max(ends[index], top + heights[index] / 2))
-        top = places[-1] + heights[index] / 2
-    over = max(0.0, top - 1.06)  # the top one would stand above the axes
-    for at, index in enumerate(order):
-        place = places[at] - over
-        look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": COLOURS[index % len(COLOURS)]}
-        axes.plot([0.985, 1.03], [ends[index], place], linewidth=1.2, **look)
-        axes.text(1.045, place, words[index], fontsize=SMALL_PT, weight="bold", ha="left", va="center", **look)

@@ -1,4 +1,4 @@
-"""What fills a device's memory.
+"""What fills a device's memory, and how large a unit of sharding should be.
 
-Read `memory`, then `compare` (several plans, or measured over predicted); `memory_panel` is their widget.
+Read `memory`, then `compare` (several plans, or measured over predicted) and `unit_size`.
 """

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import frame, new_figure, put_heading, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, WIDTH_IN
+from simulator.viz.drawing.wording import percent
 from simulator.viz.memory.memory import MEMORY_KINDS, name_kinds, put_kinds, stack_area, stack_bars
 
 Ints = NDArray[np.int64]
@@ -22,7 +24,7 @@ TOP_IN, BOTTOM_IN = 1.15, 1.15
 def draw_memory_of_plans(
     plans: Mapping[str, Memory], *, capacity_bytes: float | None = None, title: str | None = None
 ) -> Figure:
-    """Draw a stacked bar a plan: what its fullest rank holds at its peak, by kind.
+    """Draw one stacked bar per plan: what its fullest rank holds at its peak, by kind.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 
@@ -32,7 +34,9 @@ def draw_memory_of_plans(
     rows = _rows(plans, capacity_bytes)
     figure = new_figure(TOP_IN + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
     longest = max(len(name) for name in plans)
-    axes = frame(figure, left=min(0.5 + 0.095 * longest, 0.4 * WIDTH_IN), right=0.9, top=TOP_IN, bottom=BOTTOM_IN)
+    axes = frame(
+        figure, left=min(0.5 + 0.095 * longest, 0.4 * WIDTH_IN), right=0.9, top=TOP_IN, bottom=BOTTOM_IN, bare=True
+    )
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
     if capacity_bytes is not None and capacity_bytes < limit:
@@ -92,11 +96,9 @@ def draw_measured_memory(predicted: Curve, measured: Curve, *, title: str | None
     bottoms = {"measured": 3.8, "predicted": BOTTOM_IN}
     tops = {"measured": TOP_IN, "predicted": 3.8}
     for name, (times, rows) in both.items():
-        axes = frame(figure, left=1.15, right=0.35, top=tops[name], bottom=bottoms[name])
+        axes = frame(figure, left=1.15, right=0.35, top=tops[name], bottom=bottoms[name], bare=True)
         stack_area(axes, times, rows, limit=limit)
-        axes.set_title(f"{name}: peak {format_bytes(_peak(rows))}", fontsize=TEXT_PT, loc="left", color=FAINT)
-        if name == "measured":
-            axes.set_xlabel("")
+        put_heading(axes, f"{name}: peak {format_bytes(_peak(rows))}")
         for other, (_, values) in both.items():
             if other != name:  # the other's peak, to read the difference
                 axes.axhline(_peak(values), color=INK, linestyle=(0, (2, 3)), linewidth=1.0)

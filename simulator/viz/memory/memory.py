@@ -13,30 +13,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH, axes_pixels
-from simulator.viz.drawing.legend import put_legend
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    KindStyle,
-    LegendBox,
-    byte_unit,
+from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.plot import (
+    axes_pixels,
+    draw_scale,
+    draw_time_scale,
+    even_ticks,
     frame,
     new_figure,
-    percent,
+    put_heading,
     put_title,
-    text_colour,
-    time_unit,
 )
+from simulator.viz.drawing.style import DPI, INK, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
+from simulator.viz.drawing.wording import byte_unit, percent
 
 MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
     {
@@ -55,7 +49,7 @@ TOP_IN, BOTTOM_IN = 1.35, 1.15
 
 
 def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
-    """Draw each rank's peak as a stacked bar, and beside it the fullest rank from the step's start to its end.
+    """Draw each rank's peak as a stacked bar, and next to it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 
@@ -67,8 +61,8 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
     half = WIDTH_IN / 2
-    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, light=True)
-    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, light=True)
+    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
+    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     limit = memory.max_bytes * 1.16 or 1.0
     if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
         limit = max(limit, capacity_bytes * 1.08)
@@ -141,11 +135,11 @@ def _draw_peaks(axes: Axes, memory: Memory, limit: float) -> None:
     num_ranks = len(memory.at_peak_bytes)
     names = [_name(memory, rank) if num_ranks > 1 else "each rank" for rank in range(num_ranks)]
     stack_bars(axes, memory.at_peak_bytes, names, limit)
-    axes.set_title("at the peak", fontsize=TEXT_PT, loc="left", color=FAINT)
+    put_heading(axes, "at the peak")
 
 
 def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit: float) -> None:
-    """Draw one stacked bar a row of `rows` [R, K], with a letter in each part that has room for one."""
+    """Draw one stacked bar per row of `rows` [R, K], with a letter in each part that has room for one."""
     num_rows = len(rows)
     axes.set_xlim(0, limit)
     axes.set_ylim(num_rows - 0.4, -0.6)
@@ -176,13 +170,12 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
         )
     every = max(1, -(-num_rows * 20 // max(1, int(tall))))
     ticks = list(range(0, num_rows, every))
-    axes.set_yticks(ticks, [names[row] for row in ticks])
-    axes.tick_params(axis="y", length=0)
-    label_bytes(axes, "x", limit)
+    draw_scale(axes, "y", {row: names[row] for row in ticks}, line=False)
+    draw_byte_scale(axes, "x", limit)
 
 
 def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the corners [R, 4, 2] of bars, one a row, from `left` on."""
+    """Return the corners [R, 4, 2] of bars, one per row, from `left` on."""
     across = np.stack([left, left + wide, left + wide, left], axis=1)
     return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
 
@@ -191,7 +184,7 @@ def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None
     """Draw one rank's bytes by kind, from the start of the step to the end of its last backward."""
     stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
     where = f"{_name(memory, rank)} over the step" if len(memory.peak_bytes) > 1 else "over the step"
-    axes.set_title(where, fontsize=TEXT_PT, loc="left", color=FAINT)
+    put_heading(axes, where)
 
 
 def stack_area(
@@ -215,12 +208,12 @@ def stack_area(
         below = above
     axes.set_xlim(0, times[-1])
     axes.set_ylim(0, limit)
-    scale, unit = time_unit(end) if timed else (1e9, "")
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    words = f"time since the step began ({unit})" if timed else "work since the step began (forwards of a layer)"
-    axes.set_xlabel(words, fontsize=TEXT_PT, color=INK)
-    label_bytes(axes, "y", limit)
+    if timed:
+        draw_time_scale(axes)
+    else:
+        ticks = even_ticks(0, times[-1], 6, 1e9)
+        draw_scale(axes, "x", ticks, "work since the step began (forwards of a layer)")
+    draw_byte_scale(axes, "y", limit)
 
 
 def fewer_moments(
@@ -234,10 +227,8 @@ def fewer_moments(
     return times_ns[first], np.maximum.reduceat(rows, first, axis=0)
 
 
-def label_bytes(axes: Axes, which: str, limit: float) -> None:
-    """Label an axis in the unit of bytes that suits its end."""
+def draw_byte_scale(axes: Axes, which: str, limit: float) -> None:
+    """Draw the axis of bytes along bare axes, in the unit that suits its end."""
     size, unit = byte_unit(limit)
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:,.6g}"))
-    axis.set_label_text(f"memory ({unit})", fontsize=TEXT_PT if which == "x" else SMALL_PT, color=INK)
+    label_pt = TEXT_PT if which == "x" else SMALL_PT
+    draw_scale(axes, which, even_ticks(0, limit, 5, 1 / size), f"memory ({unit})", label_pt=label_pt)

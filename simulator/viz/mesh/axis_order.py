@@ -1,4 +1,4 @@
-"""Draw what the order of a mesh's axes costs: one bar an order, and which axes leave the node in it.
+"""Draw what the order of a mesh's axes costs: one bar per order, and which axes leave the node in it.
 
 A node holds neighbouring ranks, so the axes that vary fastest stay on its wires, and the others go between nodes. An
 axis that leaves the node is drawn hollow.
@@ -15,17 +15,11 @@ from matplotlib.figure import Figure
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.words import width_in
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.mesh.step_parts import COMPUTE, Part, parts_of
 
@@ -77,14 +71,14 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
         (LEFT_IN, 0.6), "a filled letter: the axis stays inside a node; a hollow one: it leaves the node", side="left"
     )
     pen.flush()
-    put_title(figure, title or _takeaway(rows), _note(rows, len(shown)))
+    put_title(figure, title or _fastest_order(rows), _what_is_compared(rows, len(shown)))
     return figure
 
 
 def describe_placement(orders: Sequence[tuple[Order, Step]]) -> str:
     """Say in words what `placement_figure` shows; arguments and errors as there."""
     rows = _rows(orders)
-    lines = [f"{_takeaway(rows)}. {_note(rows, len(rows))}"]
+    lines = [f"{_fastest_order(rows)}. {_what_is_compared(rows, len(rows))}"]
     for row in rows:
         inside = [axis for axis in row.axes if axis not in row.outside]
         where = f"inside a node: {', '.join(inside) or 'none'}"
@@ -114,7 +108,7 @@ def _thinned(rows: list[_Row], most: int) -> list[_Row]:
     return [rows[round(at)] for at in np.linspace(0, len(rows) - 1, most).tolist()]
 
 
-def _takeaway(rows: Sequence[_Row]) -> str:
+def _fastest_order(rows: Sequence[_Row]) -> str:
     best, worst = rows[0], rows[-1]
     inside = [axis for axis in best.axes if axis not in best.outside]
     ratio = worst.step.duration_s / best.step.duration_s
@@ -124,7 +118,7 @@ def _takeaway(rows: Sequence[_Row]) -> str:
     return f"Fastest with {where}; the worst order takes {ratio:.2f}x as long"
 
 
-def _note(rows: Sequence[_Row], shown: int) -> str:
+def _what_is_compared(rows: Sequence[_Row], shown: int) -> str:
     step = rows[0].step
     degrees = " x ".join(f"{axis} ({getattr(step.plan, axis)})" for axis in rows[0].axes)
     text = f"{step.workload.name} on {step.cluster.name}, nodes of {step.cluster.devices_per_node}: {degrees}"

@@ -13,20 +13,11 @@ from simulator.memory.memory import KINDS, Memory
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
-from simulator.viz.drawing.pen import Pen, sheet, width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    frame,
-    percent,
-    put_title,
-    text_colour,
-)
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import frame, put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.wording import counted, percent
+from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.mesh.step_parts import COMPUTE, parts_of
@@ -49,7 +40,7 @@ def degrees_figure(step: Step, *, num_devices: int | None = None, title: str | N
     _draw_time(pen, step)
     _draw_memory(figure, pen, step)
     pen.flush()
-    put_title(figure, title or _takeaway(step, num_devices), _note(step, num_devices))
+    put_title(figure, title or _fit_and_utilization(step, num_devices), _speed_of_step(step, num_devices))
     return figure
 
 
@@ -64,10 +55,13 @@ def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
         if number
     )
     sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
-    lines = [f"{_takeaway(step, num_devices)}. {_note(step, num_devices)}", f"{equation(step.plan)}."]
+    lines = [
+        f"{_fit_and_utilization(step, num_devices)}. {_speed_of_step(step, num_devices)}",
+        f"{equation(step.plan)}.",
+    ]
     lines.append(f"Time: {parts}.")
     lines.append(f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.")
-    lines.append(f"Sent a rank: {sent or 'nothing'}.")
+    lines.append(f"Sent per rank: {sent or 'nothing'}.")
     return "\n".join(lines)
 
 
@@ -94,13 +88,13 @@ def describe_impossible(plan: Plan, reason: str) -> str:
 def equation(plan: Plan) -> str:
     """Write the product of all degrees, such as 'pipeline (2) x data (4) x ... x tensor (8) = 64 ranks'."""
     product = " x ".join(f"{axis} ({getattr(plan, axis)})" for axis in AXES)
-    return f"{product} = {plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    return f"{product} = {counted(plan.world_size, 'rank')}"
 
 
-def _takeaway(step: Step, num_devices: int | None) -> str:
+def _fit_and_utilization(step: Step, num_devices: int | None) -> str:
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     if memory.max_bytes > capacity:
-        return f"Does not fit: {format_bytes(memory.max_bytes)} a rank, and a device has {format_bytes(capacity)}"
+        return f"Does not fit: {format_bytes(memory.max_bytes)} per rank, and a device has {format_bytes(capacity)}"
     parts = [part for part in parts_of(step) if part.name != COMPUTE]
     most = max(parts, key=lambda part: part.seconds)
     used = f"{percent(step.utilization)} of the peak is used"
@@ -110,12 +104,12 @@ def _takeaway(step: Step, num_devices: int | None) -> str:
     return f"Fits, and {used}: {what} costs most, {percent(most.seconds / step.duration_s)} of the step"
 
 
-def _note(step: Step, num_devices: int | None) -> str:
+def _speed_of_step(step: Step, num_devices: int | None) -> str:
     plan, cluster = step.plan, step.cluster
     rate = f"{step.samples_per_s:,.3g} samples/s"
     on = f"{step.workload.name} on {cluster.name}, nodes of {cluster.devices_per_node}"
     idle = 0 if num_devices is None else num_devices - plan.world_size
-    return f"{on}: {format_s(step.duration_s)} a step, {rate}." + (
+    return f"{on}: {format_s(step.duration_s)} per step, {rate}." + (
         f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
     )
 
@@ -141,12 +135,12 @@ def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
         x += wide
     pen.words(
         (x + 0.15, y),
-        f"=  {plan.world_size} rank{'s' if plan.world_size > 1 else ''}",
+        f"=  {counted(plan.world_size, 'rank')}",
         size=TEXT_PT,
         bold=True,
         side="left",
     )
-    rest = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''}"
+    rest = f"{counted(plan.num_microbatches, 'micro-batch')}"
     pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
 
 
@@ -181,7 +175,7 @@ def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     ranks = _shown_ranks(memory)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
-    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, light=True)
+    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
     _mark_capacity(axes, capacity, limit)

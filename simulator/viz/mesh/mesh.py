@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import Mesh
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
     FAINT,
@@ -26,9 +27,9 @@ from simulator.viz.drawing.style import (
     WIDTH_IN,
     KindStyle,
     kind_styles,
-    put_title,
     text_colour,
 )
+from simulator.viz.drawing.wording import counted, listed
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75
@@ -36,7 +37,7 @@ GROUP_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class _Tile(NamedTuple):
-    """One axis' picture: where its grid begins (upper left), a cell's extent in inches, and ranks a row."""
+    """One axis' picture: where its grid begins (upper left), a cell's extent in inches, and ranks per row."""
 
     left: float
     top: float
@@ -80,18 +81,14 @@ def mesh_figure(
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
     pen.flush()
-    put_title(figure, title or _takeaway(mesh, devices_per_node), _note(mesh, devices_per_node, rank))
+    put_title(figure, title or _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank))
     return figure
 
 
 def describe_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None) -> str:
-    """Say in words what `mesh_figure` shows: the groups of every axis, and where they lie; arguments as there.
-
-    Raises:
-        ValueError: as `mesh_figure`.
-    """
+    """Say in words what `mesh_figure` shows: every axis' groups and where they lie; arguments and errors as there."""
     axes = _checked(mesh, devices_per_node, rank)
-    lines = [f"{_takeaway(mesh, devices_per_node)}. {_note(mesh, devices_per_node, rank)}"]
+    lines = [f"{_equation_and_nodes(mesh, devices_per_node)}. {_how_to_read(mesh, devices_per_node, rank)}"]
     if rank is not None:
         place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
         lines.append(f"Rank {rank} stands at {place}.")
@@ -136,10 +133,10 @@ def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
     return columns if columns > 1 else min(mesh.size, 8)
 
 
-def _takeaway(mesh: Mesh, devices_per_node: int | None) -> str:
+def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
     axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
     equation = " x ".join(f"{name} ({size})" for name, size in axes)
-    ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
+    ranks = f"{counted(mesh.size, 'rank')}"
     if devices_per_node is None or mesh.size <= devices_per_node:
         return f"{ranks} = {equation}"
     inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]
@@ -150,18 +147,14 @@ def _takeaway(mesh: Mesh, devices_per_node: int | None) -> str:
         return f"{ranks} = {equation}: no axis leaves its node"
     verb = "stays inside a node" if len(inside) == 1 else "stay inside a node"
     leave = "leaves it" if len(outside) == 1 else "leave it"
-    return f"{ranks} = {equation}: {_and(inside)} {verb}, {_and(outside)} {leave}"
+    return f"{ranks} = {equation}: {listed(inside)} {verb}, {listed(outside)} {leave}"
 
 
-def _note(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
+def _how_to_read(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
     rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
     one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
     own = f"Coloured: the groups of rank {rank}, whom it talks to on that axis."
     return f"{rows} {one if rank is None else own}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:

@@ -26,7 +26,7 @@ def parts_of(step: Step) -> list[Part]:
     """Split a step's duration on the rank that ends last; the parts sum to it.
 
     Exposed are the seconds of `Step.exposed_by_axis`, the bubble is the rank's other idle time before its last pass,
-    and compute is what is left: layers, copies and the update.
+    and compute is the rest: layers, copies and the update.
     """
     exposed, bubble = step.exposed_by_axis, _bubble_s(step)
     by_axis = [

@@ -7,9 +7,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, frame, new_figure, percent, put_title
+from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
 from simulator.viz.schedules.sweep import Outcome
 
@@ -32,7 +34,7 @@ HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.2, 0.95
 def draw_bubbles(
     sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True, title: str | None = None
 ) -> Figure:
-    """Draw the idle share against the number of micro-batches, a line a schedule; equal lines share one.
+    """Draw the idle share against the number of micro-batches, one line per schedule; equal lines share one.
 
     Args:
         sweep: what `sweep_microbatches` returned.
@@ -53,21 +55,19 @@ def draw_bubbles(
     axes.axhline(GOOD, color=FAINT, linewidth=1, linestyle=(0, (2, 3)))
     axes.text(counts[0], GOOD, f" {percent(GOOD)} idle", va="bottom", color=FAINT, fontsize=SMALL_PT)
     axes.set_ylim(0, max(max(y for _, y in points) for points in lines.values()) * 1.06 + 0.01)
-    axes.xaxis.set_major_locator(FixedLocator(counts))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("micro-batches of a step", fontsize=TEXT_PT, color=INK)
+    mark_ticks(axes.xaxis, counts, lambda value: f"{value:,.0f}")
+    name_axes(axes, "micro-batches of a step")
     _label_idle(axes, end_together)
     look: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
     axes.legend(fontsize=TEXT_PT - 1, handlelength=3.4, **look)
-    put_title(figure, title or _takeaway(lines), _note(lines))
+    put_title(figure, title or _microbatches_needed(lines), _gain_of_last_doubling(lines))
     return figure
 
 
 def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True) -> str:
     """Say in words what `draw_bubbles` shows."""
     lines = _lines(sweep, end_together)
-    told = [f"{_takeaway(lines)}. {_note(lines)}"]
+    told = [f"{_microbatches_needed(lines)}. {_gain_of_last_doubling(lines)}"]
     for name, points in lines.items():
         told.append(f"{name}: " + ", ".join(f"{percent(idle, 1)} with {count:,}" for count, idle in points) + ".")
     return "\n".join(told)
@@ -80,7 +80,7 @@ def draw_memory_against_bubble(
     end_together: bool = False,
     title: str | None = None,
 ) -> Figure:
-    """Draw a point a schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
+    """Draw one point per schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
 
     Args:
         schedules: by name, and
@@ -105,7 +105,7 @@ def draw_memory_against_bubble(
     top = max(idle for _, idle in places) * 1.14 + 0.01
     axes.set_ylim(-0.04 * top, top)
     _name_points(axes, points)
-    axes.set_xlabel("micro-batches of activations that a rank holds at its peak", fontsize=TEXT_PT, color=INK)
+    name_axes(axes, "micro-batches of activations that a rank holds at its peak")
     _label_idle(axes, end_together)
     put_title(figure, title or _trade(schedules, end_together), _sizes(schedules))
     return figure
@@ -138,7 +138,7 @@ def _looks(count: int) -> list[tuple[str, str, Any]]:
     return [LOOKS[place % len(LOOKS)] for place in range(count)]
 
 
-def _takeaway(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+def _microbatches_needed(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Say which schedules fall under GOOD, and from how many micro-batches on."""
     first = {name: next((count for count, idle in points if idle <= GOOD), None) for name, points in lines.items()}
     good = sorted((count, name) for name, count in first.items() if count is not None)
@@ -153,7 +153,7 @@ def _needs(names: str) -> str:
     return f"{names} need{'' if ' and ' in names else 's'}"
 
 
-def _note(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+def _gain_of_last_doubling(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Say what the last doubling of micro-batches wins."""
     wins = []
     for name, points in lines.items():
@@ -174,7 +174,7 @@ def _points(schedules: Mapping[str, Outcome], end_together: bool) -> dict[tuple[
 
 
 def _name_points(axes: Axes, points: Mapping[tuple[float, float], Sequence[str]]) -> None:
-    """Number the points, and say beside the picture what each number stands for, the least idle first."""
+    """Number the points, and say next to the picture what each number stands for, the least idle first."""
     order = sorted(points.items(), key=lambda point: (point[0][1], point[0][0]))
     x, y = zip(*(place for place, _ in order), strict=True)
     axes.plot(x, y, "o", color=POINT, markersize=17, markeredgecolor="white", zorder=4, gid="schedules", clip_on=False)
@@ -200,7 +200,7 @@ def _trade(schedules: Mapping[str, Outcome], end_together: bool) -> str:
 
 def _sizes(schedules: Mapping[str, Outcome]) -> str:
     counts = sorted({one.num_microbatches for one in schedules.values()})
-    return f"{' or '.join(map(str, counts))} micro-batches a step"
+    return f"{' or '.join(map(str, counts))} micro-batches per step"
 
 
 def _label_idle(axes: Axes, end_together: bool) -> None:

@@ -9,12 +9,10 @@ from matplotlib.figure import Figure
 
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
-from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side
-from simulator.viz.drawing.shades import shaded
-from simulator.viz.drawing.style import percent
+from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side, shaded
+from simulator.viz.drawing.wording import capitalised, counted, percent
 from simulator.viz.schedules.run import ScheduleRun
-from simulator.viz.timeline.draw_rows import Words, draw_scene
-from simulator.viz.timeline.scene import Heading, Scene, limit_of, styles_of
+from simulator.viz.timeline.draw_rows import Heading, Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, view_of
 
 MAX_RANKS = 64  # of each schedule
@@ -34,12 +32,12 @@ def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = N
 
 
 def describe_schedules(runs: Sequence[ScheduleRun]) -> str:
-    """Say in plain sentences what `draw_schedules` shows: one a schedule, then how the two compare."""
+    """Say in plain sentences what `draw_schedules` shows: one sentence per schedule, then how the two compare."""
     text = " ".join(sentence(run) for run in runs)
     if len(runs) == 2:
         first, second = runs
         change = second.duration_s / first.duration_s - 1
-        text += f" {_begin(second.name)} takes {_more(change, 'time')}"
+        text += f" {capitalised(second.name)} takes {_more(change, 'time')}"
         change = second.peak / first.peak - 1 if first.peak else 0.0
         text += f" and {_more(change, 'memory for activations')} than {first.name}."
     return text
@@ -48,15 +46,15 @@ def describe_schedules(runs: Sequence[ScheduleRun]) -> str:
 def sentence(run: ScheduleRun) -> str:
     """Say in one sentence how a schedule did."""
     plan = run.schedule
-    ranks, microbatches = _some(plan.num_ranks, "rank"), _some(plan.num_microbatches, "micro-batch", "es")
+    ranks, microbatches = counted(plan.num_ranks, "rank"), counted(plan.num_microbatches, "micro-batch")
     size = f"{ranks} and {microbatches}"
     if plan.num_stages > plan.num_ranks:
-        size += f", {plan.num_stages // plan.num_ranks} stages a rank,"
+        size += f", {plan.num_stages // plan.num_ranks} stages per rank,"
     idle = percent(run.bubble_fraction, 1)
     text = (
-        f"{_begin(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, a rank holds "
+        f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, a rank"
     )
-    text += f"{count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
+    text += f" holds {count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
     if run.ends_apart:
         text += (
             f" But no rank takes longer than {format_s(run.rank_span_s)} from its own first action to its last: where"
@@ -71,16 +69,12 @@ def count_of(peak: float) -> str:
     return f"{peak:.4g} micro-batch{'' if peak == 1 else 'es'} of activations"
 
 
-def _some(number: int, what: str, plural: str = "s") -> str:
-    return f"{number:,} {what}{'' if number == 1 else plural}"
-
-
 def words_of(runs: Sequence[ScheduleRun]) -> Words:
-    """Return the takeaway, the note beside it and the words at the ends."""
+    """Return the takeaway, the note under it and the words at the ends."""
     first = runs[0]
     if len(runs) == 1:
-        title = f"{_begin(first.name)} leaves {percent(first.bubble_fraction, 1)} of "
-        title += f"{_some(first.schedule.num_ranks, 'rank')}' time idle"
+        title = f"{capitalised(first.name)} leaves {percent(first.bubble_fraction, 1)} of "
+        title += f"{counted(first.schedule.num_ranks, 'rank')}' time idle"
         ends = f"ends at {format_s(first.duration_s)}"
         if first.ends_apart:
             title += f", and {percent(first.idle_of_span, 1)} where steps need not end together"
@@ -95,7 +89,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> Words:
     title += f"; both hold {held[0]}" if held[0] == held[1] else f"; {second.name} holds {held[1]} instead of {held[0]}"
     title += " micro-batches" if held != ["1", "1"] else " micro-batch"
     ends = f"{first.name} {format_s(first.duration_s)}, {second.name} {format_s(second.duration_s)}"
-    return Words(_begin(title), _notes(runs), ends)
+    return Words(capitalised(title), _notes(runs), ends)
 
 
 def stack(runs: Sequence[ScheduleRun]) -> Scene:
@@ -132,11 +126,6 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
 def heading(run: ScheduleRun) -> str:
     """Return what stands over a schedule's rows."""
     return f"{run.name}: {percent(run.bubble_fraction, 1)} idle, {count_of(run.peak)}"
-
-
-def _begin(text: str) -> str:
-    """Begin a sentence."""
-    return text[:1].upper() + text[1:]
 
 
 def _more(change: float, what: str) -> str:

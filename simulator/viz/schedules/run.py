@@ -10,7 +10,7 @@ from distlab.plan import ActionTimes, Schedule
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
-from simulator.viz.drawing.shades import stages_of_ranks
+from simulator.viz.drawing.lanes import stages_of_ranks
 
 UNIT_S = 1e-3  # a time of 1 is a millisecond on screen
 
@@ -21,7 +21,7 @@ class ScheduleRun(NamedTuple):
     Attributes:
         name: what a reader calls it.
         schedule: the computations of each rank.
-        trace: a span an action, named by its letter alone, to be quick to make for 200,000 of them.
+        trace: one span per action, named by its letter alone, to be quick to make for 200,000 of them.
         duration_s: from the first action to the last.
         rank_span_s: the longest that any rank takes from its own first action to its own last.
         bubble_fraction: idle time over total time.
@@ -81,7 +81,7 @@ def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleR
 
 
 def _lean(run: PipelineRun) -> Trace:
-    """Return the computations alone: no text an action, which would take longer than all the rest."""
+    """Return the computations alone: no text per action, which would take longer than all the rest."""
     order, count = run.order, len(run.start_ns)
     kind = order.kind.astype(np.int32) + 1
     return Trace(

@@ -1,4 +1,4 @@
-"""Draw a pipeline's schedule: one row a rank, one numbered box a micro-batch, and the bubbles between them."""
+"""Draw a pipeline's schedule: one row per rank, one numbered box per micro-batch, and the bubbles between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import Side
-from simulator.viz.drawing.style import percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.textbook import textbook_of
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import Facts, facts_of
@@ -41,7 +41,7 @@ def draw_schedule(
         expected = facts_of(sides[1].trace)
         error = percent(expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0, 1, "+")
         ends = f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
-    words = Words(title or _takeaway(facts), _textbook(work), ends)
+    words = Words(title or _bubble_title(facts), _textbook(work), ends)
     return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=("compute",))
 
 
@@ -74,7 +74,7 @@ def _num_microbatches(work: Trace) -> int:
     return len(np.unique(work.microbatch[work.microbatch >= 0]))
 
 
-def _takeaway(facts: Facts) -> str:
+def _bubble_title(facts: Facts) -> str:
     return f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
 
 

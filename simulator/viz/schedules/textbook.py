@@ -9,14 +9,14 @@ import numpy as np
 
 from distlab.plan import Schedule, gpipe, interleaved, looped_bfs, naive, one_f_one_b
 from distlab.trace import Trace
-from simulator.viz.drawing.shades import stages_of_ranks
+from simulator.viz.drawing.lanes import stages_of_ranks
 
 MAX_SPANS = 20_000
 _CODES = {"F": 0, "B": 1, "I": 2, "W": 3}
 
 
 class Textbook(NamedTuple):
-    """A schedule with a closed form for p ranks, m micro-batches and v stages a rank.
+    """A schedule with a closed form for p ranks, m micro-batches and v stages per rank.
 
     Attributes:
         name: what people call it.

@@ -1,7 +1,7 @@
-"""Draw a feed-forward layer cut over ranks, with its numbers: what each rank has after each step, beside one process.
+"""Draw a feed-forward layer cut over ranks, with its numbers: what one process and each rank has after each step.
 
-The first line is one process, each further one a rank. An entry's colour is the rank that has it alone; what every rank
-has alike is grey-blue. A frame marks what the step has just made.
+The first line is one process, each further line is a rank. An entry's colour is the rank that has it alone. What every
+rank has alike is grey-blue. A frame marks what the step has just made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.pen import Colour, Pen, sheet
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -20,11 +21,12 @@ from simulator.viz.drawing.style import (
     SMALL_PT,
     TEXT_PT,
     WIDTH_IN,
+    Colour,
     LegendBox,
     pale,
-    put_title,
     text_colour,
 )
+from simulator.viz.drawing.wording import counted
 from simulator.viz.tensor_parallel.mlp_case import STEPS, MlpCase, Stage, mlp_case
 
 TOP_IN, FOOT_IN, LEFT_IN, HEAD_IN, CELL_IN, MAX_RANKS = 1.0, 0.95, 1.15, 0.35, 0.42, 4
@@ -73,14 +75,14 @@ def mlp_figure(
         + [LegendBox(COMMON, "white", "", "on every rank alike"), LegendBox(IDLE, FAINT, "", "not here, or not yet")]
     )
     pen.flush()
-    put_title(figure, title or _takeaway(step), _note(case, step))
+    put_title(figure, title or _step_title(step), _held_and_sent(case, step))
     return figure
 
 
 def describe_mlp(num_ranks: int = 2, step: int = len(STEPS) - 2, *, case: MlpCase | None = None) -> str:
     """Say in words and numbers what `mlp_figure` shows; arguments and errors as there."""
     case = _checked(num_ranks, step, case)
-    lines = [f"{_takeaway(step)}. {_note(case, step)}"]
+    lines = [f"{_step_title(step)}. {_held_and_sent(case, step)}"]
     for rank in range(case.num_ranks):
         new = [f"{stage.name} = {_written(stage.parts[rank])}" for stage in case.stages if stage.step == min(step, 4)]
         if step == len(STEPS) - 1:
@@ -100,13 +102,13 @@ def _checked(num_ranks: int, step: int, case: MlpCase | None) -> MlpCase:
     return case
 
 
-def _takeaway(step: int) -> str:
+def _step_title(step: int) -> str:
     return f"Step {step}: {STEPS[step]}"
 
 
-def _note(case: MlpCase, step: int) -> str:
+def _held_and_sent(case: MlpCase, step: int) -> str:
     hidden, ranks = case.stages[1].whole.shape[1], case.num_ranks
-    on = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    on = f"{counted(ranks, 'rank')}"
     held = f"Y = GeLU(X A) B on {on}: {hidden // ranks} of {hidden} hidden features each."
     entries = case.stages[-1].whole.size
     if step < 4:

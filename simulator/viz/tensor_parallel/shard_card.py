@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.pen import Pen, width_in
+from simulator.viz.drawing.pen import Pen
 from simulator.viz.drawing.style import FAINT, IDLE, RANK_COLOURS, SHARED, SMALL_PT, text_colour
+from simulator.viz.drawing.words import width_in
 from simulator.viz.tensor_parallel.shard_parts import Shards
 
 STRIP_IN, BIAS_IN = 0.4, 0.13
@@ -71,7 +73,8 @@ def _stamp(
     pen: Pen, image: NDArray[np.float64], corner: tuple[float, float], wide: float, tall: float, *, gid: str
 ) -> None:
     """Put an image on the sheet, whose limits it must not move."""
-    (x, y), axes = corner, pen.axes
+    (x, y), axes = corner, pen.surface
+    assert isinstance(axes, Axes), "a sheet's pen draws on axes"
     limits = axes.get_xlim(), axes.get_ylim()
     axes.imshow(image, extent=(x, x + wide, y, y + tall), aspect="auto", interpolation="nearest", gid=gid, zorder=3)
     axes.set_xlim(limits[0])
@@ -79,7 +82,7 @@ def _stamp(
 
 
 def _draw_owners(pen: Pen, card: Card, corner: tuple[float, float], num_heads: int | None) -> None:
-    """Write the rank beside each slice, and its heads where they are known; a letter over each fused part."""
+    """Write the rank next to each slice, and its heads where they are known; a letter over each fused part."""
     one, (x, y) = card.shards, corner
     length, begin = len(one.owner), 0
     for number, size in enumerate(one.sections):
@@ -118,7 +121,7 @@ def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
 
 
 def _image(one: Shards) -> NDArray[np.float64]:
-    """Return a colour for every number: the owner's, the darker the larger the number."""
+    """Return a colour forevery number: the owner's, the darker the larger the number."""
     values = np.abs(one.values)
     most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0
     share = 0.22 + 0.78 * np.clip(values / most, 0, 1)

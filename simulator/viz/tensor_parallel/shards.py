@@ -15,18 +15,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SHARED,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    percent,
-    put_title,
-)
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SHARED, TEXT_PT, WIDTH_IN, LegendBox
+from simulator.viz.drawing.wording import percent
 from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
 from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
 
@@ -80,7 +71,7 @@ def shards_figure(
         title: replaces the takeaway.
 
     Raises:
-        ValueError: as `shards_of`; more than 8 ranks; a name that is not there or is no matrix; nothing is cut.
+        ValueError: as `shards_of`; more than 8 ranks; a name that is not there or is not a matrix; nothing is cut.
     """
     found = shards_of(parts, splits)
     regions = _regions(found, _chosen(found, names))
@@ -96,7 +87,7 @@ def shards_figure(
         top -= HEAD_IN + tall + 0.4
     _draw_foot(pen, found, len(parts), sequence_parallel)
     pen.flush()
-    put_title(figure, title or _takeaway(found, len(parts)), _note(found))
+    put_title(figure, title or _share_that_is_cut(found, len(parts)), _whole_weights(found))
     return figure
 
 
@@ -105,7 +96,7 @@ def describe_shards(
 ) -> str:
     """Say in words which rank holds which rows or columns; arguments and errors as `shards_figure`."""
     found = shards_of(parts, splits)
-    lines = [f"{_takeaway(found, len(parts))}. {_note(found)}"]
+    lines = [f"{_share_that_is_cut(found, len(parts))}. {_whole_weights(found)}"]
     for name in _chosen(found, names):
         one = found[name]
         turned = _turned(name)
@@ -167,7 +158,7 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
     return lines
 
 
-def _takeaway(found: Mapping[str, Shards], num_ranks: int) -> str:
+def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
     whole = sum(int(np.prod(one.shape)) for one in found.values())
     cut = sum(int(np.prod(one.shape)) for one in found.values() if one.dim is not None)
     held = sum(one.held for one in found.values())
@@ -176,11 +167,11 @@ def _takeaway(found: Mapping[str, Shards], num_ranks: int) -> str:
     return f"{num_ranks} ranks: {percent(cut / whole)} of {whole:,} numbers are cut, and each rank holds {held:,}"
 
 
-def _note(found: Mapping[str, Shards]) -> str:
+def _whole_weights(found: Mapping[str, Shards]) -> str:
     whole = [one for one in found.values() if one.dim is None]
     count = sum(one.values.size for one in whole)
     kept = f"{count:,} numbers of {len(whole)} weights are whole on every rank" if whole else "no weight is whole"
-    return f"Drawn as y = x W: inputs down, outputs across; darker is larger. Beside what is cut, {kept}."
+    return f"Drawn as y = x W: inputs down, outputs across; darker is larger. In addition, {kept}."
 
 
 def _draw_region(

@@ -1,4 +1,7 @@
-"""Draw a scene as a figure: rows of boxes or of pixel columns, their names, the time axis and where the traces end."""
+"""Draw a scene: rows of boxes or of pixel columns, their names, the time axis and where the traces end.
+
+A scene is what a timeline draws, as a figure or on a canvas.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from simulator.viz.drawing.boxes import View, add_boxes, add_pixels, axes_pixels, fill_of
+from simulator.viz.drawing.boxes import View, add_boxes, add_pixels, fill_of
 from simulator.viz.drawing.lanes import Placement, Side
-from simulator.viz.drawing.legend import put_legend
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, put_legend
+from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.drawing.style import (
     DPI,
     FAINT,
@@ -24,20 +27,53 @@ from simulator.viz.drawing.style import (
     TEXT_PT,
     KindStyle,
     LegendBox,
-    frame,
     is_first_shade,
+    kind_styles,
     lighter,
-    new_figure,
     pale,
-    put_title,
-    time_unit,
 )
-from simulator.viz.timeline.scene import Scene
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
-LEGEND_COLUMNS = 7
+
+
+class Heading(NamedTuple):
+    """Words between rows: where their middle is, in the placement's units, and what they say."""
+
+    at: float
+    text: str
+
+
+class Scene(NamedTuple):
+    """What is drawn, whatever the view.
+
+    Attributes:
+        sides: the traces, with their clocks at zero.
+        placement: where each span stands.
+        styles: of each kind that occurs.
+        limit_s: the right end of the widest view.
+        headings: words over groups of rows.
+    """
+
+    sides: tuple[Side, ...]
+    placement: Placement
+    styles: dict[str, KindStyle]
+    limit_s: float
+    headings: tuple[Heading, ...] = ()
+
+
+def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:
+    """Return the style of each kind that occurs."""
+    return kind_styles(
+        [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
+    )
+
+
+def limit_of(sides: Sequence[Side]) -> float:
+    """Return the right end of the widest view: a little after the last span."""
+    end_s = max(side.trace.duration_s for side in sides)
+    return end_s * 1.012 if end_s else 1e-6
 
 
 class Words(NamedTuple):
@@ -55,7 +91,7 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     lanes = len({(row.lane, row.predicted) for row in placement.rows})
     left = LEFT_IN if lanes > 1 else SHORT_LEFT_IN
     above = 1.22 if words.note else 0.95
-    figure, axes = _canvas(placement, left, above, 0.85 + 0.3 * -(-len(boxes) // LEGEND_COLUMNS))
+    figure, axes = _canvas(placement, left, above, 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes)))
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
     if exact:
@@ -67,10 +103,10 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     _label_rows(axes, placement)
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
-    _label_time(axes, view)
+    draw_time_scale(axes)
     _mark_ends(axes, sides, words.ends)
     put_title(figure, words.title, words.note)
-    put_legend(figure, boxes, max_columns=LEGEND_COLUMNS)
+    put_legend(figure, boxes)
     return figure
 
 
@@ -93,7 +129,7 @@ def _canvas(placement: Placement, left: float, top: float, bottom: float) -> tup
     """Make a figure high enough for the rows, up to a slide's height; margins are in inches."""
     rows_in = min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN)
     figure = new_figure(rows_in + top + bottom)
-    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom, light=True)
+    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom, bare=True)
 
 
 def _shade_idle(axes: Axes, placement: Placement) -> None:
@@ -111,8 +147,6 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
     wide, tall = axes_pixels(axes)
     unit = tall / placement.total_height
     look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     groups = [list(rows) for _, rows in groupby(placement.rows, lambda row: row.rank)]
     lane_size = min(SMALL_PT, unit * 0.75 * 72 / DPI)
     named = lane_size >= 7.5 and len(placement.rows) > len(groups)
@@ -128,13 +162,6 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
         words = "predicted" if row.predicted else row.lane
         size = min(lane_size, 9.0) if row.predicted else lane_size
         axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
-
-
-def _label_time(axes: Axes, view: View) -> None:
-    scale, unit = time_unit(view[1])
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the step began ({unit})", fontsize=TEXT_PT, color=INK)
 
 
 def _mark_ends(axes: Axes, sides: Sequence[Side], text: str) -> None:

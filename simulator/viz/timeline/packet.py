@@ -1,7 +1,7 @@
-"""How a scene is packed for the canvas: typed arrays, no text a box.
+"""How a scene is packed for the canvas: typed arrays, no text per box.
 
 Up to MAX_BOXES spans are sent as boxes, nine numbers each, with tables of the names and labels that occur. More are
-summed to pixel columns first: a byte a pixel, whatever the number of spans.
+summed to pixel columns first: one byte per pixel, whatever the number of spans.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View, fill_of, filled_columns, heights_of, in_view, kinds_at, labels_of
-from simulator.viz.drawing.lanes import Row, Side, lanes_of, place
-from simulator.viz.drawing.shades import shaded
+from simulator.viz.drawing.lanes import Row, Side, lanes_of, place, shaded
 from simulator.viz.drawing.style import KindStyle, is_first_shade, pale, text_colour
-from simulator.viz.timeline.scene import Scene, limit_of, styles_of
+from simulator.viz.timeline.draw_rows import Scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS, chosen_ranks
 
 MAX_LINES = 12  # of a row of pixel columns
@@ -66,7 +65,7 @@ def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
 
 
 def pack(scene: Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
-    """Pack what a view needs and some room beside it: boxes where there are few, else pixel columns."""
+    """Pack what a view needs and some room on both sides: boxes where there are few, else pixel columns."""
     room = MARGIN * (view[1] - view[0])
     span = max(0.0, view[0] - room), min(scene.limit_s, view[1] + room)
     total = sum(len(side.trace) for side in scene.sides)
@@ -97,7 +96,7 @@ def _seen(scene: Scene, span: View) -> list[NDArray[np.int64]]:
 
 
 def _boxes(scene: Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any], bytes]:
-    """Pack spans as boxes, by start, one float64 a number of FIELDS.
+    """Pack spans as boxes, by start, one float64 for each of FIELDS.
 
     A label is the texts that may stand in a box, longest first, each with the characters to leave room for.
     """
@@ -130,7 +129,7 @@ def _boxes(scene: Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any],
 
 
 def _pixels(scene: Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
-    """Pack a range of seconds as lines of kinds, a byte a pixel, the rows one under the other."""
+    """Pack a range of seconds as lines of kinds, one byte per pixel, the rows one under the other."""
     kinds = list(scene.styles)
     filled = filled_columns(scene.sides, scene.placement, kinds, num_columns=num_columns, view=span)
     unit = max(1, height_px - AROUND_PX) / scene.placement.total_height

@@ -1,4 +1,4 @@
-"""Draw who did what and when: one row a lane of each rank, the prediction right under the measurement."""
+"""Draw who did what and when: one row for each lane of each rank, the prediction right under the measurement."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
-from simulator.viz.drawing.lanes import Side, lanes_of, place
-from simulator.viz.drawing.shades import shaded
-from simulator.viz.drawing.style import percent
-from simulator.viz.timeline.draw_rows import Words, draw_scene
+from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
+from simulator.viz.drawing.wording import percent
+from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
-from simulator.viz.timeline.scene import Scene, limit_of, styles_of
 
 MAX_BOXES = 4_000
 MAX_RANKS = (64, 16)  # one trace; two
@@ -30,7 +28,7 @@ def draw_timeline(
     max_ranks: int | None = None,
     lanes: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw a trace as one row a lane of each rank, and a second trace right under it for comparison.
+    """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
     Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
     a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway. Of more than

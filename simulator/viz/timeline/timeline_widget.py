@@ -16,12 +16,11 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.panel import with_fallback
-from simulator.viz.drawing.style import to_png
-from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.drawing.plot import to_png
+from simulator.viz.timeline.draw_rows import Scene, Words
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
-from simulator.viz.timeline.scene import Scene
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, ends_text, takeaway
 
 SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
@@ -32,13 +31,13 @@ SHORTEST_VIEW_S = 1e-8
 class Timeline(anywidget.AnyWidget):
     """A timeline to look into: measured spans, and what was predicted for them in a pale row under each.
 
-    Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 for everything, Home and End for
+    Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 foreverything, Home and End for
     the two ends; point at a box, or press n and p, to read it. Set `view` to move in code.
 
     Attributes:
         view: (start, end) in seconds from the first span; a view beyond the spans is moved onto them.
         summary: the text that says what the timeline shows.
-        until_s: show only what had happened by then, with a line where the clock stands; None for everything.
+        until_s: show only what had happened by then, with a line where the clock stands; None foreverything.
         problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:
@@ -143,6 +142,6 @@ class Timeline(anywidget.AnyWidget):
         return to_png(self._picture(None if whole else self.view))
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the widget, and beside it the figure and its text for readers without a kernel."""
+        """Return the widget, and also the figure and its text for readers without a kernel."""
         text = f"{self.title}. {self.summary}"
-        return with_fallback(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)
+        return with_picture(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)

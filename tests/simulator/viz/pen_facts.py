@@ -1,6 +1,10 @@
 """What a pen drew, read from its figure: words, shapes, and words that lie on each other or leave the sheet."""
 
 import numpy as np
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+from simulator.viz.drawing.words import HALF_CAPITAL, SIDES, Words, width_in, words_of
 
 MARGIN_IN = 0.005
 
@@ -10,20 +14,29 @@ def drawn(figure, gid):
 
 
 def words(figure):
-    return [word for artist in drawn(figure, "words") for word in artist.get_label().splitlines()]
+    return words_of(figure.axes[0])
 
 
 def shapes(figure, gid):
     return sum(len(artist.get_paths()) for artist in drawn(figure, gid))
 
 
+def legend_of(figure):
+    """Return the words of a figure's legend, in order."""
+    (legend,) = (artist for artist in figure.get_children() if isinstance(artist, Words))
+    return [word.text for word in legend.words if word.side == "left"]
+
+
 def word_boxes(figure):
     """Return the inches that each word takes: left, low, right, high."""
-    (letters,) = drawn(figure, "words")
     boxes = []
-    for path, (x, y) in zip(letters.get_paths(), letters.get_offsets(), strict=True):
-        ink = path.get_extents()
-        boxes.append((x + ink.x0 / 72, y + ink.y0 / 72, x + ink.x1 / 72, y + ink.y1 / 72))
+    artists = [artist for artist in figure.axes[0].get_children() if isinstance(artist, Words)]
+    for word in (word for artist in artists for word in artist.words):
+        font = FontProperties(size=word.size, weight="bold" if word.bold else "normal")
+        ink = TextPath((0, 0), word.text, prop=font).get_extents()
+        left = word.x - SIDES[word.side] * width_in(word.text, word.size, word.bold)
+        low = word.y - HALF_CAPITAL * word.size / 72
+        boxes.append((left + ink.x0 / 72, low + ink.y0 / 72, left + ink.x1 / 72, low + ink.y1 / 72))
     return np.array(boxes)
 
 

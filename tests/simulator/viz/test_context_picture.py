@@ -81,7 +81,7 @@ def test_what_cannot_be_drawn_is_refused(options, message):
 
 def test_the_panel_plays_hops():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.context_parallel.context_panel import context_panel
+    from simulator.viz import context_panel
 
     panel = context_panel()
     texts = [panel.text]

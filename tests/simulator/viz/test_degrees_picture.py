@@ -60,7 +60,7 @@ def test_the_text_has_the_whole_equation_memory_and_idle_devices():
     assert "pipeline (4) x data (2) x expert (1) x context (1) x tensor (4) = 32 ranks." in text
     assert "32 of 64 GPUs are idle." in text
     assert "of 80 GB: " in text
-    assert "Sent a rank: pipeline" in text
+    assert "Sent per rank: pipeline" in text
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=1e8))
     assert describe_degrees(simulate(WORKLOAD, small, PLANS[0])).startswith("Does not fit: ")
 
@@ -104,7 +104,7 @@ def test_no_order_is_refused():
 
 def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.mesh.degrees_panel import degrees_panel
+    from simulator.viz import degrees_panel
 
     panel = degrees_panel(
         WORKLOAD, {"a": CLUSTER, "b": replace(CLUSTER, name="half", num_devices=16)}, plan=Plan(data=2)
@@ -143,7 +143,7 @@ def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():
 )
 def test_a_panel_that_cannot_begin_is_refused(options, message):
     pytest.importorskip("ipywidgets")
-    from simulator.viz.mesh.degrees_panel import degrees_panel
+    from simulator.viz import degrees_panel
 
     with pytest.raises(ValueError, match=message):
         degrees_panel(WORKLOAD, **options)

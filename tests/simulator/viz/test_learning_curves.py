@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulator.viz import to_png
-from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes, points
+from simulator.viz import describe_batch_sizes, draw_batch_sizes, to_png
+from simulator.viz.large_batch.learning_curves import points
 
 RESULTS = {"SGD": {1437: [0.70, 0.80], 32: [0.96, 0.98]}, "LAMB": {32: [0.97], 1437: [0.90]}}
 
@@ -22,9 +22,9 @@ def test_lines_are_means_and_bars_reach_from_the_worst_to_the_best():
 
 def test_words_say_the_same():
     words = describe_batch_sizes(RESULTS)
-    assert words.splitlines()[0] == "With 1,437 samples a batch LAMB is left with 90.0 %, SGD with 75.0 %."
+    assert words.splitlines()[0] == "With 1,437 samples per batch LAMB is left with 90.0 %, SGD with 75.0 %."
     assert "SGD: 32: 97.0% (96.0% to 98.0%), 1,437: 75.0% (70.0% to 80.0%)." in words
-    assert describe_batch_sizes({"SGD": {32: [0.5]}}).startswith("SGD: 50.0% with 32 samples a batch.")
+    assert describe_batch_sizes({"SGD": {32: [0.5]}}).startswith("SGD: 50.0% with 32 samples per batch.")
 
 
 @pytest.mark.parametrize("wrong", [{}, {"SGD": {}}, {"SGD": {32: []}}, {"SGD": {32: [97.0]}}])

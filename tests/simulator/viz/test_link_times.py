@@ -2,8 +2,7 @@ import pytest
 
 from distlab.plan import Link, Protocol
 from simulator import link, message_s
-from simulator.viz import to_png
-from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
+from simulator.viz import describe_link_times, draw_link_times, to_png
 
 WIRES = ("ethernet-10g", "nvlink4", "infiniband-hdr")
 

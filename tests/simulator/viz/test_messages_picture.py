@@ -78,7 +78,7 @@ def test_a_collective_that_one_rank_does_not_join():
     diagram = read_diagram(calls)
     assert diagram.ranks == (0, 1, 2)
     assert diagram.waits_for == {0: (1,), 2: (1,)}
-    assert describe_message_diagram(calls).splitlines()[0] == "Rank 0 waits for rank 1, for ever (and 1 more wait)."
+    assert describe_message_diagram(calls).splitlines()[0] == "Rank 0 waits for rank 1, forever (and 1 more wait)."
 
 
 def test_a_receive_from_anyone_takes_the_first_message_or_waits_for_all_others():
@@ -87,7 +87,7 @@ def test_a_receive_from_anyone_takes_the_first_message_or_waits_for_all_others()
     assert read_diagram(taken).pairs == ((0, 1),)
     stuck = [*taken, call(2, "recv", -1, (5, 5, 0), channel=6, **three)]
     assert read_diagram(stuck).waits_for == {2: (0, 1)}
-    assert describe_message_diagram(stuck).startswith("Rank 2 waits for ranks 0 and 1, for ever.")
+    assert describe_message_diagram(stuck).startswith("Rank 2 waits for ranks 0 and 1, forever.")
     assert len(arrows(draw_message_diagram(stuck))) == 1
 
 

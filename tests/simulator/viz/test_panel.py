@@ -8,9 +8,8 @@ import ipywidgets
 import pytest
 from viz_traces import data_parallel
 
-from simulator.viz import describe_timeline, draw_timeline
-from simulator.viz.drawing.panel import Panel
-from simulator.viz.drawing.style import new_figure, put_title
+from simulator.viz import Panel, describe_timeline, draw_timeline
+from simulator.viz.drawing.plot import new_figure, put_title
 
 
 def picture(title):
@@ -135,3 +134,11 @@ def test_a_panel_without_controls_is_a_picture():
 def test_figures_stay_free_of_widgets():
     code = "import sys, simulator.viz; sys.exit(any(name in sys.modules for name in ('ipywidgets', 'anywidget')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_face_has_every_name_that_it_promises():
+    import simulator.viz
+
+    assert all(callable(getattr(simulator.viz, name)) for name in simulator.viz.__all__)
+    with pytest.raises(AttributeError, match="module 'simulator.viz' has no attribute 'no_panel'"):
+        _ = simulator.viz.no_panel

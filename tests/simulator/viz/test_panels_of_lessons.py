@@ -6,9 +6,12 @@ from viz_traces import data_parallel, ring
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
 from distlab.plan import Link, Protocol  # noqa: E402
-from simulator.viz.collectives.race_panel import LINKS, race_panel  # noqa: E402
-from simulator.viz.collectives.ring_panel import ring_panel  # noqa: E402
-from simulator.viz.data_parallel.train_step_panel import train_step_panel  # noqa: E402
+from simulator.viz import (
+    race_panel,  # noqa: E402
+    ring_panel,  # noqa: E402
+    train_step_panel,  # noqa: E402
+)
+from simulator.viz.panels.collectives import LINKS  # noqa: E402
 
 
 def test_the_ring_plays_from_the_start_to_the_last_step():

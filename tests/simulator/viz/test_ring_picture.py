@@ -9,6 +9,7 @@ from viz_traces import data_parallel, ring
 from distlab.trace import Span, Trace
 from simulator.viz import describe_ring_steps, draw_ring_steps, to_png
 from simulator.viz.collectives.ring_record import chunk_name, messages_of, ring_steps, step_verb
+from simulator.viz.drawing.words import words_of
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
@@ -54,7 +55,7 @@ def test_calls_of_a_recorder_and_its_trace_give_the_same_picture():
 
 def test_picture_has_a_panel_a_step_and_the_figures_in_its_title():
     figure = draw_ring_steps(ring(4))
-    texts = [text.get_text() for text in figure.axes[0].texts]
+    texts = words_of(figure.axes[0])
     assert [text for text in texts if text.startswith("step ")] == [
         f"step {number + 1}: {'add' if number < 3 else 'copy'}" for number in range(6)
     ]

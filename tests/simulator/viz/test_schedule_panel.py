@@ -5,8 +5,10 @@ import pytest
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
 from distlab.plan import SCHEDULES  # noqa: E402
-from simulator.viz.schedules.schedule_editor import schedule_editor  # noqa: E402
-from simulator.viz.schedules.schedule_panel import schedule_panel  # noqa: E402
+from simulator.viz import (
+    schedule_editor,  # noqa: E402
+    schedule_panel,  # noqa: E402
+)
 from simulator.viz.schedules.sweep import NAMES  # noqa: E402
 
 

@@ -5,7 +5,7 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_schedule, draw_schedule
-from simulator.viz.drawing.letters import letters_of
+from simulator.viz.drawing.words import words_of as letters_of
 
 FORWARD, BACKWARD = 10 * MS, 20 * MS
 

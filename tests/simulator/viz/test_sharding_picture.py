@@ -26,7 +26,7 @@ def test_the_curves_are_the_sweeps():
 
 def test_the_text_names_the_chosen_size_and_the_best():
     text = describe_sharding(SWEEP, STEP)
-    assert "Chosen: 2 layers a unit, 3 units" in text
+    assert "Chosen: 2 layers per unit, 3 units" in text
     assert "Fastest: " in text
     assert "1 unit gathered ahead" in text
 
@@ -44,7 +44,7 @@ def test_every_sharding_can_be_drawn(options):
 
 def test_the_panel_follows_its_controls():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.sharding.unit_size_panel import sharding_panel
+    from simulator.viz import sharding_panel
 
     small = gpt_workload(
         hidden_size=512, num_layers=2, num_heads=8, sequence_length=256, vocab_size=1000, microbatch_size=1

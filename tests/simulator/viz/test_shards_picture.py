@@ -176,7 +176,7 @@ def test_a_step_shows_what_ranks_have_by_then(num_ranks, step):
 
 def test_the_panel_plays_the_layer():
     pytest.importorskip("ipywidgets")
-    from simulator.viz.tensor_parallel.shards_panel import shards_panel
+    from simulator.viz import shards_panel
 
     panel = shards_panel()
     texts = [panel.text]

@@ -127,7 +127,7 @@ class TestPanels:
         pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
     def test_the_bucket_slider_moves_the_mark_and_shows_the_step(self):
-        from simulator.viz.data_parallel.bucket_panel import bucket_panel
+        from simulator.viz import bucket_panel
 
         machines = {"slow": MACHINE, "fast": cluster("laptop", 4)}
         panel = bucket_panel(WORKLOAD, machines, Plan(data=4, bucket_bytes=300_000))
@@ -143,7 +143,7 @@ class TestPanels:
         assert panel.error is None
 
     def test_the_bandwidth_slider_changes_who_is_best(self):
-        from simulator.viz.compression.compression_panel import compression_panel
+        from simulator.viz import compression_panel
 
         other = gpt_workload(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64, vocab_size=500)
         models = {"small": other, "large": WORKLOAD}
@@ -160,8 +160,7 @@ class TestPanels:
         assert "top-k" not in panel.text
 
     def test_panels_of_nothing_are_refused(self):
-        from simulator.viz.compression.compression_panel import compression_panel
-        from simulator.viz.data_parallel.bucket_panel import bucket_panel
+        from simulator.viz import bucket_panel, compression_panel
 
         with pytest.raises(ValueError, match="no cluster"):
             bucket_panel(WORKLOAD, {}, Plan(data=2))

@@ -8,11 +8,10 @@ import pytest
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline, draw_timeline, to_png
+from simulator.viz import describe_timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.boxes import pixel_columns
 from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
-from simulator.viz.drawing.letters import letters_of
-from simulator.viz.timeline.facts import facts_of
+from simulator.viz.drawing.words import words_of as letters_of
 
 
 def artists(figure, gid):

@@ -8,10 +8,10 @@ import traitlets
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline
+from simulator.viz import Timeline, describe_timeline
 from simulator.viz.timeline.packet import FIELDS, MAX_LINES
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS
-from simulator.viz.timeline.timeline_widget import SHORTEST_VIEW_S, Timeline
+from simulator.viz.timeline.timeline_widget import SHORTEST_VIEW_S
 
 
 def boxes(widget):

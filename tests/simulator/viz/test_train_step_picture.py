@@ -8,11 +8,11 @@ from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
 from distlab.trace import Span, SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
-from simulator.viz import describe_train_step, draw_train_step, step_of, to_png
+from simulator.viz import describe_train_step, draw_train_step, facts_of, step_of, to_png
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
-from simulator.viz.drawing.style import name_ranks
-from simulator.viz.timeline.facts import facts_of
+from simulator.viz.drawing.wording import name_ranks
+from simulator.viz.drawing.words import words_of
 
 
 def gpt(sync, num_ranks=4):
@@ -43,12 +43,8 @@ def states(trace, at_ms):
 def words(figure):
     drawn = [text.get_text() for text in figure.texts]
     for axes in figure.axes:
-        drawn += [line for artist in axes.collections if artist.get_gid() == "words" for line in _lines(artist)]
+        drawn += words_of(axes)
     return drawn
-
-
-def _lines(artist):
-    return artist.get_label().splitlines()
 
 
 @pytest.mark.parametrize(

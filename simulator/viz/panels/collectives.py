@@ -1,4 +1,4 @@
-"""Choose a link and a number of ranks, and see which all-reduce wins at which size."""
+"""Play a recorded ring step by step, and see which all-reduce wins at which size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,32 @@ from matplotlib.figure import Figure
 from distlab.plan import Link
 from simulator.hardware import presets as hardware
 from simulator.viz.collectives.race import describe_race, draw_race
-from simulator.viz.drawing.panel import Panel
+from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
+from simulator.viz.collectives.ring_record import Record, ring_steps
+from simulator.viz.panels.panel import Panel
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
+
+
+def ring_panel(record: Record, operation: str | None = None) -> Panel:
+    """Return a panel that plays the steps of a recorded ring; step 0 is what every rank holds before the first.
+
+    In code: `panel.controls["step"].value = 3`.
+
+    Args:
+        record: the records of one ring (`ranks.records()`), or a trace whose spans name their peers.
+        operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
+
+    Raises:
+        ValueError: the record is not of a ring; the text says why.
+    """
+    steps = ring_steps(record, operation)
+    last = len(steps.chunk)
+
+    def draw(step: int) -> tuple[Figure, str]:
+        return draw_ring_frame(steps, step), describe_ring_frame(steps, step)
+
+    return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
 
 
 def race_panel(

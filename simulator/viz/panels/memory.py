@@ -1,4 +1,4 @@
-"""Choose a model, ranks and a plan: see what fills a device's memory, whether it fits, and what to change if not."""
+"""Choose a plan and see what fills a device's memory, or how large a unit of sharding should be."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan import Device, Plan, Precision, Sharding, Workload
+from distlab.plan import Cluster, Device, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
 from simulator.hardware import presets as hardware
 from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
-from simulator.viz.drawing.panel import Panel
+from simulator.step.simulate import simulate
+from simulator.sweeps.fsdp_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
 from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.memory.memory import describe_memory, draw_memory
+from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
+from simulator.viz.panels.panel import Panel
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
@@ -28,6 +31,9 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "bfloat16, float32 master and gradients (18)": Precision("bfloat16"),
     }
 )
+SHARDED_MODEL, CLUSTER, MAX_PREFETCH = "llama-2-7b", "dgx-h100", 3
+NUM_DEVICES = (8, 16, 32, 64)
+OVER_ALL, NODE = "over all GPUs", "inside each node"
 STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3})
 DEGREES = tuple(2**power for power in range(11))
 
@@ -126,8 +132,63 @@ def _controls(models: Sequence[str], devices: Sequence[str]) -> dict[str, widget
         "stage": widgets.Dropdown(options=list(STAGES.items()), value=0, description="sharding"),
         "recompute": widgets.Dropdown(options=list(RECOMPUTES), description="recompute"),
         "precision": widgets.Dropdown(options=list(PRECISIONS), value=list(PRECISIONS)[2], description="precision"),
-        "microbatch": powers("samples a micro-batch", 32),
+        "microbatch": powers("samples per micro-batch", 32),
         "tensor": powers("tensor-parallel ranks", 8),
         "pipeline": powers("pipeline stages", 16),
         "picture": widgets.Dropdown(options=[("this plan", "plan"), ("all stages", "stages")], description="show"),
     }
+
+
+def sharding_panel(
+    workload: Workload | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    *,
+    num_devices: Sequence[int] = NUM_DEVICES,
+) -> Panel:
+    """Return a panel with a slider of layers per unit, and controls of prefetch, GPUs, sets of shards and what is kept.
+
+    In code: `panel.controls["unit_layers"].value = 4`, `panel.controls["prefetch"].value = 0`,
+    `panel.controls["sets"].value = "inside each node"`.
+
+    Args:
+        workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
+        cluster: what it runs on; its devices may be more or fewer than it has. By default H100s in nodes of eight.
+        plan: all that the controls do not set; by default layers are computed again in backward.
+        num_devices: numbers of GPUs to choose from.
+
+    Raises:
+        ValueError: as `sweep_units`.
+    """
+    model = model_by_name(SHARDED_MODEL, microbatch_size=1) if workload is None else workload
+    machine = hardware.cluster(CLUSTER, max(num_devices)) if cluster is None else cluster
+    base = Plan(data=1, sharding=Sharding(3), recompute="full") if plan is None else plan
+    sizes = unit_sizes(model)
+    sweeps: dict[tuple[Cluster, Plan], UnitSweep] = {}
+
+    def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> tuple[Figure, str]:
+        on = replace(machine, num_devices=gpus)
+        replicas = max(1, gpus // machine.devices_per_node) if sets == NODE else 1
+        sharding = replace(
+            base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas, reshard_after_forward=not keep
+        )
+        chosen = replace(base, data=gpus, sharding=sharding)
+        if (on, chosen) not in sweeps:
+            sweeps[on, chosen] = sweep_units(model, on, chosen, sizes=sizes)
+        sweep, step = sweeps[on, chosen], simulate(model, on, with_unit_layers(chosen, unit_layers))
+        return draw_sharding(sweep, step), describe_sharding(sweep, step)
+
+    return Panel(
+        draw,
+        unit_layers=widgets.SelectionSlider(
+            options=list(sizes),
+            value=min(sizes, key=lambda s: abs(s - base.sharding.unit_layers)),
+            description="layers per unit",
+        ),
+        prefetch=widgets.IntSlider(value=min(base.sharding.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
+        gpus=widgets.Dropdown(options=list(num_devices), value=num_devices[0], description="GPUs"),
+        sets=widgets.Dropdown(options=[OVER_ALL, NODE], value=OVER_ALL, description="shards"),
+        keep=widgets.Checkbox(
+            value=not base.sharding.reshard_after_forward, description="keep parameters after forward"
+        ),
+    )

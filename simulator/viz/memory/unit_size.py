@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
@@ -16,24 +15,10 @@ from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.lanes import Side, lanes_of, place
-from simulator.viz.drawing.legend import put_legend
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    KINDS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    byte_unit,
-    frame,
-    kind_styles,
-    new_figure,
-    percent,
-    put_title,
-    time_unit,
-)
+from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.wording import byte_unit, counted, percent, time_unit
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
@@ -65,14 +50,14 @@ def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> 
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, trace, lanes, height)
-    put_title(figure, title or _takeaway(sweep, at), _note(step))
+    put_title(figure, title or _memory_and_time(sweep, at), _setting(step))
     return figure
 
 
 def describe_sharding(sweep: UnitSweep, step: Step) -> str:
     """Say in words what `draw_sharding` shows."""
     at = nearest(sweep, step.plan.sharding.unit_layers)
-    lines = [f"{_takeaway(sweep, at)}. {_note(step)}", f"Chosen: {point(sweep, at)}."]
+    lines = [f"{_memory_and_time(sweep, at)}. {_setting(step)}", f"Chosen: {point(sweep, at)}."]
     lines.append(f"Fastest: {point(sweep, sweep.fastest)}.")
     lines.append(f"Holding least: {point(sweep, sweep.smallest)}.")
     return "\n".join(lines)
@@ -87,16 +72,16 @@ def point(sweep: UnitSweep, index: int) -> str:
     """Say what one size gives."""
     layers, units = sweep.unit_layers[index], sweep.num_units[index]
     return (
-        f"{_layers(layers)} a unit, {units} unit{'s' if units != 1 else ''}: {format_bytes(sweep.memory_bytes[index])} "
-        f"a rank, {format_bytes(sweep.gathered_bytes[index])} of it gathered; step "
+        f"{counted(layers, 'layer')} per unit, {counted(units, 'unit')}: {format_bytes(sweep.memory_bytes[index])} "
+        f"per rank, {format_bytes(sweep.gathered_bytes[index])} of it gathered; step "
         f"{format_s(sweep.duration_s[index])}, {format_s(sweep.exposed_s[index])} of it exposed"
     )
 
 
-def _takeaway(sweep: UnitSweep, at: int) -> str:
+def _memory_and_time(sweep: UnitSweep, at: int) -> str:
     fastest = sweep.fastest
-    here = f"Units of {_layers(sweep.unit_layers[at])}"
-    held = f"{format_bytes(sweep.memory_bytes[at])} a rank"
+    here = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
+    held = f"{format_bytes(sweep.memory_bytes[at])} per rank"
     if at == fastest:
         return (
             f"{here} make the shortest step, {percent(sweep.exposed_s[at] / sweep.duration_s[at])} exposed, with {held}"
@@ -107,17 +92,13 @@ def _takeaway(sweep: UnitSweep, at: int) -> str:
     return f"{here}: {held}, {words} than the fastest size, and a step {slower} longer"
 
 
-def _note(step: Step) -> str:
+def _setting(step: Step) -> str:
     sharding, data = step.plan.sharding, step.plan.data
     sets = "" if sharding.replicas == 1 else f" in {sharding.replicas} sets of {data // sharding.replicas}"
     kept = "" if sharding.reshard_after_forward else ", parameters kept after forward"
-    ahead = f"{sharding.prefetch} unit{'s' if sharding.prefetch != 1 else ''} gathered ahead"
+    ahead = f"{counted(sharding.prefetch, 'unit')} gathered ahead"
     sent = format_bytes(max(step.sent_bytes_per_rank))
-    return f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {ahead}{kept}; {sent} sent a rank."
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count != 1 else ''}"
+    return f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {ahead}{kept}; {sent} sent per rank."
 
 
 def _draw_memory(axes: Axes, sizes: Floats, sweep: UnitSweep, step: Step) -> None:
@@ -162,16 +143,13 @@ def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
     look: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
     axes.plot(sizes[at], values[at], marker="o", markersize=12, color=CHOSEN, **look)
     axes.set_xlim(-0.3, len(sizes) - 0.7)
-    axes.xaxis.set_major_locator(FixedLocator(sizes.tolist()))
-    axes.xaxis.set_minor_locator(NullLocator())
-    words = [str(layers) for layers in sweep.unit_layers]
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words[round(value)]))
-    axes.set_xlabel("layers a unit", fontsize=TEXT_PT - 1, color=INK)
+    mark_ticks(axes.xaxis, sizes.tolist(), lambda value: str(sweep.unit_layers[round(value)]))
+    name_axes(axes, "layers per unit", size=TEXT_PT - 1)
 
 
 def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height: float) -> None:
     top = TOP_IN + CURVES_IN + MIDDLE_IN
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN, bare=True)
     side = Side(trace, False)
     few = len(trace) <= MAX_BOXES
     placement = place([side], [0], lanes, seen=[np.ones(len(trace), bool)], levels=False)
@@ -179,8 +157,6 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     view = (0.0, trace.duration_s or 1e-9)
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     for row in placement.rows:
         axes.axhspan(row.top, row.top + row.height, color=IDLE, linewidth=0, zorder=0)
         look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
@@ -189,10 +165,7 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
         add_boxes(axes, side, placement, 0, styles)
     else:
         add_pixels(axes, [side], placement, styles, view)
-    scale, unit = time_unit(view[1])
-    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
-    axes.set_xlabel(f"time since the step began ({unit}), on every rank", fontsize=TEXT_PT - 1, color=INK)
+    draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
     shown = [kind for kind in KINDS if kind in styles]
     put_legend(
         figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]

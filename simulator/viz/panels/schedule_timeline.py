@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from distlab.plan import ScheduleError
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.panel import dress, with_fallback
+from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.panels.panel import dress
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of
 from simulator.viz.schedules.moment import moments_of, tell_moment
 from simulator.viz.schedules.run import ScheduleRun
@@ -143,9 +144,9 @@ class ScheduleTimeline(widgets.VBox):
             timeline.summary = text
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the widget, and beside it the figure and its text for readers without a kernel."""
+        """Return the widget, and also the figure and its text for readers without a kernel."""
         title = self.timeline.title
-        return with_fallback(super()._repr_mimebundle_(), self.png, title=title, text=f"{title}. {self.text}")
+        return with_picture(super()._repr_mimebundle_(), self.png, title=title, text=f"{title}. {self.text}")
 
 
 def _grid(error: ValueError) -> tuple[str, ...]:

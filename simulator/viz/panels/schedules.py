@@ -1,4 +1,4 @@
-"""Choose a schedule, sizes and times: see the pipeline at once, beside another one, and step through it."""
+"""Choose schedules or write one: see the pipeline at once, compare two, and step through them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import ipywidgets as widgets
 
-from distlab.plan import SCHEDULES, ActionTimes
-from simulator.viz.schedules.run import ScheduleRun
-from simulator.viz.schedules.schedule_timeline import ScheduleTimeline
+from distlab.plan import SCHEDULES, ActionTimes, one_f_one_b, parse_schedule, validate
+from simulator.viz.panels.schedule_timeline import ScheduleTimeline
+from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.sweep import NAMES, play
 
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
@@ -38,7 +38,7 @@ def schedule_panel(
 
     chosen = widgets.Dropdown(options=options, value=schedule, description="schedule")
     beside = widgets.Dropdown(options=[("nothing", NOTHING), *options], value=compare, description="compare with")
-    stages = widgets.IntSlider(2, min=1, max=8, description="stages a rank")
+    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
     limit = widgets.FloatSlider(
         value=1.0, min=0.25, max=3.0, step=0.05, description="memory limit (1F1B: 1)", readout_format=".2f"
     )
@@ -104,3 +104,51 @@ def make_runs(
         )
         for name in (schedule, *([compare] if compare else []))
     ]
+
+
+NAME = "your schedule"
+
+
+def schedule_editor(text: str = "") -> ScheduleTimeline:
+    """Return an editor of schedules; it starts with `text`, or with 1F1B of three ranks and four micro-batches.
+
+    A schedule with a fault keeps the last good picture, and under it stands what is wrong and where. In code:
+    `editor.controls["text"].value = "0F0,0B0"`.
+
+    Raises:
+        ValueError: `text` is not a valid schedule.
+    """
+    first = text or _spaced(str(one_f_one_b(3, 4)))
+    lines = first.count("\n") + 1
+
+    def length(value: float, description: str) -> widgets.FloatSlider:
+        return widgets.FloatSlider(value=value, min=0.0, max=4.0, step=0.1, description=description)
+
+    area = widgets.Textarea(first, description="one line per rank", rows=max(4, lines + 1), layout={"width": "100%"})
+    area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
+    return ScheduleTimeline(
+        make_run,
+        text=area,
+        forward=length(1.0, "F: forward (ms)"),
+        input_gradient=length(1.0, "I: input gradient (ms)"),
+        weight_gradient=length(1.0, "W: weight gradient (ms)"),
+        communication=length(0.0, "communication (ms)"),
+    )
+
+
+def make_run(*, text: str, **times: float) -> Sequence[ScheduleRun]:
+    """Parse, validate and run a schedule.
+
+    Raises:
+        ValueError: the text is not a schedule, or it is a schedule with a fault (a ScheduleError, which shows where).
+    """
+    plan = parse_schedule(text)
+    validate(plan)
+    return [run_schedule(NAME, plan, ActionTimes(**times))]
+
+
+def _spaced(text: str) -> str:
+    """Line the actions up in columns, to be read and written more easily."""
+    rows = [line.split(",") for line in text.splitlines()]
+    width = max(len(action) for row in rows for action in row)
+    return "\n".join(" ".join(action.ljust(width) for action in row).rstrip() for row in rows)

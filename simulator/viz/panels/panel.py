@@ -6,20 +6,36 @@ moved by a slider, and a reader without a kernel still sees the last picture and
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anywidget
 import ipywidgets
 import traitlets
 from matplotlib.figure import Figure
 
+from simulator.viz.drawing.mimebundle import title_of, with_picture
 from simulator.viz.drawing.paint import Painter
 
 Draw = Callable[..., tuple[Figure, str]]
 CONTROL_WIDTH = "26em"
+
+
+Named = TypeVar("Named")
+
+
+def by_name(one_or_several: Named | Mapping[str, Named], what: str) -> dict[str, Named]:
+    """Return what a control chooses among, by name; a single one has the name "".
+
+    Raises:
+        ValueError: the mapping is empty.
+    """
+    if not isinstance(one_or_several, Mapping):
+        return {"": one_or_several}
+    if not one_or_several:
+        raise ValueError(f"there is no {what}; pass one, or a mapping from names to {what}s")
+    return dict(one_or_several)
 
 
 class Picture(anywidget.AnyWidget):
@@ -36,7 +52,7 @@ class Panel(ipywidgets.VBox):
     """Controls over a picture: `draw` is called with the controls' values and returns a Figure and its text.
 
     A control is any ipywidgets widget that has a value; its name is the keyword that `draw` gets. A Play control
-    becomes play buttons beside a slider, and the slider is the control. Set `panel.controls["name"].value` to move a
+    becomes play buttons next to a slider, and the slider is the control. Set `panel.controls["name"].value` to move a
     control in code: the picture is drawn before the assignment returns.
 
     Where `draw` raises, the panel shows the error as one line in place of the picture and works on; `error` holds it.
@@ -50,7 +66,7 @@ class Panel(ipywidgets.VBox):
         num_drawn: how often the picture was drawn.
 
     Raises:
-        TypeError: a control is no widget with a value.
+        TypeError: a control is not a widget with a value.
     """
 
     def __init__(self, draw: Draw, **controls: Any) -> None:
@@ -130,8 +146,8 @@ class Panel(ipywidgets.VBox):
         return shown
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the widget, and beside it the picture and its text for readers without a kernel."""
-        return with_fallback(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
+        """Return the widget, and also the picture and its text for readers without a kernel."""
+        return with_picture(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
 
 
 def dress(name: str, control: Any) -> Any:
@@ -143,20 +159,3 @@ def dress(name: str, control: Any) -> Any:
     if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
         control.layout.width = CONTROL_WIDTH
     return control
-
-
-def title_of(figure: Figure) -> str:
-    """Return the figure's title: its first text, or the first title over its axes."""
-    texts = [figure.get_suptitle(), *(text.get_text() for text in figure.texts)]
-    texts += [axes.get_title(loc) for axes in figure.axes for loc in ("left", "center", "right")]
-    return next((" ".join(text.split()) for text in texts if text.strip()), "")
-
-
-def with_fallback(bundle: Any, png: bytes, *, title: str, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the picture and its text to a widget's MIME bundle, for viewers that cannot run widgets."""
-    data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-    data, metadata = {**(data or {}), "text/plain": text}, dict(metadata or {})
-    if png:
-        data["image/png"] = base64.b64encode(png).decode("ascii")
-        metadata["image/png"] = {"alt": title}
-    return data, metadata

@@ -15,8 +15,8 @@ from distlab.plan.records import RECOMPUTES
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
-from simulator.viz.drawing.panel import Panel
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
+from simulator.viz.panels.panel import Panel, by_name
 
 MODEL, CLUSTERS, NUM_DEVICES = "llama-2-7b", ("dgx-h100", "dgx-a100"), 64
 STAGES: Mapping[str, int] = MappingProxyType(
@@ -32,7 +32,7 @@ def degrees_panel(
     plan: Plan | None = None,
     degrees: Sequence[int] = POWERS,
 ) -> Panel:
-    """Return a panel with a slider a degree, and controls of micro-batches, sharding, recompute and the cluster.
+    """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
 
     In code: `panel.controls["tensor"].value = 4`, `panel.controls["recompute"].value = "full"`,
     `panel.controls["sequence_parallel"].value = True`.
@@ -49,7 +49,8 @@ def degrees_panel(
         ValueError: there is no cluster, or a degree of the plan is not among `degrees`.
     """
     model = model_by_name(MODEL) if workload is None else workload
-    clusters = _clusters(cluster)
+    presets = {name: cluster_by_name(name, NUM_DEVICES) for name in CLUSTERS}
+    clusters = by_name(presets if cluster is None else cluster, "cluster")
     base = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective") if plan is None else plan
     first = next(iter(clusters))
     most = max(one.num_devices for one in clusters.values())
@@ -80,15 +81,6 @@ def draw_degrees(workload: Workload, cluster: Cluster, plan: Plan) -> tuple[Figu
     except ValueError as error:
         reason = " ".join(str(error).split())
         return impossible_figure(plan, reason), describe_impossible(plan, reason)
-
-
-def _clusters(cluster: Cluster | Mapping[str, Cluster] | None) -> dict[str, Cluster]:
-    if cluster is None:
-        return {name: cluster_by_name(name, NUM_DEVICES) for name in CLUSTERS}
-    clusters = {cluster.name: cluster} if isinstance(cluster, Cluster) else dict(cluster)
-    if not clusters:
-        raise ValueError("there is no cluster; pass one, or a mapping from names to clusters")
-    return clusters
 
 
 def _plan(base: Plan, *, stage: int, **values: Any) -> Plan:
