@@ -1,6 +1,10 @@
 """Predict a training step: hardware in numbers, a cost model, an exact event engine, memory, and a Trace of the result.
 
 Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
+
+Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
+`pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
+`memory`, `models`, `sweeps`. `units` and `precision` convert numbers and say how wide they are.
 """
 
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work

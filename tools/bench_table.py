@@ -105,7 +105,7 @@ def results_text(results: dict[str, Any]) -> str:
     machines = sorted({one.machine for one in rows})
     judged = worst_first([one for one in rows if one.judged])
     lines = [summary(judged), "", *(f"- Run {run}: {machine}." for run, machine in enumerate(machines, 1)), ""]
-    never = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in results)
+    never = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in results and path.stem[0] != "_")
     lines += [f"Benchmarks without a kept run: {', '.join(never)}.", ""] if never else []
     lines += ["| holds | claim | bar | measured | 95 % interval | benchmark | run |", "|---|---|---|---|---|---|---|"]
     for one in judged:

@@ -1,6 +1,10 @@
 """Real ranks on this machine or under torchrun: start them, group them, watch what they send, explain how they fail.
 
-Start at `launch.run`. Names load on first use, so that importing the package does not load torch.
+Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
+value on every rank; `together` raises one error on all ranks). `record` watches every call. `rendezvous` and `clocks`
+join ranks of several machines, `throttle` slows a link down, `checks` refuses wrong arguments, and `single_tensor`
+hides a difference between versions of torch. Names load on first use, so that importing the package does not load
+torch.
 """
 
 from __future__ import annotations

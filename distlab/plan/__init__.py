@@ -2,6 +2,10 @@
 
 Plans are values made by pure functions: they print, compare and are checked with no process running. distlab runs them,
 the simulator gives them times, and pictures are drawn from them.
+
+Read `records` (`Plan`, `Cluster`, `Workload`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
+`compression`. `work`, `passes` and `regions` describe a model's layers in sizes alone; `require` checks fields.
+`schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
 
 from distlab.plan.axes import AXES, mesh_of

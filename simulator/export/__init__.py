@@ -1,7 +1,7 @@
 """The same plan in the words of the tools that people run: a DeepSpeed configuration, FSDP2 code.
 
-What a plan says and a tool cannot is not left out in silence: `deepspeed_notes` lists it, and the code carries it as
-comments.
+Read `deepspeed`, then `fsdp2`. What a plan says and a tool cannot do is not left out in silence: `deepspeed_notes`
+lists it, and the code carries it as comments.
 """
 
 from simulator.export.deepspeed import deepspeed_config, deepspeed_notes

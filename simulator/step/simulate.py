@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from distlab.plan import AXES, Cluster, Plan, Schedule, Workload
 from simulator.engine.event_engine import SharedCores
 from simulator.hardware.rank_layout import Layout
+from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import EVEN, Uneven
 from simulator.stage.local_layer import check_divides
-from simulator.stage.stage import make_stages
+from simulator.stage.stage import Stage, make_stages
+from simulator.stage.step_times import Timing
 from simulator.step.measured import Measured
 from simulator.step.result import Step
 from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
@@ -81,22 +83,27 @@ def simulate(
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)
     stages = slow_down(stages, uneven.slow_ranks, plan.pipeline)
     compiled = compile_schedule_of(plan, schedule, stages)
+    timing = _time(plan, cluster, stages, compiled, uneven)
+    return Step(workload, cluster, plan, stages, timing, layout.order)
+
+
+def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: CompiledSchedule, uneven: Uneven) -> Timing:
+    """Return when each part of the step happens."""
     factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
     if plan.sharding.stage == 3:
-        timing = time_fsdp_step(compiled, stages[0], plan.sharding, contention=cluster.contention)
-    else:
-        timing = time_step(
-            compiled,
-            stages,
-            sync=plan.gradient_sync,
-            each_pass=sums_each_pass(plan),
-            contention=cluster.contention if _overlaps(plan) else None,
-            factors=factors,
-            cores=_shared_cores(cluster, plan),
-        )
+        return time_fsdp_step(compiled, stages[0], plan.sharding, contention=cluster.contention)
+    timing = time_step(
+        compiled,
+        stages,
+        sync=plan.gradient_sync,
+        each_pass=sums_each_pass(plan),
+        contention=cluster.contention if _overlaps(plan) else None,
+        factors=factors,
+        cores=_shared_cores(cluster, plan),
+    )
     if plan.sharding.stage in (1, 2):
-        timing = add_zero_calls(timing, stages)
-    return Step(workload, cluster, plan, stages, timing, layout.order)
+        return add_zero_calls(timing, stages)
+    return timing
 
 
 def _overlaps(plan: Plan) -> bool:

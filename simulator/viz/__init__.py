@@ -2,7 +2,8 @@
 
 Each picture is a pure function (`draw_timeline`, `mesh_figure`). It makes a matplotlib Figure of a Trace, of recorded
 calls or of a cost model. Its `describe_` twin returns the text for readers who cannot see it. `to_png` renders a
-figure; no window is ever opened. In a notebook a Mesh, Schedule, Trace, Memory, Plan or Step shows its own picture.
+figure; no window is ever opened. In a notebook a Mesh, Schedule, Trace, Memory, Plan or Step shows its own picture
+(`show_objects`).
 
 Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
 load on first use, so that importing the package does not load ipywidgets.
