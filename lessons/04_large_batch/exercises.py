@@ -1,8 +1,8 @@
-"""Exercises of lesson 4, and how each is driven and judged (see cases.py, judges.py and judge_layers.py)."""
+"""Exercises of lesson 4; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
 
 from __future__ import annotations
 
-from distlab_lesson_04 import cases, judge_layers, judges
+from distlab_lesson_04.checks import accumulation, layers, rates
 
 from distlab.grading import Exercise
 
@@ -23,8 +23,8 @@ EXERCISES = (
         name="04.rate",
         title="a rate that grows with the batch",
         source="solutions:learning_rate",
-        drive=cases.drive_rate,
-        judge=judges.judge_rate,
+        drive=rates.drive_rate,
+        judge=rates.judge_rate,
         worlds=(1,),
         hints=(
             "Compute the full rate first: how many times the base batch is the batch?",
@@ -32,14 +32,15 @@ EXERCISES = (
             "peak = base_lr * batch / base_batch. While step < num_warmup return peak * (step + 1) / num_warmup, "
             "otherwise peak. With num_warmup 0 the first case never comes, so nothing is divided by zero.",
         ),
-        on_failure=judges.rate_failure,
+        on_failure=rates.rate_failure,
+        mutants=rates.WRONG_RATES,
     ),
     Exercise(
         name="04.accumulate",
         title="a large batch in small pieces",
         source="solutions:accumulate",
-        drive=cases.drive_accumulate,
-        judge=judges.judge_accumulate,
+        drive=accumulation.drive_accumulate,
+        judge=accumulation.judge_accumulate,
         imports=(
             "from collections.abc import Callable",
             "import torch.distributed as dist",
@@ -53,14 +54,15 @@ EXERCISES = (
             "Count the samples; for each micro-batch run the model, multiply the loss by len(inputs) / all samples, "
             "call backward. After the loop, once: divide each gradient by world_size and all_reduce it.",
         ),
-        budget=judges.accumulate_budget,
+        budget=accumulation.accumulate_budget,
+        mutants=accumulation.WRONG_ACCUMULATIONS,
     ),
     Exercise(
         name="04.lars",
         title="LARS: steps as long as the layer allows",
         source="solutions:lars_step",
-        drive=cases.drive_lars,
-        judge=judge_layers.judge_lars,
+        drive=layers.drive_lars,
+        judge=layers.judge_lars,
         imports=_TORCH,
         worlds=(1,),
         hints=(
@@ -70,13 +72,14 @@ EXERCISES = (
             "coefficient * |w| / (|g| + decay * |w|). New buffer = momentum * buffer + lr * ratio * (gradient + decay "
             "* weight). Return weight - buffer, and the buffer.",
         ),
+        mutants=layers.WRONG_LARS,
     ),
     Exercise(
         name="04.lamb",
         title="LAMB: Adam's direction, the layer's length",
         source="solutions:lamb_step",
-        drive=cases.drive_lamb,
-        judge=judge_layers.judge_lamb,
+        drive=layers.drive_lamb,
+        judge=layers.judge_lamb,
         imports=_TORCH,
         worlds=(1,),
         hints=(
@@ -86,13 +89,14 @@ EXERCISES = (
             " + 1e-6) + decay * weight; ratio = |weight| / |update|, or 1 where one is zero; return weight - lr * ratio"
             " * update, mean, square.",
         ),
+        mutants=layers.WRONG_LAMBS,
     ),
     Exercise(
         name="04.repair",
         title="spot the bug: fine until it is resumed",
         source="solutions:warm_up",
-        drive=cases.drive_warm_up,
-        judge=judges.judge_warm_up,
+        drive=rates.drive_warm_up,
+        judge=rates.judge_warm_up,
         imports=("from collections.abc import Callable", "import torch"),
         worlds=(1,),
         hints=(
@@ -101,6 +105,7 @@ EXERCISES = (
             "Take peak_lr, not what the optimizer holds, and set the rate before every update: peak_lr * min(1, (step "
             "+ 1) / num_warmup).",
         ),
-        broken="mutants:warm_up_from_what_it_finds",
+        broken="from what it finds",
+        mutants=rates.WRONG_WARMUPS,
     ),
 )
