@@ -146,7 +146,7 @@ WRONG_SCATTERS = (
     .edit("scratch[: grows.numel()]", "grows")
     .without("grows += received"),
     Mutant("one step too many", "too many messages", "2 steps", 3).edit("range(n - 1)", "range(n)"),
-    Mutant("L // n elements a chunk", "wrong length", "7 elements", 2, 8).edit(
+    Mutant("L // n elements per chunk", "wrong length", "7 elements", 2, 8).edit(
         "tensor.tensor_split(n)", "tensor[: tensor.numel() // n * n].tensor_split(n)"
     ),
     Mutant("passes on what came", "part missing", "lacks rank", 3, 2)

@@ -41,5 +41,5 @@ def unchanged(kept: Sequence[bool], what: str = "gradient") -> Iterator[Fault]:
     """Complain where the argument was written to."""
     for rank, same in enumerate(kept):
         if not same:
-            text = f"rank {rank}'s {what} was changed; what is left out of the message must stay where it is"
+            text = f"rank {rank}'s {what} was changed; what is not sent must stay where it is"
             yield Fault("changed argument", f"{text}: work on a copy")

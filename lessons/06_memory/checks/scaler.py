@@ -193,7 +193,7 @@ WRONG_SCALERS = (
     ),
     Mutant("not in a row", "streak goes on", "in a row", 1).edit("scale / 2, 0", "scale / 2, streak"),
     Mutant("never grows", "never grows", "stays low forever", 1).edit("scale * 2, 0", "scale, 0"),
-    Mutant("a call a gradient", "too many calls", "one number per step", 2)
+    Mutant("a call per gradient", "too many calls", "one number per step", 2)
     .edit("in gradients]).all()", "in gradients])")
     .edit(
         "overflow = (~finite).float()\ndist.all_reduce(overflow, dist.ReduceOp.MAX)\nif overflow.item() > 0:",
