@@ -246,7 +246,7 @@ WRONG_GATHERS = (
     Mutant("own missing", "wrong length", "own tensor is missing", 2, "common").edit(
         "return tensors", "return tensors[:root] + tensors[root + 1 :]"
     ),
-    Mutant("to everybody", "too many messages", "each root that it is not", 3, 1)
+    Mutant("to all ranks", "too many messages", "each root that it is not", 3, 1)
     .edit(
         "if rank != root:\n    dist.send(tensor, root)\n    return None",
         "leaving = [dist.isend(tensor, other) for other in range(world_size) if other != rank]",

@@ -22,24 +22,24 @@ def chunk_lengths(length: int, n: int) -> list[int]:
 
 def judge_reduce_scatter(evidence: Evidence) -> Iterator[Fault]:
     """Look at each rank's chunk: length, whose parts are in it, values; then bytes and steps."""
-    for everybody in shared.cases(evidence):
-        n, length = len(everybody[0].ranks), everybody[0].after.numel()
+    for all_ranks in shared.cases(evidence):
+        n, length = len(all_ranks[0].ranks), all_ranks[0].after.numel()
         sizes = chunk_lengths(length, n)
-        yield from shared.refuse_native(everybody)
-        yield from shared.refuse_returned(everybody, sizes, "its own chunk")
-        for rank, case in enumerate(everybody):
+        yield from shared.refuse_native(all_ranks)
+        yield from shared.refuse_returned(all_ranks, sizes, "its own chunk")
+        for rank, case in enumerate(all_ranks):
             if isinstance(case.returned, str):
                 continue
             where = f"{case.name}: chunk {rank} on rank {case.ranks[rank]}"
-            if shared.is_coded(everybody):
+            if shared.is_coded(all_ranks):
                 yield from explain_chunk(case, rank, where)
             else:
                 want = sum(shared.varied(r, length) for r in range(n))
                 yield from shared.differs(case.returned, want.tensor_split(n)[rank], where)
-    for everybody in shared.cases(evidence):
-        yield from not_like_a_ring(everybody, "a ring reduce-scatter", "the one you keep")
-        for rank, case in enumerate(everybody):
-            if not torch.equal(case.after.tensor_split(len(everybody))[rank], case.returned):
+    for all_ranks in shared.cases(evidence):
+        yield from not_like_a_ring(all_ranks, "a ring reduce-scatter", "the one you keep")
+        for rank, case in enumerate(all_ranks):
+            if not torch.equal(case.after.tensor_split(len(all_ranks))[rank], case.returned):
                 message = f"rank {case.ranks[rank]} returned the right chunk, but it is not in the tensor"
                 advice = "add to the chunks of that tensor, and return one of them"
                 yield Fault("not in place", f"{message} that was passed in: {advice}")
@@ -61,13 +61,13 @@ def explain_chunk(case: shared.Case, rank: int, where: str) -> Iterator[Fault]:
     yield from shared.explain_parts(case.returned, where, n)
 
 
-def not_like_a_ring(everybody: Sequence[shared.Case], what: str, kept: str) -> Iterator[Fault]:
+def not_like_a_ring(all_ranks: Sequence[shared.Case], what: str, kept: str) -> Iterator[Fault]:
     """Find a rank that sends more messages than a ring has steps, to another rank than the next, or too many bytes."""
-    n, length = len(everybody), everybody[0].after.numel()
-    worst = max(everybody, key=lambda case: case.num_sends)
+    n, length = len(all_ranks), all_ranks[0].after.numel()
+    worst = max(all_ranks, key=lambda case: case.num_sends)
     if worst.num_sends > n - 1:
         yield Fault("too many messages", f"rank {worst.rank} sent {worst.num_sends} messages; {what} has {n - 1} steps")
-    for case in everybody:
+    for case in all_ranks:
         after = case.ranks[(case.rank + 1) % n]
         others = sorted({call.peer for call in case.calls if call.op == "send"} - {after})
         if others:
@@ -77,7 +77,7 @@ def not_like_a_ring(everybody: Sequence[shared.Case], what: str, kept: str) -> I
             advice = f"so that {n} wires are enough, and none is crossed twice in a step"
             yield Fault("not a ring", f"{message} sends to rank {after} only, {advice}")
     budget = 8 * (length - min(chunk_lengths(length, n)))
-    yield from shared.too_many_bytes(everybody, budget, f"a ring (every chunk but {kept}, once)")
+    yield from shared.too_many_bytes(all_ranks, budget, f"a ring (every chunk but {kept}, once)")
 
 
 def drive_all_gather(fn: Callable[..., Any]) -> list[shared.Result]:
@@ -101,20 +101,20 @@ def numbered(length: int) -> torch.Tensor:
 
 def judge_all_gather(evidence: Evidence) -> Iterator[Fault]:
     """Look for chunks that never came, came to the wrong place or were added; then bytes and steps."""
-    for everybody in shared.cases(evidence):
-        n, length = len(everybody[0].ranks), everybody[0].after.numel()
+    for all_ranks in shared.cases(evidence):
+        n, length = len(all_ranks[0].ranks), all_ranks[0].after.numel()
         want = numbered(length)
-        yield from shared.refuse_native(everybody)
-        yield from shared.refuse_returned(everybody, [length] * n, "the whole tensor")
-        yield from shared.refuse_copies(everybody, [want] * n)
-        for rank, case in enumerate(everybody):
+        yield from shared.refuse_native(all_ranks)
+        yield from shared.refuse_returned(all_ranks, [length] * n, "the whole tensor")
+        yield from shared.refuse_copies(all_ranks, [want] * n)
+        for rank, case in enumerate(all_ranks):
             chunks = zip(case.after.tensor_split(n), want.tensor_split(n), strict=True)
             wrong = [(c, got, right) for c, (got, right) in enumerate(chunks) if not torch.equal(got, right)]
             if wrong:
                 yield explain_gathered(rank, *wrong[0], where=f"{case.name}: rank {case.ranks[rank]}")
             yield from shared.differs(case.returned, want, f"{case.name}: what rank {case.ranks[rank]} returned")
-    for everybody in shared.cases(evidence):
-        yield from not_like_a_ring(everybody, "a ring all-gather", "the next rank's own")
+    for all_ranks in shared.cases(evidence):
+        yield from not_like_a_ring(all_ranks, "a ring all-gather", "the next rank's own")
 
 
 def explain_gathered(rank: int, chunk: int, got: torch.Tensor, want: torch.Tensor, *, where: str) -> Fault:

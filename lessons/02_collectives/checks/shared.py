@@ -106,18 +106,18 @@ def cases(evidence: Evidence) -> Iterator[list[Case]]:
     yield from by_name.values()
 
 
-def refuse_native(everybody: Sequence[Case]) -> Iterator[Fault]:
+def refuse_native(all_ranks: Sequence[Case]) -> Iterator[Fault]:
     """Find calls of torch's own collectives, which these exercises build."""
-    for case in everybody:
+    for case in all_ranks:
         native = [call.op for call in case.calls if call.op not in ("send", "recv")]
         if native:
             message = f"rank {case.ranks[case.rank]} calls torch's own {native[0]}; build it from Send and Receive"
             yield Fault("torch's own collective", message)
 
 
-def refuse_returned(everybody: Sequence[Case], lengths: Sequence[int], what: str) -> Iterator[Fault]:
+def refuse_returned(all_ranks: Sequence[Case], lengths: Sequence[int], what: str) -> Iterator[Fault]:
     """Find results that are not a tensor of the expected length."""
-    for case, length in zip(everybody, lengths, strict=True):
+    for case, length in zip(all_ranks, lengths, strict=True):
         if isinstance(case.returned, str):
             message = f"rank {case.rank} returned {case.returned}; expected a tensor: return {what}"
             yield Fault("nothing returned" if case.returned == "None" else "no tensor returned", message)
@@ -127,9 +127,9 @@ def refuse_returned(everybody: Sequence[Case], lengths: Sequence[int], what: str
             yield Fault("wrong length", f"{text}, the first L % n of them one element longer")
 
 
-def refuse_copies(everybody: Sequence[Case], wanted: Sequence[Tensor]) -> Iterator[Fault]:
+def refuse_copies(all_ranks: Sequence[Case], wanted: Sequence[Tensor]) -> Iterator[Fault]:
     """Find right results that stand in a new tensor, while the one passed in is as wrong as before."""
-    for case, want in zip(everybody, wanted, strict=True):
+    for case, want in zip(all_ranks, wanted, strict=True):
         right = isinstance(case.returned, Tensor) and torch.equal(case.returned, want)
         if right and not torch.equal(case.after, want):
             message = f"rank {case.ranks[case.rank]} returned the right values in a new tensor"
@@ -161,10 +161,10 @@ def explain_parts(got: Tensor, where: str, n: int) -> Iterator[Fault]:
         yield Fault("counted twice", f"{text}; each rank's part belongs in once")
 
 
-def rounds(everybody: Sequence[Case]) -> int:
+def rounds(all_ranks: Sequence[Case]) -> int:
     """Return the longest chain of messages, each sent only after the one before had come, or had left its sender."""
     depth_in: dict[tuple[int, int, int], int] = {}  # (sender, receiver, number): how deep the message is
-    sends = [(call, case) for case in everybody for call in case.calls if call.op == "send"]
+    sends = [(call, case) for case in all_ranks for call in case.calls if call.op == "send"]
     for call, case in sorted(sends, key=lambda pair: pair[0].start_ns):
         earlier = [old for old in case.calls if 0 < old.end_ns <= call.start_ns]
         before = [
@@ -175,9 +175,9 @@ def rounds(everybody: Sequence[Case]) -> int:
     return max(depth_in.values(), default=0)
 
 
-def too_many_bytes(everybody: Sequence[Case], budget: float, what: str) -> Iterator[Fault]:
+def too_many_bytes(all_ranks: Sequence[Case], budget: float, what: str) -> Iterator[Fault]:
     """Find the rank that sends most, where that is more than the budget."""
-    worst = max(everybody, key=lambda case: case.sent_bytes)
+    worst = max(all_ranks, key=lambda case: case.sent_bytes)
     if worst.sent_bytes > budget:
         message = f"right values, but rank {worst.rank} sent {worst.sent_bytes} bytes for a tensor of"
         yield Fault("too many bytes", f"{message} {worst.after.numel() * 8}, where {what} needs {budget:.0f}")
@@ -223,9 +223,9 @@ def drive_on_sums(fn: Callable[..., Any]) -> list[Result]:
     return results + play_in_small_group(fn, lambda place: coded(place, 7))
 
 
-def is_coded(everybody: Sequence[Case]) -> bool:
+def is_coded(all_ranks: Sequence[Case]) -> bool:
     """Whether the case's values tell whose parts are in them."""
-    return "different" not in everybody[0].name
+    return "different" not in all_ranks[0].name
 
 
 def differs(got: Tensor, want: Tensor, where: str) -> Iterator[Fault]:
@@ -239,7 +239,7 @@ def differs(got: Tensor, want: Tensor, where: str) -> Iterator[Fault]:
 
 def most_sent(evidence: Evidence, formula: str) -> tuple[str, ...]:
     """Say what the first case took: bytes of the rank that sent most, and steps that followed one another."""
-    everybody = next(cases(evidence))
-    sent, total = max(case.sent_bytes for case in everybody), everybody[0].after.numel() * 8
-    steps = rounds(everybody)
-    return (f"{len(everybody)} ranks: {sent} bytes sent per rank for {total} ({formula}), {steps} steps",)
+    all_ranks = next(cases(evidence))
+    sent, total = max(case.sent_bytes for case in all_ranks), all_ranks[0].after.numel() * 8
+    steps = rounds(all_ranks)
+    return (f"{len(all_ranks)} ranks: {sent} bytes sent per rank for {total} ({formula}), {steps} steps",)

@@ -14,15 +14,15 @@ from distlab.grading import Evidence, Fault, Mutant
 
 def judge_sum(evidence: Evidence) -> Iterator[Fault]:
     """Look at every rank's sum, on all ranks and in the smaller group."""
-    for everybody in shared.cases(evidence):
-        n, length = len(everybody[0].ranks), everybody[0].after.numel()
-        yield from shared.refuse_native(everybody)
-        yield from shared.refuse_returned(everybody, [length] * n, "the tensor")
-        make = shared.coded if shared.is_coded(everybody) else shared.varied
-        yield from shared.refuse_copies(everybody, [sum(make(r, length) for r in range(n))] * n)
-        for case in everybody:
+    for all_ranks in shared.cases(evidence):
+        n, length = len(all_ranks[0].ranks), all_ranks[0].after.numel()
+        yield from shared.refuse_native(all_ranks)
+        yield from shared.refuse_returned(all_ranks, [length] * n, "the tensor")
+        make = shared.coded if shared.is_coded(all_ranks) else shared.varied
+        yield from shared.refuse_copies(all_ranks, [sum(make(r, length) for r in range(n))] * n)
+        for case in all_ranks:
             where = f"{case.name}: the sum on rank {case.ranks[case.rank]}"
-            if shared.is_coded(everybody):
+            if shared.is_coded(all_ranks):
                 yield from shared.explain_parts(case.after, where, n)
             else:
                 yield from shared.differs(case.after, sum(shared.varied(r, length) for r in range(n)), where)
@@ -46,24 +46,24 @@ def drive_halving(fn: Callable[..., Any]) -> list[shared.Result]:
 
 def judge_halving(evidence: Evidence) -> Iterator[Fault]:
     """Look at the sums, then at bytes and steps."""
-    for everybody in shared.cases(evidence):
-        if everybody[0].name == "12 elements":
-            yield from not_gathered(everybody)
+    for all_ranks in shared.cases(evidence):
+        if all_ranks[0].name == "12 elements":
+            yield from not_gathered(all_ranks)
     yield from judge_sum(evidence)
-    for everybody in shared.cases(evidence):
-        n, length = len(everybody[0].ranks), everybody[0].after.numel()
+    for all_ranks in shared.cases(evidence):
+        n, length = len(all_ranks[0].ranks), all_ranks[0].after.numel()
         levels = int(math.log2(n))
         if length % n == 0:
-            yield from shared.too_many_bytes(everybody, 2 * (n - 1) * length * 8 // n, "halving and doubling")
-        if (steps := shared.rounds(everybody)) > 2 * levels:
+            yield from shared.too_many_bytes(all_ranks, 2 * (n - 1) * length * 8 // n, "halving and doubling")
+        if (steps := shared.rounds(all_ranks)) > 2 * levels:
             message = f"right sums, but {steps} steps follow one another; {n} ranks need {levels} down and {levels} up"
             yield Fault("too many steps", message)
 
 
-def not_gathered(everybody: Sequence[shared.Case]) -> Iterator[Fault]:
+def not_gathered(all_ranks: Sequence[shared.Case]) -> Iterator[Fault]:
     """Find ranks whose own chunk is finished while others are not: the way down is right, the way out is not."""
-    n = len(everybody[0].ranks)
-    for rank, case in enumerate(everybody):
+    n = len(all_ranks[0].ranks)
+    for rank, case in enumerate(all_ranks):
         finished = [all(shared.parts_of(float(v), n) == [1] * n for v in c) for c in case.after.tensor_split(n)]
         if not finished[rank] or all(finished):
             continue
@@ -96,13 +96,13 @@ def drive_hierarchical(fn: Callable[..., Any]) -> list[shared.Result]:
 def judge_hierarchical(evidence: Evidence) -> Iterator[Fault]:
     """Look for machines that are missing or counted twice, then at the bytes between machines."""
     n = evidence.world_size
-    for everybody in shared.cases(evidence):
-        num_machines, g = int(everybody[0].name.split()[0]), int(everybody[0].name.split()[3])
-        for rank, case in enumerate(everybody):
+    for all_ranks in shared.cases(evidence):
+        num_machines, g = int(all_ranks[0].name.split()[0]), int(all_ranks[0].name.split()[3])
+        for rank, case in enumerate(all_ranks):
             parts = shared.parts_of(float(case.after[0]), n)
             inside = [1 if r // g == rank // g else 0 for r in range(n)]
             across = [1 if r % g == rank % g else 0 for r in range(n)]
-            if shared.is_coded(everybody) and "(" not in case.name and num_machines > 1 and g > 1:
+            if shared.is_coded(all_ranks) and "(" not in case.name and num_machines > 1 and g > 1:
                 if parts == inside:
                     yield Fault("machines apart", f"{case.name}: rank {rank} has the sum of its own machine only")
                 if parts == across:
@@ -111,10 +111,10 @@ def judge_hierarchical(evidence: Evidence) -> Iterator[Fault]:
                 if any(shared.parts_of(float(v), n) != [1] * n for v in case.after):
                     yield from unfinished(case, rank, g)
     yield from judge_sum(evidence)
-    for everybody in shared.cases(evidence):
-        num_machines, g = int(everybody[0].name.split()[0]), int(everybody[0].name.split()[3])
-        if "12 elements" in everybody[0].name:
-            yield from too_much_across(everybody, num_machines, g)
+    for all_ranks in shared.cases(evidence):
+        num_machines, g = int(all_ranks[0].name.split()[0]), int(all_ranks[0].name.split()[3])
+        if "12 elements" in all_ranks[0].name:
+            yield from too_much_across(all_ranks, num_machines, g)
 
 
 def cross_of(rank: int, g: int, n: int) -> list[int]:
@@ -131,12 +131,12 @@ def unfinished(case: shared.Case, rank: int, g: int) -> Iterator[Fault]:
         yield Fault("never gathered", message)
 
 
-def too_much_across(everybody: Sequence[shared.Case], num_machines: int, g: int) -> Iterator[Fault]:
+def too_much_across(all_ranks: Sequence[shared.Case], num_machines: int, g: int) -> Iterator[Fault]:
     """Compare what crosses between machines, and what stays inside, with the budget."""
-    total = everybody[0].after.numel() * 8
+    total = all_ranks[0].after.numel() * 8
     across = 2 * (num_machines - 1) * total // (num_machines * g)
     inside = 2 * (g - 1) * total // g
-    for case in everybody:
+    for case in all_ranks:
         sends = [call for call in case.calls if call.op == "send"]
         away = sum(call.num_bytes for call in sends if call.peer // g != case.rank // g)
         if away > across and case.sent_bytes - away < inside:
@@ -157,8 +157,8 @@ def hierarchical_budget(evidence: Evidence) -> tuple[str, ...]:
     """Say what crossed between machines in the squarest arrangement."""
     arrangements = machines_of(evidence.world_size)
     m, g = arrangements[len(arrangements) // 2]
-    everybody = next(c for c in shared.cases(evidence) if c[0].name == f"{m} machines of {g} ranks, 12 elements")
-    case, total = everybody[0], everybody[0].after.numel() * 8
+    all_ranks = next(c for c in shared.cases(evidence) if c[0].name == f"{m} machines of {g} ranks, 12 elements")
+    case, total = all_ranks[0], all_ranks[0].after.numel() * 8
     away = sum(call.num_bytes for call in case.calls if call.op == "send" and call.peer // g != case.rank // g)
     return (f"{m} machines of {g} ranks: {away} bytes per rank between machines for a tensor of {total}",)
 
@@ -166,10 +166,10 @@ def hierarchical_budget(evidence: Evidence) -> tuple[str, ...]:
 def judge_relay(evidence: Evidence) -> Iterator[Fault]:
     """Look at the sums, then at bytes and steps of the relay."""
     yield from judge_sum(evidence)
-    for everybody in shared.cases(evidence):
-        n, length = len(everybody[0].ranks), everybody[0].after.numel()
-        yield from shared.too_many_bytes(everybody, (n - 1) * length * 8, "the relay ((n-1) S)")
-        if (steps := shared.rounds(everybody)) > n - 1:
+    for all_ranks in shared.cases(evidence):
+        n, length = len(all_ranks[0].ranks), all_ranks[0].after.numel()
+        yield from shared.too_many_bytes(all_ranks, (n - 1) * length * 8, "the relay ((n-1) S)")
+        if (steps := shared.rounds(all_ranks)) > n - 1:
             yield Fault("too many steps", f"right sums, but {steps} steps follow one another; the relay takes {n - 1}")
 
 

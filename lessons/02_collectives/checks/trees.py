@@ -23,37 +23,37 @@ def drive_broadcast(fn: Callable[..., Any]) -> list[shared.Result]:
 
 def judge_broadcast(evidence: Evidence) -> Iterator[Fault]:
     """Look at the copies, then at the root's sends and the number of steps."""
-    for everybody in shared.cases(evidence):
-        n = len(everybody[0].ranks)
-        root = int(everybody[0].name.split()[-1]) if everybody[0].name.startswith("root") else n - 1
+    for all_ranks in shared.cases(evidence):
+        n = len(all_ranks[0].ranks)
+        root = int(all_ranks[0].name.split()[-1]) if all_ranks[0].name.startswith("root") else n - 1
         want, levels = shared.varied(root, 5), math.ceil(math.log2(n))
-        yield from shared.refuse_native(everybody)
-        yield from shared.refuse_returned(everybody, [5] * n, "the tensor")
-        yield from shared.refuse_copies(everybody, [want] * n)
+        yield from shared.refuse_native(all_ranks)
+        yield from shared.refuse_returned(all_ranks, [5] * n, "the tensor")
+        yield from shared.refuse_copies(all_ranks, [want] * n)
         for other in range(n):
-            if other != root and all(torch.equal(case.after, shared.varied(other, 5)) for case in everybody):
-                text = f"{everybody[0].name}: all ranks have rank {other}'s tensor"
+            if other != root and all(torch.equal(case.after, shared.varied(other, 5)) for case in all_ranks):
+                text = f"{all_ranks[0].name}: all ranks have rank {other}'s tensor"
                 yield Fault("wrong root", f"{text}, not rank {root}'s")
-        for rank, case in enumerate(everybody):
+        for rank, case in enumerate(all_ranks):
             if not torch.equal(case.after, want):
                 kept = torch.equal(case.after, shared.varied(rank, 5))
                 what = "still has its own tensor" if kept else f"has {case.after.tolist()}"
                 message = f"{case.name}: rank {case.ranks[rank]} of {n} {what}, expected that of rank {root}"
                 yield Fault("not reached" if kept else "wrong tensor", message)
-        if everybody[root].num_sends > levels:
-            message = f"right copies, but root {root} sent {everybody[root].num_sends} messages, one after the other on"
+        if all_ranks[root].num_sends > levels:
+            message = f"right copies, but root {root} sent {all_ranks[root].num_sends} messages, one after the other on"
             advice = f"in a tree of {n} ranks it sends {levels}, and those who have the tensor help"
             yield Fault("root sends to all", f"{message} its link; {advice}")
-        if (steps := shared.rounds(everybody)) > levels:
+        if (steps := shared.rounds(all_ranks)) > levels:
             message = f"right copies, but {steps} steps follow one another; doubling reaches {n} ranks in {levels}"
             yield Fault("too many steps", message)
 
 
 def broadcast_budget(evidence: Evidence) -> tuple[str, ...]:
     """Say how many steps the tree took."""
-    everybody = next(shared.cases(evidence))
+    all_ranks = next(shared.cases(evidence))
     return (
-        f"{len(everybody)} ranks: {shared.rounds(everybody)} steps, the root sent {everybody[0].num_sends} tensors",
+        f"{len(all_ranks)} ranks: {shared.rounds(all_ranks)} steps, the root sent {all_ranks[0].num_sends} tensors",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.traffic import num_calls, over_budget, sent_line
 from distlab.grading.values import equal, seeded, times_of
 
-# 04.accumulate
 SIZES = (3, 3, 1)
+SHARES = [size / sum(SIZES) for size in SIZES]
 FEATURES, OUTPUTS = 4, 3
 
 
@@ -69,25 +69,21 @@ def judge_accumulate(evidence: Evidence) -> Iterator[Fault]:
         missing = [name for name, gradient in result["gradients"].items() if gradient is None]
         if missing:
             yield Fault("no gradient", f"rank {rank}'s gradient of {missing[0]} is None: was backward called?")
-    wanted = combined(evidence, _by_samples, 1 / evidence.world_size)
+    wanted = combined(evidence, SHARES, 1 / evidence.world_size)
     if not _all_equal(evidence, wanted):
         yield _wrong_sum(evidence, wanted)
     yield from _sent_once(evidence)
 
 
-def _by_samples(sizes: tuple[int, ...]) -> list[float]:
-    return [size / sum(sizes) for size in sizes]
-
-
-def combined(evidence: Evidence, weights_of: Any, rank_weight: float, only: int | None = None) -> dict[str, Tensor]:
+def combined(
+    evidence: Evidence, weights: Sequence[float], rank_weight: float, only: int | None = None
+) -> dict[str, Tensor]:
     """Add the gradients of all micro-batches, each with its weight; of all ranks, or of one only."""
-    weights = weights_of(SIZES)
-    chosen = evidence.results if only is None else [evidence.results[only]]
-    names = evidence.results[0]["gradients"]
+    results = evidence.results if only is None else [evidence.results[only]]
+    parts = [(weight, part) for result in results for weight, part in zip(weights, result["parts"], strict=True)]
     return {
-        name: rank_weight
-        * sum(w * part[name] for result in chosen for w, part in zip(weights, result["parts"], strict=True))
-        for name in names
+        name: rank_weight * sum(weight * part[name] for weight, part in parts)
+        for name in evidence.results[0]["gradients"]
     }
 
 
@@ -100,30 +96,28 @@ def _is(result: dict[str, Any], wanted: dict[str, Tensor]) -> bool:
 
 
 def _wrong_sum(evidence: Evidence, wanted: dict[str, Tensor]) -> Fault:
-    n, sizes = evidence.world_size, SIZES
-    if _all_equal(evidence, combined(evidence, lambda s: [1 / len(s)] * len(s), 1 / n)):
-        text = f"micro-batches of {', '.join(map(str, sizes))} samples count equally: a sample of the last one counts"
-        return Fault("uneven micro-batches", f"{text} 3 times; weight each by its samples over all samples")
-    if _all_equal(evidence, combined(evidence, lambda s: [1.0] * len(s), 1 / n)):
-        text = f"the gradients of {len(sizes)} micro-batches are added, not averaged: divide each loss, or weight it"
-        return Fault("sum of micro-batches", f"{text} by its samples over all samples")
-    if _all_equal(evidence, combined(evidence, lambda s: [0.0] * (len(s) - 1) + [1.0], 1 / n)) or _all_equal(
-        evidence, combined(evidence, lambda s: [0.0] * (len(s) - 1) + [s[-1] / sum(s)], 1 / n)
-    ):
-        text = "only the last micro-batch's gradient is left: something sets gradients back between micro-batches"
-        return Fault("only the last", f"{text}; backward adds to what is there")
-    if n > 1 and _all_equal(evidence, combined(evidence, _by_samples, 1.0)):
-        return Fault("sum not mean", f"gradients are {n}x too large: the sum over ranks; divide by world_size ({n})")
-    if n > 1 and all(_is(r, combined(evidence, _by_samples, 1.0, only=k)) for k, r in enumerate(evidence.results)):
+    n, k, num_samples = evidence.world_size, len(SIZES), sum(SIZES)
+    equally = f"micro-batches of {', '.join(map(str, SIZES))} samples count equally: a sample of the last one counts 3"
+    added = f"the gradients of {k} micro-batches are added, not averaged: divide each loss, or weight it by its samples"
+    last = "only the last micro-batch's gradient is left: something sets gradients back between micro-batches"
+    samples = f"gradients are {num_samples}x too large: each loss is multiplied by its samples, but not divided"
+    known: tuple[tuple[str, Sequence[float], float, str], ...] = (
+        ("uneven micro-batches", [1 / k] * k, 1 / n, f"{equally} times; weight each by its samples over all samples"),
+        ("sum of micro-batches", [1] * k, 1 / n, f"{added} over all samples"),
+        ("only the last", [0] * (k - 1) + [1], 1 / n, f"{last}; backward adds to what is there"),
+        ("only the last", [0] * (k - 1) + SHARES[-1:], 1 / n, f"{last}; backward adds to what is there"),
+        ("sum not mean", SHARES, 1, f"gradients are {n}x too large: the sum over ranks; divide by world_size ({n})"),
+        ("divided twice", SHARES, 1 / n**2, f"gradients are {n}x too small: divided by world_size ({n}) twice"),
+        ("sum of samples", SIZES, 1 / n, f"{samples} by all samples ({num_samples} per rank)"),
+    )
+    for code, weights, rank_weight, text in known:
+        if _all_equal(evidence, combined(evidence, weights, rank_weight)):
+            return Fault(code, text)
+    if all(_is(result, combined(evidence, SHARES, 1, only=rank)) for rank, result in enumerate(evidence.results)):
         return Fault("not communicated", "each rank holds the gradient of its own samples: nothing of the others")
     if n > 1 and num_calls(evidence, rank=0) > NUM_GRADIENTS:
         text = f"rank 0 made {num_calls(evidence, rank=0)} calls for {NUM_GRADIENTS} gradients: what was summed after"
         return Fault("sums again", f"{text} one micro-batch is summed again after the next; exchange once, at last")
-    if n > 1 and _all_equal(evidence, combined(evidence, _by_samples, 1 / n**2)):
-        return Fault("divided twice", f"gradients are {n}x too small: divided by world_size ({n}) twice")
-    if _all_equal(evidence, combined(evidence, lambda s: [float(size) for size in s], 1 / n)):
-        text = f"gradients are {sum(sizes)}x too large: each loss is multiplied by its samples, but not divided"
-        return Fault("sum of samples", f"{text} by all samples ({sum(sizes)} per rank)")
     for rank, result in enumerate(evidence.results):
         for name, want in wanted.items():
             got = result["gradients"][name]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.values import describe
 
-# 04.rate: (step, base rate, batch, base batch, updates of warmup)
+# (step, base rate, batch, base batch, updates of warmup)
 RATES = (
     (100, 0.1, 32, 32, 10),  # nothing scaled, warmup over
     (100, 0.1, 1024, 32, 10),
@@ -23,7 +23,6 @@ RATES = (
     (0, 0.1, 64, 32, 0),
     (5, 0.1, 1437, 32, 0),
 )
-# 04.repair
 PEAK_LR, NUM_WARMUP, NUM_UPDATES = 0.8, 5, 9
 CUTS = (0, 2, 7)
 

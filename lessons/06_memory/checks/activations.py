@@ -177,11 +177,10 @@ def _judge_gradients(run: dict[str, Any], plain: dict[str, Any], when: str) -> I
         if isinstance(got, Tensor) and _is_bias_of_ones(last[-1], wanted[-1]):
             text = f"{when}the last block's gradients are those of a sum of its outputs"
             yield Fault("gradient ignored", f"{text}: start backward of the second run from the gradient that comes in")
-        elif isinstance(got, Tensor) and equal(last[-1], wanted[-1]):  # the bias after the dropout: no mask in it
+        if isinstance(got, Tensor) and equal(last[-1], wanted[-1]):  # the bias after the dropout: no mask in it
             text = f"{when}gradients differ where dropout is: the second run drops other elements than the first"
             yield Fault("another dropout", f"{text}; keep torch.get_rng_state() and set it again before the second run")
-        else:
-            yield compare(got, want, f"{when}a gradient of the last block") or Fault("values", "gradients differ")
+        yield compare(got, want, f"{when}a gradient of the last block") or Fault("values", "gradients differ")
     first = run["gradients"][0]
     if not isinstance(first, Tensor) or (run["x"] is None and plain["x"] is not None):
         text = f"{when}the last block has its gradients, those before it have none"
@@ -201,11 +200,9 @@ def _is_bias_of_ones(got: Any, want: Tensor) -> bool:
 
 def budget_recompute(evidence: Evidence) -> list[str]:
     """Say what is held and what it costs."""
-    run, plain = evidence.results[0]["hidden"], evidence.results[0]["plain"]
-    return [
-        f"held at the peak: {in_megabytes(run['peak'])}, without recomputing {in_megabytes(plain['peak'])}",
-        f"each of {NUM_BLOCKS} blocks runs twice forward: a third more work in all",
-    ]
+    held, before = (in_megabytes(evidence.results[0][key]["peak"]) for key in ("hidden", "plain"))
+    text = f"each of {NUM_BLOCKS} blocks runs twice forward: a third more work in all"
+    return [f"held at the peak: {held}, without recomputing {before}", text]
 
 
 def judge_accumulate(evidence: Evidence) -> Iterator[Fault]:
@@ -247,9 +244,8 @@ def _gradient_fault(got: list[Any], sums: list[Tensor]) -> Fault | None:
 
 def budget_accumulate(evidence: Evidence) -> list[str]:
     """Say what is held."""
-    result = evidence.results[0]
-    text = f"held at the peak: {in_megabytes(result['peak'])} for {len(SIZES)} micro-batches"
-    return [f"{text} (one needs {in_megabytes(result['least'])})"]
+    held, least = (in_megabytes(evidence.results[0][key]) for key in ("peak", "least"))
+    return [f"held at the peak: {held} for {len(SIZES)} micro-batches (one needs {least})"]
 
 
 WRONG_RECOMPUTES = (
