@@ -63,10 +63,8 @@ def _judge_messages(rank: int, partner: int, sends: Sequence[Call], receives: Se
         early = [k for k in range(1, ROUNDS) if sends[k].start_ns < receives[k - 1].end_ns]
         if early:
             text = f"rank {rank} sends message {early[0] + 1} before the answer to message {early[0]} is there"
-            yield Fault(
-                "answer not waited for",
-                f"{text}: several travel at once, and the time is that of none of them",
-            )
+            advice = "several travel at once, and the time is that of none of them"
+            yield Fault("answer not waited for", f"{text}: {advice}")
     elif any(sends[k].start_ns < receives[k].end_ns for k in range(ROUNDS)):
         text = f"rank {rank} sends before it has received: both partners send at the same time"
         yield Fault("both at once", f"{text}; the higher rank answers, it does not begin")

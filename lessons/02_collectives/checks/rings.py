@@ -71,11 +71,9 @@ def not_like_a_ring(all_ranks: Sequence[shared.Case], what: str, kept: str) -> I
         after = case.ranks[(case.rank + 1) % n]
         others = sorted({call.peer for call in case.calls if call.op == "send"} - {after})
         if others:
-            message = (
-                f"right values, but rank {case.ranks[case.rank]} of {n} also sends to rank {others[0]}; in a ring it"
-            )
+            message = f"right values, but rank {case.ranks[case.rank]} of {n} also sends to rank {others[0]}"
             advice = f"so that {n} wires are enough, and none is crossed twice in a step"
-            yield Fault("not a ring", f"{message} sends to rank {after} only, {advice}")
+            yield Fault("not a ring", f"{message}; in a ring it sends to rank {after} only, {advice}")
     budget = 8 * (length - min(chunk_lengths(length, n)))
     yield from shared.too_many_bytes(all_ranks, budget, f"a ring (every chunk but {kept}, once)")
 

@@ -143,10 +143,8 @@ def too_much_across(all_ranks: Sequence[shared.Case], num_machines: int, g: int)
             message = f"{case.sent_bytes - away} bytes inside its machine and {away} to others; the chunk should cross"
             yield Fault("groups swapped", f"right sums, but rank {case.rank} sent {message}: are the groups swapped?")
         if away > across:
-            message = (
-                f"right sums, but with {num_machines} machines of {g} ranks, rank {case.rank} sent {away} bytes to"
-            )
-            message += f" other machines for a tensor of {total}; its chunk alone needs {across}"
+            message = f"right sums, but with {num_machines} machines of {g} ranks, rank {case.rank} sent {away} bytes"
+            message += f" to other machines for a tensor of {total}; its chunk alone needs {across}"
             yield Fault("too many bytes between machines", f"{message}: 1/{g} of the tensor may cross")
         if case.sent_bytes - away > inside:
             message = f"rank {case.rank} sent {case.sent_bytes - away} bytes inside its machine; {inside} are enough"
