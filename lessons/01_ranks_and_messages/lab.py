@@ -116,7 +116,7 @@ def partners(lab: Lab[Settings]) -> Iterator[int]:
 
 
 def report_pairs(lab: Lab[Settings], pairs: dict[tuple[int, int], Pair]) -> None:
-    """Lay out the matrices; then the median pair, by size, beside the line that was fitted to it."""
+    """Lay out the matrices; then the median pair, by size, and the line that was fitted to it."""
     sizes, num_ranks = lab.settings.sizes, lab.member.world_size
     between = {(a, b): pair for (a, b), pair in pairs.items()} | {(b, a): pair for (a, b), pair in pairs.items()}
     latencies = [[between[a, b].latency_s if a != b else None for b in range(num_ranks)] for a in range(num_ranks)]

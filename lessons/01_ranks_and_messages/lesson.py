@@ -13,7 +13,7 @@
 #
 # Afterwards you can
 # - start several ranks and tell what each of them owns,
-# - send and receive tensors, in the right order, without waiting for ever,
+# - send and receive tensors, in the right order, without waiting forever,
 # - cause a hang, read what it says, and repair it,
 # - measure latency and bandwidth, and predict how long a message will take.
 
@@ -24,7 +24,7 @@
 # ## The question
 #
 # You train a model of 94 million parameters. On one GPU a step takes **120 ms**. You rent a second GPU in a second
-# machine and give each GPU a batch of its own. Now a step takes **135 ms**. There is no bug. *Where did 15 ms go?*
+# machine and give each GPU a batch of its own. Now a step takes **135 ms**. The program is right. *Where did 15 ms go?*
 #
 # Both GPUs compute what they computed before. One thing is new: once a step they must agree on what they learned, so
 # each sends its gradients to the other. That is one number of 4 bytes for each parameter, in one **message**.
@@ -87,8 +87,8 @@ print(panel.text)
 # %% [markdown]
 # At 2 kB the number of gigabytes a second hardly matters. Each wire has a time that even the smallest message pays:
 # its **latency**. From here on every message has two prices, and at the end of this lesson you will have measured both
-# on your own machine. First you need somebody to send messages to. (NVLink's 367 GB/s became 24: for small messages
-# its library uses another protocol, which starts sooner and moves fewer bytes a second.)
+# on your own machine. First you need another rank to send messages to. (NVLink's 367 GB/s became 24: for small messages
+# its library uses another protocol, which starts sooner and moves fewer bytes per second.)
 
 # %% [markdown]
 # ## Ranks
@@ -139,7 +139,7 @@ print("x is", x.tolist())
 
 # %% [markdown]
 # `[1,3]` runs a cell on ranks 1 and 3 alone. They still have their `x`. (The lines of different ranks come in any
-# order: nobody told them to wait for each other.)
+# order: they were not told to wait for each other.)
 
 # %%
 # %%ranks [1,3]
@@ -279,9 +279,9 @@ swap.close()
 # %% [markdown]
 # That is a **deadlock**, and this is how to read any hang: *who* waits, *in which call*, *for whom*? (The file with the
 # long number is the cell that you ran; behind the colon stands its line.) Follow the last question from rank to rank.
-# If you come back to where you began, nobody will ever move.
+# If you come back to where you began, no rank will ever move.
 #
-# Here you are told after two seconds, because each rank's calls are recorded. On a cluster nobody tells you. All GPUs
+# Here you are told after two seconds, because each rank's calls are recorded. On a cluster you are not told. All GPUs
 # show 100 % use (they wait busily), no line is printed, and PyTorch gives up after 10 minutes with nccl, after
 # 30 minutes with gloo, which is the library that moves CPU tensors:
 
@@ -301,7 +301,7 @@ print(f"one hang on {num_gpus} GPUs costs {num_gpus * nccl_timeout_min / 60:.1f}
 # | what | budget |
 # |---|---|
 # | values | on each rank the tensor of rank - 1; rank 0 gets the last rank's |
-# | messages | one a rank, all at the same time, not one after another |
+# | messages | one per rank, all at the same time, not one after another |
 # | any number of ranks | also 1 |
 #
 # `dist.isend` and `dist.irecv` start a message and return a request at once; `request.wait()` waits for it.
@@ -339,7 +339,7 @@ with Ranks(3, echo=False) as ranks:
 #
 # $$\text{time} = \alpha + \frac{\text{size}}{\beta}$$
 #
-# $\alpha$ is the **latency**: what a message costs however small it is. $\beta$ is the **bandwidth**: bytes a second
+# $\alpha$ is the **latency**: what a message costs however small it is. $\beta$ is the **bandwidth**: bytes per second
 # once bytes flow. The whole simulator of this course stands on this line, so measure it.
 #
 # ## Exercise 2: ping-pong
@@ -601,7 +601,7 @@ run(train, 3, args=(should_stop,))
 # %% [markdown]
 # ## In production
 #
-# Nobody writes `isend` and `irecv` pairs by hand in a training program, but every pipeline and every ring attention
+# A training program has no `isend` and `irecv` pairs written by hand, but every pipeline and every ring attention
 # does what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it
 # is the only safe form: there a send and a receive that start one after the other can block each other, since each is
 # a kernel on the same stream. (On gloo it has been seen to hang where a rank sent several messages; that is why
@@ -683,7 +683,7 @@ run(same_settings, 3)
 # ```
 #
 # On a machine with GPUs it uses them, and the matrix shows which pairs share a faster wire.
-# `lab_reference.md` beside the lab holds a run to compare with.
+# `lab_reference.md`, next to the lab, holds a run to compare with.
 
 # %% [markdown]
 # ## Questions

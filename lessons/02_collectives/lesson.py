@@ -41,10 +41,10 @@ print(f"the GPUs compute {0.3 / (0.3 + in_and_out_s):.0%} of the time")
 # %% [markdown]
 # ## 1. Pass whole tensors around a ring
 #
-# Nobody should be the bottleneck. So let all ranks do the same thing: put the n ranks in a ring, and let each send only
-# to the next one. In the first step every rank sends its own tensor to the right. In each later step it sends on what
-# has just come from the left. After n-1 steps every tensor has passed every rank, and whoever adds up what passes has
-# the sum.
+# No rank should be the bottleneck. So let all ranks do the same thing: put the n ranks in a ring, and let each send
+# only to the next one. In the first step every rank sends its own tensor to the right. In each later step it sends on
+# what has just come from the left. After n-1 steps every tensor has passed every rank, and whoever adds up what passes
+# has the sum.
 #
 # How much does that send? Answer before you read on: type a number, or leave it.
 
@@ -61,7 +61,7 @@ guess
 # then the check below it, as often as you like; the check tells you whose tensor is missing.
 #
 # `exchange(Receive(a, left), Send(b, right))` starts both at once and waits for both: a is filled, b is sent. In a
-# ring everybody sends and receives in the same step. With a plain send first, all would wait for somebody to receive.
+# ring every rank sends and receives in the same step. With a plain send first, all would wait for a rank that receives.
 #
 # *Budget:* n-1 steps, (n-1) S bytes sent by each rank, for a tensor of S bytes. A group may be smaller than all ranks:
 # take rank and size from the group, as the code does.
@@ -104,7 +104,7 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 # grows with every rank: on the 64 GPUs of the question each wire would carry 63 GB, 2.5 s. And the sums are right, so
 # no test of values finds it. Only counting bytes does.
 #
-# This is no invented mistake. Gloo, the library behind torch's CPU ranks, lists it among its algorithms as
+# This mistake is not invented. Gloo, the library behind torch's CPU ranks, lists it among its algorithms as
 # [`allreduce_ring`](https://github.com/pytorch/gloo/blob/main/docs/algorithms.md) (P-1 steps, P x S bytes), next to the
 # better one that you build now.
 
@@ -149,7 +149,7 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 # case).
 #
 # Receive into memory of its own, then add to the chunk in place (`chunk += received`): `chunk = chunk + received` makes
-# a new tensor, which nobody sees.
+# a new tensor, which no other code sees.
 #
 # *Budget:* n-1 messages from each rank, all of them to the next rank; (n-1)/n S bytes.
 
@@ -496,7 +496,7 @@ show(draw_race(here, 4, shown, measured=points, title=title), describe_race(here
 # | tree | 3 up + 3 down = 6 | 6 S |
 # | halving-doubling | 4 x 4 = 16 | 4 x 1.5 S = 6 S |
 #
-# The same bytes, and a quarter of the messages: on a shared machine the tree should win at small sizes, and nobody
+# The same bytes, and a quarter of the messages: on a shared machine the tree should win at small sizes, and neither
 # should win at large ones. Fit that second model to the ring too, and compare the two. `Steps(6, 1.5)` means 6
 # latencies and 1.5 S bytes, one after the other.
 
@@ -555,7 +555,7 @@ print(f"predicted {6 * step_s * 1e3:.2f} ms, measured {sends.duration_s * 1e3:.2
 # %% [markdown]
 # Three things to see. The ranks do not begin together: a rank starts when its process gets a core, and the model
 # starts all at 0. Once a rank is late, its right neighbour waits, and the lateness travels around the ring: one slow
-# rank slows all. And a send ends when the other side has taken it, so a long box is often a wait for somebody else.
+# rank slows all. And a send ends when the other side has taken it, so a long box is often a wait for another rank.
 
 # %% [markdown]
 # ## 8. Two kinds of wire

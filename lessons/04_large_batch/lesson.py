@@ -222,7 +222,8 @@ print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} tim
 
 # %% [markdown]
 # One rate must serve all of them. The rate that is right for the slow layers is too long a step for the fast ones, and
-# with a small batch that is solved by patience: a low rate and many updates. A large batch has no many updates.
+# with a small batch that is solved by patience: a low rate and many updates. With a large batch there are too few
+# updates for that.
 #
 # **LARS** (You et al. 2017) gives each tensor a rate of its own, so that the step's length is in proportion to the
 # weight's: the *trust ratio*, coefficient times $|w|$ over the update's length. The gradient keeps its direction and
@@ -389,7 +390,7 @@ for name, task in RESULTS["tasks"].items():
         print(line.rstrip(","))
 
 # %% [markdown]
-# **With a rate of its own for the batch, nobody wins on two layers.** SGD, AdamW and LAMB are within half a point of
+# **With a rate of its own for the batch, no rule wins on two layers.** SGD, AdamW and LAMB are within half a point of
 # each other, which five seeds on 360 digits cannot tell apart; LARS stays three points behind. The three have lost
 # some three points against batch 32, LARS six: that is the price of 20 updates instead of 900, and no optimizer here
 # saves it.
@@ -401,7 +402,7 @@ for name, task in RESULTS["tasks"].items():
 # Does it hold for a transformer, with layers of many kinds and with normalisation? The *gpt* rows are a small GPT on
 # text, five passes over 5,748 windows of it: 900 updates at batch 32, 60 at 512, 20 at 1,437. Three seeds, and rates
 # tuned on one, since a run takes 20 s. Accuracy is the share of next bytes named right; to say "space" every time gives
-# 19.1 %, a model of NaN 0 %. So at 1,437 *nobody has learned anything*, with any rule, and with a rate of its own
+# 19.1 %, a model of NaN 0 %. So at 1,437 *no model has learned anything*, with any rule, and with a rate of its own
 # neither: 19 % to 21 %. Twenty updates are too few for this model, and no optimizer replaces the others. At 512 the
 # root rule leaves LAMB 26 % (25.4 % to 26.9 %), and AdamW 20 %; SGD and LARS break. LAMB is also the best at batch 32:
 # 57.1 % (56.8 % to 57.3 %) against AdamW's 49.7 %, whose seeds lie between 45 % and 57 %. LARS, made for convolutions,
@@ -413,7 +414,7 @@ for name, task in RESULTS["tasks"].items():
 # optimizers match them. What was not measured here: batches of many thousands, and models that take days.
 
 # %% [markdown]
-# ## A large batch where there is no memory for one
+# ## A large batch that does not fit into memory
 #
 # A batch of 1,024 samples on 8 GPUs is 128 samples each, and they may hold 16. *Accumulation*: run eight micro-batches
 # one after the other, let backward add up their gradients, exchange once, update once. The result is the large batch's,
@@ -422,7 +423,7 @@ for name, task in RESULTS["tasks"].items():
 # ### Exercise: a large batch in small pieces
 #
 # Write `accumulate(model, microbatches, loss_fn)`. Micro-batches may have unequal sizes; every rank has the same
-# number of samples in all. Budget: one exchange of all gradients, not one a micro-batch.
+# number of samples in all. Budget: one exchange of all gradients, not one per micro-batch.
 
 # %% exercise="04.accumulate"
 
@@ -494,7 +495,7 @@ def count_work():
 WORK = ranks.run(count_work)[0]
 
 # %% [markdown]
-# Commit first. Against one micro-batch an update, what does a sample cost with eight?
+# Commit first. Compared with one micro-batch per update, what does a sample cost with eight?
 
 # %%
 guess_3 = predict("Time of a sample with 8 micro-batches, of that with 1?", unit="%")
@@ -554,7 +555,7 @@ print(f"you said {guess_3.value:.0f} %, it is {costs[8] / costs[1]:.0%}")
 # %% exercise="04.repair"
 
 # %% [markdown]
-# Why does nobody notice? The loss still falls. In the check's case, resumed after 2 of 5 updates of warmup, the rate
+# Why is it not noticed? The loss still falls. In the check's case, resumed after 2 of 5 updates of warmup, the rate
 # ends at 2/5 of the one asked for, and stays there. A rate that is a
 # function of the update's number cannot have this fault: `distlab.large_batch.LearningRateSchedule.at(step)`.
 
@@ -562,7 +563,7 @@ print(f"you said {guess_3.value:.0f} %, it is {costs[8] / costs[1]:.0%}")
 # ## Production: torch's own
 #
 # torch has no LARS and no LAMB. With the ratio switched off ours must be torch's SGD and AdamW, to the last digits:
-# that tests everything else in them. And what does an update cost beside torch's AdamW?
+# that tests everything else in them. And what does an update cost, compared with torch's AdamW?
 
 # %% tags=["nbval-check-output"]
 PLAIN = Trust(adapt="none")
@@ -606,7 +607,7 @@ print(
 print(f"; half of the pairs: {low:.1f} to {high:.1f}")
 
 # %% [markdown]
-# The lengths of all tensors cost two reads of memory; whether that is seen beside Adam's own dozen depends on the
+# The lengths of all tensors cost two reads of memory; whether that shows next to Adam's own dozen depends on the
 # machine. (Against pytorch_optimizer's LAMB see `benchmarks/RESULTS.md`.)
 #
 # The same settings under other names:
@@ -636,7 +637,7 @@ print(f"; half of the pairs: {low:.1f} to {high:.1f}")
 # torchrun --nproc-per-node 4 lessons/04_large_batch/lab.py --batch 512 --epochs 10
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md`, next to it, has the output to compare with.
 
 # %% [markdown]
 # ## Questions

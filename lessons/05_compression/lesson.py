@@ -164,7 +164,7 @@ bench("bfloat16", average_in(torch.bfloat16))
 bench("float16", average_in(torch.float16))
 
 # %% [markdown]
-# Half the bytes for an error of less than a hundredth, by one line of code. It is no compression worth a lesson, but
+# Half the bytes for an error of less than a hundredth, by one line of code. This compression is not worth a lesson, but
 # it is what all others must beat. Keep it in mind: the bench below compares with float32, and against 16-bit gradients
 # every factor is half of what it prints. (Megatron-LM and torchtitan sum gradients in float32 unless told otherwise,
 # even where weights are bfloat16: a sum over many ranks and steps loses more than one rounding does.)
@@ -186,7 +186,7 @@ guess_1
 # travels with its index. And values of different places cannot be summed on the way: an all-reduce is of no use. Each
 # rank *gathers* the pairs of all ranks and adds them up itself. Where two ranks chose the same place, both count.
 #
-# Budget: k indices and k values, 8 bytes a pair, to each of the other ranks.
+# Budget: k indices and k values, 8 bytes per pair, to each of the other ranks.
 
 # %% exercise="05.top_k"
 
@@ -222,7 +222,7 @@ for n in (2, 4, 8, 64, 100, 256):
 # %% [markdown]
 # ## Random elements: random-k
 #
-# All ranks draw the *same* places, from a generator with the same seed. Then nobody needs indices, and sums can be
+# All ranks draw the *same* places, from a generator with the same seed. Then no rank needs indices, and sums can be
 # formed on the way: an all-reduce of k values, a hundredth on any number of ranks.
 #
 # The price: random places carry 1 % of the squared length, not the largest part of it. To be right *on average*, what
@@ -231,7 +231,7 @@ for n in (2, 4, 8, 64, 100, 256):
 # ### Exercise: random-k
 #
 # Write `average_random_k(gradient, k, step)`. The draw must differ from step to step, or the same elements would learn
-# for ever and the others never. Budget: an all-reduce of k values.
+# forever and the others never. Budget: an all-reduce of k values.
 
 # %% exercise="05.random_k"
 
@@ -239,9 +239,9 @@ for n in (2, 4, 8, 64, 100, 256):
 bench("random 1 %", lambda gradient: average_random_k(gradient, gradient.numel() // 100, step=0))
 
 # %% [markdown]
-# That is no misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all the
-# others are 0. The expected squared error is $L/k - 1$ times the squared length, so about ten lengths; a single draw
-# can be luckier. Remember that number when somebody says that a compressor is good because it is unbiased.
+# That is not a misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all
+# the others are 0. The expected squared error is $L/k - 1$ times the squared length, so about ten lengths; a single
+# draw can be luckier. Remember that number when you read that a compressor is good because it is unbiased.
 
 # %% [markdown]
 # ## Few bits: quantize
@@ -488,9 +488,9 @@ print(", ".join(f"rank {r}: {2048 * 8192 / ((2048 + 8192) * r):.0f}x smaller" fo
 # 1. $p = M q$, then make its columns orthonormal;
 # 2. $q = M^\top p$. Then $p\,q^\top = p\,p^\top M$ is $M$, projected onto what $p$ spans.
 #
-# And here is the beauty of it. $M$ is the *mean* over ranks, which nobody has. But a matrix product is linear: the mean
-# of the ranks' $M_r q$ is $M q$. So $p$ and $q$ can be summed on the way, by **all-reduce**, and the saving does not
-# shrink with the number of ranks.
+# And here is the beauty of it. $M$ is the *mean* over ranks, which no rank has. But a matrix product is linear: the
+# mean of the ranks' $M_r q$ is $M q$. So $p$ and $q$ can be summed on the way, by **all-reduce**, and the saving does
+# not shrink with the number of ranks.
 #
 # ### Exercise: PowerSGD
 #
@@ -723,7 +723,7 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # Single runs on a machine that does other things too: expect a factor of two, not a digit. Look in the table at where
 # the errors are. An error in how fast this machine computes or sends would stand in the rows of "none" as well. One
 # that only the rows of 4 bits have lies in what compression adds to a step: the codec. Timing it is a trap worth
-# knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so nobody shares a core; in a step
+# knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so it shares no core; in a step
 # all ranks encode at once, and where four share two cores it takes twice as long or more. Timed one bucket at a time,
 # steps of four ranks with 4 bits took three times as long as predicted. `measure_codec` therefore times twelve buckets
 # in a row on all ranks together, and here two ranks run, for which two cores are enough. What is sure is the direction:
@@ -735,7 +735,7 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 #
 # `DistributedDataParallel.register_comm_hook(state, hook)` is torch's place for what stands between bucket and wire. It
 # comes with `fp16_compress_hook`, `bf16_compress_hook` and `powerSGD_hook`. Same model, same batches, turn by turn in
-# one run: torch's beside the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after
+# one run: torch's and the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after
 # the first. One bucket, because torch's PowerSGD hook can hang with several on gloo. torch's bfloat16 hook refuses the
 # CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are random, and the two draw differently:
 # their losses agree to a few thousandths.
@@ -855,7 +855,7 @@ for name in ("top-1 %", "signs"):
 # torchrun --nproc-per-node 4 lessons/05_compression/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with. `--mb-per-s 20` plays a slow wire.
+# `lab_reference.md`, next to it, has the output to compare with. `--mb-per-s 20` plays a slow wire.
 
 # %% [markdown]
 # ## Questions

@@ -69,7 +69,7 @@ def average_quantized(gradient: Tensor, bits: int) -> Tensor:
     """Return the mean over ranks of each rank's gradient, rounded to the nearest of 2**bits levels.
 
     A rank's levels go in equal steps from its smallest value to its largest. It sends the smallest value and the step,
-    4 bytes each, and a code of `bits` bits an element; the others decode with the numbers that came with the codes.
+    4 bytes each, and a code of `bits` bits per element; the others decode with the numbers that came with the codes.
 
     Shapes: gradient [L] float32 -> [L]
     """
@@ -89,7 +89,7 @@ def average_quantized(gradient: Tensor, bits: int) -> Tensor:
 def average_signs(gradient: Tensor) -> Tensor:
     """Return the mean over ranks of each rank's signs, +1 or -1, times the mean magnitude of its elements.
 
-    A rank sends its mean magnitude (4 bytes) and one bit an element: 1 for zero or more, 0 for less.
+    A rank sends its mean magnitude (4 bytes) and one bit per element: 1 for zero or more, 0 for less.
 
     Shapes: gradient [L] float32 -> [L]
     """

@@ -70,7 +70,7 @@ for kind in KINDS:
 # %% [markdown]
 # ## What is there before any data
 #
-# Four kinds, and each has its own number of bytes a parameter. In the usual mixed precision with Adam:
+# Four kinds, and each has its own number of bytes per parameter. In the usual mixed precision with Adam:
 #
 # | kind | bytes | why |
 # |---|---|---|
@@ -79,7 +79,7 @@ for kind in KINDS:
 # | optimizer | 8 | Adam's two moments, in float32 |
 # | master weights | 4 | a float32 copy, since small updates to 16-bit numbers vanish (you will see it) |
 #
-# Together **16 bytes a parameter**, or 18. In plain float32 there is no copy: 4 + 4 + 8 = 16. Read that again:
+# Together **16 bytes per parameter**, or 18. In plain float32 there is no copy: 4 + 4 + 8 = 16. Read that again:
 # *mixed precision saves nothing here*.
 #
 # ### Exercise: model states
@@ -100,8 +100,8 @@ for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
 # %% [markdown]
 # Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**. To train it
 # takes 2.8 TB. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are right. 1,104 GB is
-# "500 or more" indeed. Around 550 GB is what you get with 8 bytes a parameter: Adam's moments in bfloat16 as well, and
-# no float32 copy. That runs, and learns somewhat worse, as you will see.
+# "500 or more" indeed. Around 550 GB is what you get with 8 bytes per parameter: Adam's moments in bfloat16 as well,
+# and no float32 copy. That runs, and learns somewhat worse, as you will see.
 #
 # And they say that ZeRO-1 saves 8x and ZeRO-2 16x. The paper's own case has 7.5 billion parameters on 64 ranks:
 
@@ -174,8 +174,8 @@ def measured(recomputed=False, **how):
 
 # %% [markdown]
 # `workload_from_module` runs the model once and counts its layers, and `memory_of` counts what a plan holds. The model
-# has 0.83 million parameters. What will the peak of an update be, with 16 samples of 64 bytes a rank? Its states are
-# 16 bytes a parameter, 13 MB.
+# has 0.83 million parameters. What will the peak of an update be, with 16 samples of 64 bytes per rank? Its states are
+# 16 bytes per parameter, 13 MB.
 
 # %%
 guess_1 = predict("Peak of an update of the small GPT, 16 samples a rank?", unit="MB")
@@ -216,7 +216,7 @@ beside(at_peak, plain)
 # %% [markdown]
 # Activations are two thirds of it, though the model is tiny. The count comes close, line by line: what is kept can be
 # known without a run. "temporary" is what lives for a moment: gradients of activations on their way. It is the hardest
-# to count, since it depends on when each operator lets go of its inputs.
+# to count, since it depends on when each operator frees its inputs.
 #
 # Over the time of an update it looks like this: above as measured, below as counted
 # (a count knows no times: there each layer takes the same).
@@ -254,7 +254,7 @@ draw_over_time(plain, over_time)
 #
 # Of the 34, tensor parallelism (lesson 8) over $t$ ranks splits 24 and the scores; sequence parallelism splits the
 # other 10 too. And there is **recompute**: "selective" drops the scores and makes them again in backward, "full" keeps
-# nothing but the layer's input, 2 bytes an element.
+# nothing but the layer's input, 2 bytes per element.
 #
 # ### Exercise: activations of a layer
 #
@@ -345,7 +345,7 @@ draw_over_time(full, recomputed_over_time)
 
 # %% [markdown]
 # Guides say: "gradient accumulation costs no memory, only time." Four micro-batches of 4 samples, in place of one of
-# 16: what will the peak be, beside that of a single micro-batch of 4 with an update of its own?
+# 16: what will the peak be, compared with that of a single micro-batch of 4 with an update of its own?
 
 # %%
 single = ranks.run(lambda: measured(samples=4))[0][0]
@@ -355,7 +355,7 @@ for words, row in {"one of 16": at_peak, "one of 4": single, "four of 4, one upd
     print(f"gradients {row['gradients'] / 1e6:4.1f}")
 
 # %% [markdown]
-# Half of the memory of the whole batch. But it is not "no memory" beside a single small one: gradients are there
+# Half of the memory of the whole batch. But it is not "no memory" compared with a single small one: gradients are there
 # **twice**. While micro-batches are not averaged (`no_sync`), what has been added up waits in `.grad`, and the buckets
 # for the exchange are a second place. In one process, where nothing is exchanged, the claim holds: the gradients of one
 # micro-batch are added to those of the last, in the same memory. With several ranks it depends on the implementation:
@@ -393,15 +393,15 @@ for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
     print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
 
 # %% [markdown]
-# **Refuted.** States are as before, to the byte: 16 bytes a parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4. Of the
-# activations nearly two fifths are gone, not half. Norms and the residual stream stay float32, and 16-bit copies of the
-# weights are kept for backward. What halves is what is sent, if gradients are 16-bit, and above all the time on
+# **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4. Of
+# the activations nearly two fifths are gone, not half. Norms and the residual stream stay float32, and 16-bit copies of
+# the weights are kept for backward. What halves is what is sent, if gradients are 16-bit, and above all the time on
 # tensor cores.
 
 # %% [markdown]
 # ### Why the float32 copy?
 #
-# Why not keep everything in bfloat16, 8 bytes a parameter, and be done? Between 1 and 2, bfloat16 knows 128 numbers.
+# Why not keep everything in bfloat16, 8 bytes per parameter, and be done? Between 1 and 2, bfloat16 knows 128 numbers.
 # Adam changes a weight by about the learning rate, 0.0001, whatever the gradient is. How many of those updates would
 # change a bfloat16 weight at all?
 
@@ -524,11 +524,11 @@ for tokens in (512, 65_536, 4_194_304):
 # **And who decides?** With plain data parallelism all ranks hold the same averaged gradients: an infinity on one is
 # soon an infinity on all, and they agree by themselves. With sharded gradients, tensor or pipeline parallelism each
 # rank holds *other pieces of the model*. One sees the overflow, the others do not. If each decides alone, one skips and
-# the others update. From then on they hold a model that nobody trained. No error is raised.
+# the others update. From then on the pieces belong to no model that was trained. No error is raised.
 #
 # ### Exercise: a scale that all ranks agree on
 #
-# Write `finish_scaled_step(gradients, scale, streak, interval)`. Budget: one number a step.
+# Write `finish_scaled_step(gradients, scale, streak, interval)`. Budget: one number per step.
 
 # %% exercise="06.scaler"
 
@@ -718,7 +718,7 @@ compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, 
 
 # %% [markdown]
 # The losses agree: it is the same arithmetic. The last line is the price of recompute. Counting products of matrices it
-# is 4/3. A step here also has the exchange and the optimizer in it, which nobody does twice, and whatever else this
+# is 4/3. A step here also has the exchange and the optimizer in it, which are not done twice, and whatever else this
 # machine did meanwhile. So take your line as one sample.
 
 # %% [markdown]
@@ -744,12 +744,12 @@ compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, 
 # - **"70B needs 140 GB of weights and 500 GB or more."** 138 GB and 1,104 GB, with Adam in mixed precision. 552 GB is
 #   right with everything in bfloat16.
 # - **"ZeRO-1 saves 8x, ZeRO-2 16x."** Refuted: at most 4x and 8x of the states, 3.8x and 7.2x in the paper's case.
-# - **"Mixed precision halves memory."** Refuted, by count and by measurement: states stay at 16 bytes a parameter,
+# - **"Mixed precision halves memory."** Refuted, by count and by measurement: states stay at 16 bytes per parameter,
 #   activations shrink by nearly two fifths here.
 # - **"Gradient accumulation costs no memory, only time."** In one process. On several ranks it cost a second set of
 #   gradients above.
 # - **"A 7B model fine-tunes on one 24 GB GPU with LoRA or QLoRA, so do not distribute."** Count it. LoRA freezes the
-#   model: no gradients, no moments, no copy of it. What trains are thin matrices, here of rank 16 beside four matrices
+#   model: no gradients, no moments, no copy of it. What trains are thin matrices, here of rank 16 next to four matrices
 #   of each layer. QLoRA stores the frozen weights in 4 bits. To each 64 of them belongs a constant of 8 bits, and to
 #   each 256 of those one of 32: 4 + 8/64 + 32/(64 x 256) = 4.13 bits in all.
 
@@ -769,7 +769,7 @@ for recompute_kind in ("none", "selective", "full"):
 # even QLoRA fits at this length; at half of it, it does. It is a rough count: frozen layers need not keep every input,
 # and on top come activations of the adapters, 4-bit weights unpacked for a product, and what an allocator loses.
 #
-# The claim holds because the 14 bytes a parameter of gradients, Adam and masters are gone. For training *all*
+# The claim holds because the 14 bytes per parameter of gradients, Adam and masters are gone. For training *all*
 # parameters nothing follows from it.
 
 # %% [markdown]
@@ -789,7 +789,7 @@ for recompute_kind in ("none", "selective", "full"):
 # torchrun --nproc-per-node 2 lessons/06_memory/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with. Try `--layers 12`, `--samples 32`.
+# `lab_reference.md`, next to it, has the output to compare with. Try `--layers 12`, `--samples 32`.
 
 # %% [markdown]
 # ## Questions
@@ -825,7 +825,7 @@ ranks.close()
 # ## Sources
 #
 # - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, section 3 and
-#   Table 1: 16 bytes a parameter, and who holds them.
+#   Table 1: 16 bytes per parameter, and who holds them.
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, section 4: the 34.
 # - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: recompute.
 # - Micikevicius et al. 2018, *Mixed Precision Training*: masters, loss scaling.

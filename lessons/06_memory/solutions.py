@@ -114,8 +114,8 @@ def accumulate_gradients(model: nn.Module, microbatches: list[tuple[Tensor, Tens
 def finish_scaled_step(gradients: list[Tensor], scale: float, streak: int, interval: int) -> tuple[bool, float, int]:
     """Turn gradients of `scale` times the loss into true ones, in place; decide with all ranks whether to update.
 
-    An infinity or a NaN in any gradient on any rank: nobody updates, the scale is halved, the streak begins again.
-    Otherwise everybody updates and the streak grows by one; when it reaches `interval`, the scale doubles and the
+    An infinity or a NaN in any gradient on any rank: no rank updates, the scale is halved, the streak begins again.
+    Otherwise all ranks update and the streak grows by one; when it reaches `interval`, the scale doubles and the
     streak begins again. Each rank holds gradients of its own: other pieces of the model.
 
     Returns whether to update, the next scale, the next streak: the same on all ranks.
