@@ -91,3 +91,14 @@ def test_readme_stays_a_front_page():
     assert 0 < len(rows) <= 12, (
         f"README.md has {len(rows)} rows of bars; at most 12, the others in benchmarks/RESULTS.md"
     )
+
+
+def test_the_places_that_readme_names_are_there():
+    text = (ROOT / "README.md").read_text().split("| where is ... |")[1]
+    rows = [line.split("|")[2:4] for line in text.splitlines()[2:] if line.startswith("|")]
+    assert len(rows) >= 10
+    for files, functions in rows:
+        sources = "\n".join((ROOT / name).read_text() for name in re.findall(r"`([^`]+)`", files))
+        for name in re.findall(r"`([^`]+)`", functions):
+            found = re.search(rf"^ *(async )?(def|class|function) {name}\b", sources, re.M)
+            assert found, f"README says that {name} is in {files.strip()}; it is not"
