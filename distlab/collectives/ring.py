@@ -51,7 +51,7 @@ def naive_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None 
 
 
 def plain_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum over all ranks in place, one chunk a step: the ring as textbooks draw it.
+    """Sum over all ranks in place, one chunk per step: the ring as textbooks draw it.
 
     Chunk c starts at rank c+1 and goes around once, every rank adding its own part, until rank c has the whole sum
     (reduce-scatter). Then the sums go around once more, and every rank keeps a copy (all-gather).
