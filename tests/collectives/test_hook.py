@@ -87,12 +87,12 @@ def test_bytes_are_those_of_the_ring_and_one_flag(ranks, num_ranks):
 def test_what_travels_is_sent_by_the_own_ring(ranks):
     def calls_of_the_ring():
         called = []
-        relay = ring._relay
-        ring._relay = lambda flat, *more: called.append(flat.num_ranks) or relay(flat, *more)
+        run = ring._run
+        ring._run = lambda flat, *more: called.append(flat.num_ranks) or run(flat, *more)
         try:
             sizes, *_ = sent_in_a_step()
         finally:
-            ring._relay = relay
+            ring._run = run
         return len(sizes), called
 
     for num_buckets, called in ranks(3).run(calls_of_the_ring):
