@@ -24,7 +24,8 @@ def clock_offsets_ns(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
     Every rank of the group calls this and gets the same answer. Processes on one machine share the clock: 0 exactly.
     Between machines rank 0 plays ping-pong with one rank of each.
 
-    Error: at most half the best round trip of 20 (that is the case where all of it was spent one way).
+    Error: each of 20 rounds is off by at most half its round trip (where all of it was spent one way); the median of
+        the quickest rounds counts.
     """
     machines = _gather(_machine(), group)
     rank = dist.get_rank(group)

@@ -147,7 +147,7 @@ def require_same(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *
     hang, an error deep in the backend or a wrong tail. This asks once; call it when a model is set up or a shape
     changes, not in every step.
 
-    Cost: one small exchange (some hundred bytes per rank), which takes longer than a fast small collective.
+    Cost: one all-gather of 40 bytes per rank, as `agree`. It takes longer than a fast small collective.
 
     Raises:
         ValueError: on every rank, naming the ranks that differ and both values.

@@ -29,6 +29,8 @@ def plain_step(
 ) -> Tensor:
     """Run forward and backward of a batch; each parameter's `.grad` grows by that of the mean loss over the batch.
 
+    It takes 2 (m + p - 1) turns: as many backward as forward.
+
     Args:
         stage: this rank's part of the model.
         batch: inputs, read on the first rank, and targets, read on the last; each rank needs their lengths.
@@ -41,7 +43,7 @@ def plain_step(
         The mean loss on the last rank, zero elsewhere.
 
     Shapes: inputs [m B, ...], targets [m B, ...] -> []; between stages [B, s, h]
-    Cost: m B s h elements sent to the next rank, and as many back; 2 (m + p - 1) turns.
+    Cost: m B s h elements sent to the next rank, and as many back.
     """
     rank, last = group_rank(group), get_world_size(group) - 1
     parts, answers = (tensor.chunk(num_microbatches) for tensor in batch)

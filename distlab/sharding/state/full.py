@@ -43,14 +43,15 @@ from distlab.sharding.state.optimizer_parts import (
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
     """Return the whole module's state, with the names of `module.state_dict()`, in host memory.
 
-    Tied names share a tensor. Buffers are those of this rank.
+    Tied names share a tensor. Buffers are those of this rank. There must be memory for the result, the shards and one
+    unit.
 
     Args:
         model: every rank of its group calls this.
         to_rank: the only rank of the group that keeps the result; the others get {}. None: all keep it.
 
     Shapes: shards [padded elements / n] -> each tensor in its whole shape.
-    Cost: one all-gather per unit, and of names; memory for the result, the shards and one unit.
+    Cost: one all-gather per unit, and of names.
     Error: exact.
 
     Raises:

@@ -76,10 +76,10 @@ def automatic(
         memory_limit: in micro-batches' activations; p is 1F1B's peak, and 2p is about what no bubble at all takes.
         held_after_input_gradient: the part of a micro-batch's activations that stays until W when I has run.
 
-    Cost: 64 ranks x 1,024 micro-batches in well under a second; a longer step costs no more than writing it down.
-    Error: a search by rules finds good schedules, not provably the best; over 200 random pipelines its span was
-        never more than 0.6 % above that of zb_h1 or zb_h2 where those fit, nor was a tiled step's above that of one
-        planned whole.
+    The search takes well under a second for 64 ranks x 1,024 micro-batches (benchmarks/zero_bubble.py measures it); a
+    longer step takes no more than writing it down. A search by rules finds good schedules, not provably the best. Over
+    200 random pipelines its span was never more than 0.6 % above that of zb_h1 or zb_h2 where those fit, nor was a
+    tiled step's above that of one planned whole.
 
     Raises:
         ValueError: a count below 1, a time that is negative or not one per stage, a limit below 1, a part outside 0..1.

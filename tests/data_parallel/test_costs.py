@@ -1,0 +1,59 @@
+"""What data-parallel training exchanges once: at construction, and where a rank has something to tell."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.comm import recorded
+from distlab.data_parallel import DistributedSampler, HorovodOptimizer, convert_sync_batchnorm
+from distlab.data_parallel.census import take_census
+
+AGREEMENT = ("all_gather", 40)
+
+
+def calls_of(function):
+    with recorded() as seen:
+        function()
+    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
+
+
+def test_what_is_built_agrees_for_40_bytes(ranks):
+    def measure():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {
+            "sampler": calls_of(lambda: DistributedSampler(range(10))),
+            "sampler, told": calls_of(lambda: DistributedSampler(range(10), rank=0, world_size=2)),
+            "batch norm": calls_of(lambda: convert_sync_batchnorm(nn.BatchNorm1d(2))),
+            "horovod": calls_of(lambda: HorovodOptimizer(optimizer, model.named_parameters())),
+        }
+
+    for found in ranks(2).run(measure):
+        assert found["sampler"] == found["batch norm"] == [AGREEMENT]
+        assert found["sampler, told"] == []
+        assert found["horovod"] == [AGREEMENT] * 2
+
+
+def test_an_epoch_makes_one_permutation(monkeypatch):
+    made, real = [], DistributedSampler.order
+    monkeypatch.setattr(DistributedSampler, "order", lambda sampler: made.append(sampler.epoch) or real(sampler))
+    sampler = DistributedSampler(range(10), rank=0, world_size=2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    assert made == [0, 1]
+
+
+def test_a_census_is_one_gather_and_sentences_come_where_there_are_any(ranks):
+    def measure():
+        cpu, words = torch.device("cpu"), ["the loss is odd"] if dist.get_rank() else []
+        return calls_of(lambda: take_census([0, 1, 2], [], cpu, None)), calls_of(
+            lambda: take_census([0, 1, 2], words, cpu, None)
+        )
+
+    for quiet, told in ranks(2).run(measure):
+        assert quiet == [("all_gather", 3 + 1)]
+        assert told[:1] == quiet
+        assert {op for op, _ in told} == {"all_gather"}
+        assert len(told) == 3  # lengths of the sentences, and the sentences

@@ -1,0 +1,85 @@
+"""What a mesh sends to begin, to shard states, to average stages and to save, counted by the recorder."""
+
+import torch
+import torch.distributed as dist
+from hybrid_gpt import batch_of, make_hybrid, make_model
+from torch import nn
+
+from distlab.comm import mesh_groups, recorded
+from distlab.hybrid import StageAverages
+from distlab.hybrid.build import share_weights
+from distlab.pipeline import Pipeline
+from distlab.plan import Mesh, Plan, Sharding, make_schedule
+
+
+def calls_of(function):
+    """Return what a function returns, and this rank's calls: (operation, bytes)."""
+    with recorded() as seen:
+        value = function()
+    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
+
+
+def test_weights_are_shared_once_and_a_shard_is_saved_without_a_call(ranks):
+    def measure():
+        model = make_model(0)
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        with torch.no_grad():
+            _, start = calls_of(lambda: share_weights(model, dist.group.WORLD))
+        hybrid = make_hybrid(Plan(data=2))
+        _, saved = calls_of(hybrid.shard_state)
+        hybrid.close()
+        return start, sizes, saved
+
+    for start, sizes, saved in ranks(2).run(measure):
+        assert start == [("broadcast", size) for size in sizes]
+        assert saved == []
+
+
+def test_sharded_states_scatter_gradients_and_gather_parameters(ranks):
+    def measure():
+        hybrid = make_hybrid(Plan(data=2, sharding=Sharding(stage=1)))
+        hybrid.train_step(*batch_of(0), max_norm=1.0)
+        _, calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
+        size = sum(parameter.nbytes for parameter in make_model(0).parameters() if parameter.requires_grad)
+        hybrid.close()
+        return sum(num_bytes for op, num_bytes in calls if op == "send"), size
+
+    for sent, size in ranks(2).run(measure):
+        assert 0 <= sent - 2 * size // 2 < 0.01 * size  # padding apart
+
+
+def test_a_whole_state_is_gathered_along_each_axis(ranks):
+    def measure(plan, experts):
+        hybrid = make_hybrid(plan, experts=experts)
+        state, calls = calls_of(hybrid.full_state_dict)
+        hybrid.close()
+        return {op for op, num_bytes in calls if num_bytes > 100}, len(state)
+
+    for plan, experts, ops in (
+        (Plan(tensor=2), 0, {"all_gather"}),
+        (Plan(expert=2), 3, {"broadcast"}),
+        (Plan(data=2, sharding=Sharding(stage=3)), 0, {"send"}),
+        (Plan(pipeline=2, num_microbatches=2), 0, {"broadcast"}),
+    ):
+        for found, num_tensors in ranks(2).run(measure, plan, experts):
+            assert ops <= found, (plan, found)
+            assert num_tensors == len(make_model(0, experts=experts).state_dict())
+
+
+def test_a_stage_is_averaged_in_one_sum(ranks):
+    def measure():
+        groups = mesh_groups(Mesh([("pipeline", 1), ("data", 2)]))
+        stage = nn.Linear(4, 4)
+        pipeline = Pipeline({0: stage}, make_schedule("gpipe", 1, 2), groups["pipeline"], loss=nn.functional.mse_loss)
+        averages = StageAverages(pipeline, {0: stage}, groups["data"])
+
+        def step():
+            pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+            averages.finish()
+
+        step()
+        _, calls = calls_of(step)
+        pipeline.close()
+        return [num_bytes for op, num_bytes in calls if op == "all_reduce" and num_bytes >= 80]
+
+    assert ranks(2).run(measure) == [[4 * 20]] * 2

@@ -1,0 +1,209 @@
+"""Calls of sharding, its state and the plain ways: what they send, hold and repeat is what their docstrings say."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizer_net import Net, adam, run_steps
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distlab.comm import recorded
+from distlab.rng import generator
+from distlab.sharding import (
+    FullyShard,
+    ShardedOptimizer,
+    full_optimizer_state,
+    full_state_dict,
+    gather_into,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    scatter_sum,
+    sharded_state_dict,
+)
+from distlab.sharding.direct import DirectGather, DirectScatter
+from distlab.sharding.plain import cut_shard, layout_of, plain_step
+from distlab.sharding.zero.optimizer import PlainSharded
+from distlab.sharding.zero.scatter_in_backward import owners_of
+
+L = 6  # elements of a shard
+
+
+def calls_of(function):
+    """Return what a function returns, and each of this rank's calls that sent something: (operation, bytes)."""
+    with recorded() as seen:
+        value = function()
+    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
+
+
+def sent_elements(function):
+    """Return what a function returns, and the elements of float32 that this rank sent, as a ring would."""
+    with recorded() as seen:
+        value = function()
+    return value, (seen.records.ring_equivalent_bytes(dist.get_rank()) + seen.records.sent_bytes(dist.get_rank())) // 4
+
+
+class NewMemory(TorchDispatchMode):
+    """Counts results in memory that none of the given tensors has."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.count = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.count += one.untyped_storage().data_ptr() not in self.known
+        return made
+
+
+def gather_and_scatter():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    shard = torch.randn(L, generator=generator(0, rank, "shard"))
+    gradient = torch.randn(n * L, generator=generator(0, rank, "gradient"))
+    whole, sums = {}, {}
+    for name in ("call", "direct"):
+        full = torch.empty(n * L)
+        if name == "call":
+            _, sent = sent_elements(lambda full=full: gather_into(full, shard))
+        else:
+            with NewMemory(full, shard) as memory:
+                _, sent = sent_elements(lambda full=full: DirectGather(full, shard).finish())
+            assert memory.count == 0
+        whole[name] = full, sent
+        results = []
+        for _ in range(2):
+            if name == "call":
+                own = torch.empty(L)
+                _, sent = sent_elements(lambda own=own: scatter_sum(gradient.clone(), own))
+            else:
+                scatter = DirectScatter(gradient)
+                own = scatter.finish()
+                assert [part.numel() for part in scatter.arriving] == [L] * (n - 1)
+                _, messages = calls_of(lambda: DirectScatter(gradient).finish())
+                assert messages == [("send", 4 * L)] * (n - 1)
+                _, sent = sent_elements(lambda: DirectScatter(gradient).finish())
+            results.append(own)
+        sums[name] = results, sent
+    return whole, sums
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gathers_are_exact_and_sums_repeat_at_the_bytes_of_a_ring(ranks, world_size):
+    n = world_size
+    shards = torch.cat([torch.randn(L, generator=generator(0, rank, "shard")) for rank in range(n)])
+    total = sum(torch.randn(n * L, generator=generator(0, rank, "gradient")) for rank in range(n))
+    for rank, (whole, sums) in enumerate(ranks(n).run(gather_and_scatter)):
+        for full, sent in whole.values():
+            assert torch.equal(full, shards)
+            assert sent == (n - 1) * L
+        for (first, again), sent in sums.values():
+            assert torch.equal(first, again)
+            assert torch.allclose(first, total.chunk(n)[rank], atol=1e-6)
+            assert sent == (n - 1) * L
+
+
+def test_a_plain_step_sends_three_times_the_parameters(ranks):
+    def measure():
+        modules = [nn.Linear(5, 7), nn.Linear(7, 3)]
+        shards = [cut_shard(module) for module in modules]
+        _, sent = sent_elements(lambda: plain_step(modules, shards, torch.randn(2, 5), lambda x: x.square().mean()))
+        return sent, sum(layout_of(module, 3).padded_size for module in modules)
+
+    for sent, padded in ranks(3).run(measure):
+        assert sent == 3 * 2 * padded // 3
+
+
+def test_zero_on_one_screen_broadcasts_each_parameter_and_keeps_a_share_of_the_state(ranks):
+    def measure():
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+        optimizer = PlainSharded(model.parameters(), adam)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        _, calls = calls_of(optimizer.step)
+        moments = [one["exp_avg"].numel() for one in optimizer.optimizer.state.values()]
+        return calls, sum(moments)
+
+    for calls, moments in ranks(3).run(measure):
+        assert calls == [("broadcast", 8 * 8 * 4)] * 6
+        assert moments == 6 * 64 // 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6), num_ranks=st.integers(1, 3))
+def test_the_fullest_rank_has_at_most_four_thirds_of_the_best(sizes, num_ranks):
+    load = [0] * num_ranks
+    owners_of(sizes, load)
+    best = min(
+        max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(num_ranks))
+        for owners in itertools.product(range(num_ranks), repeat=len(sizes))
+    )
+    assert 3 * max(load) <= 4 * best
+
+
+def states():
+    """The calls of each function of a state, the bytes of a unit's shard, and whether nothing but checks was sent."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+    module.register_buffer("seen", torch.arange(3.0))
+    model = FullyShard(module, units=["0", "1"])
+    optimizer = adam(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    model.synchronize()
+    optimizer.step()
+    found = {"shards": [4 * unit.layout.shard_size for unit in model.units], "unit": []}
+    found["whole"] = [4 * unit.layout.num_elements for unit in model.units]
+    _, found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
+    state, found["full"] = calls_of(lambda: full_state_dict(model))
+    _, found["moments"] = calls_of(lambda: full_optimizer_state(model, optimizer))
+    _, found["load"] = calls_of(lambda: load_full_state_dict(model, state))
+    given = state if dist.get_rank() == 0 else None
+    _, found["load from"] = calls_of(lambda: load_full_state_dict(model, given, from_rank=0))
+    again = full_state_dict(model)
+    shard, found["save shards"] = calls_of(lambda: sharded_state_dict(model, optimizer))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, shard)
+    _, found["load shards"] = calls_of(lambda: load_sharded_state_dict(model, everyone, optimizer))
+    final = full_state_dict(model)
+    assert all(torch.equal(state[name], other[name]) for other in (again, final) for name in state)
+    return found
+
+
+def test_states_send_what_they_say(ranks):
+    for found in ranks(2).run(states):
+        assert found["clip"] == [("all_reduce", 8)]
+        checks = found["load"]  # what the ranks call and whether any of them refuses
+        assert {op for op, _ in checks} == {"all_gather"}
+        assert sum(num_bytes for _, num_bytes in checks) < 100
+        assert found["load shards"] == checks
+        gathers = [("all_gather", num_bytes) for num_bytes in found["shards"]]
+        assert [call for call in found["full"] if call in gathers] == gathers
+        assert len(found["full"]) == len(gathers) + 3  # the call itself is compared; lengths of names, and names
+        assert [call for call in found["moments"] if call in gathers] == [one for one in gathers for _ in range(2)]
+        buffers = [4 * 3]
+        assert found["load from"] == checks + [("broadcast", num_bytes) for num_bytes in found["whole"] + buffers]
+        *_, (op, num_bytes) = found["save shards"]
+        assert op == "all_gather"
+        assert 64 <= num_bytes < 64 + 32  # the digest, and what says that it is a text
+        assert found["save shards"][: len(checks)] == checks
+
+
+def test_sharded_optimizers_begin_and_save_with_the_calls_they_say(ranks):
+    def measure():
+        model = Net()
+        optimizer, start = calls_of(lambda: ShardedOptimizer(model, adam, bucket_bytes=1_000))
+        run_steps(model, optimizer, [0])
+        _, saved = calls_of(optimizer.full_state_dict)
+        shares = [bucket.num_bytes // dist.get_world_size() for bucket in optimizer.buckets]
+        return start, saved, [bucket.num_bytes for bucket in optimizer.buckets], shares
+
+    frozen, buffer = 5 * 8, 5 * 8
+    for start, saved, buckets, shares in ranks(2).run(measure):
+        assert [size for op, size in start if op == "broadcast"] == [*buckets, frozen, buffer]
+        gathers = [("all_gather", size) for size in shares for _ in range(2)]  # both moments of Adam
+        assert [call for call in saved if call in gathers] == gathers
+        assert len(saved) == len(gathers) + 3

@@ -1,0 +1,220 @@
+"""What each function and layer sends, forward and backward, is what its docstring says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.comm import recorded
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator
+from distlab.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    RowParallelLinear,
+    SequenceParallelNorm,
+    VocabularyParallelEmbedding,
+    clip_tensor_parallel_,
+    full_state_dict,
+    functions,
+    overlap,
+    parallelize,
+    tensor_parallel_norm,
+    vocabulary_parallel_cross_entropy,
+)
+from distlab.tensor_parallel.grouped import SharedKeyValueLinear
+from distlab.tensor_parallel.linear import from_first_rank
+from distlab.tensor_parallel.sequence import SequenceParallelPositions
+
+B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
+
+
+def sent_elements(seen):
+    """Elements of float32 that this rank sent: in collectives as a ring would, and in messages."""
+    return (seen.records.ring_equivalent_bytes(dist.get_rank()) + seen.records.sent_bytes(dist.get_rank())) / 4
+
+
+def forward_and_backward(function, x):
+    """Return what forward and backward send at the second use: the first one compares what ranks agree on."""
+    for _ in range(2):
+        with recorded() as forward:
+            y = function(x)
+        with recorded() as backward:
+            y.sum().backward()
+    return sent_elements(forward), sent_elements(backward)
+
+
+def of_functions(t):
+    """Function -> what it sent, and what its Cost says in elements times (t-1)/t."""
+    whole, part, features = ((B, S, H), (B, S // t, H), (B, S, H // t))
+    size = B * S * H
+    parameters = [torch.ones(H, requires_grad=True), torch.ones(H, requires_grad=True)]
+    linear = torch.ones(H // t, H, requires_grad=True)
+    across = torch.ones(H, H // t, requires_grad=True)
+
+    def column(sequence=False, regather=False):
+        region = overlap.Region(None, sequence, regather)
+        return lambda x: overlap.column_linear(x, linear, None, region)
+
+    table = {
+        "copy": (functions.copy_to_ranks, whole, 0, 2 * size),
+        "reduce": (functions.reduce_from_ranks, whole, 2 * size, 0),
+        "gather": (functions.gather_sequence, part, size, size),
+        "reduce_scatter": (functions.reduce_scatter_sequence, whole, size, size),
+        "split": (functions.split_sequence, whole, 0, size),
+        "join": (functions.join_sequence, part, size, 0),
+        "features": (functions.join_features, features, size, 0),
+        "once": (functions.add_once, whole, 0, 0),
+        "gradients": (lambda x: sum(functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
+        "column": (column(), whole, 0, 2 * size),
+        "column, sequence": (column(sequence=True), part, size, size),
+        "column, regather": (column(sequence=True, regather=True), part, size, 2 * size),
+        "row": (lambda x: overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
+    }
+    return measured(table, t)
+
+
+def of_layers(t):
+    """Layer -> what it sent, and what its Cost says in elements times (t-1)/t."""
+    whole, part, features = ((B, S, H), (B, S // t, H), (B, S, H // t))
+    size, d = B * S * H, H // 6
+    tokens, positions = torch.randint(V, (B, S)), torch.arange(S)
+    embedding = VocabularyParallelEmbedding(nn.Embedding(V, H))
+    in_parts = VocabularyParallelEmbedding(nn.Embedding(V, H), sequence_parallel=True)
+    attention, sequence_attention = (
+        ParallelAttention(nn.Linear(H, 3 * H), nn.Linear(H, H), 6, sequence_parallel=sequence)
+        for sequence in (False, True)
+    )
+    placed = SequenceParallelPositions(nn.Embedding(S, H))
+    shared = SharedKeyValueLinear(nn.Linear(H, 8 * d), 6, 1)
+    shared_parts = SharedKeyValueLinear(nn.Linear(H, 8 * d), 6, 1, sequence_parallel=True)
+    assert shared.key_value.weight.numel() == 2 * d * H  # all weights of key and value, on each rank
+    targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
+    width = -(-V // t)
+    table = {
+        "column": (ColumnParallelLinear(H, H), whole, 0, 2 * size),
+        "column, sequence": (ColumnParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True), part, size, size),
+        "column, join": (ColumnParallelLinear.from_full(nn.Linear(H, H), join_output=True), whole, size, 2 * size),
+        "row": (RowParallelLinear(H, H), features, 2 * size, 0),
+        "row, sequence": (RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True), features, size, size),
+        "attention": (attention, whole, 2 * size, 2 * size),
+        "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),
+        "shared": (shared, whole, 0, 2 * size + 2 * 2 * d * (H + 1)),
+        "shared, sequence": (shared_parts, part, size, size + 2 * 2 * d * (H + 1)),
+        "norm": (SequenceParallelNorm(nn.LayerNorm(H)), part, 0, 2 * 2 * H),
+        "positions": (lambda x: placed(positions) + 0 * x.sum(), (1,), 0, S * H),
+        "embedding": (lambda x: embedding(tokens) + 0 * x.sum(), (1,), 2 * size, 0),
+        "embedding, sequence": (lambda x: in_parts(tokens) + 0 * x.sum(), (1,), size, size),
+        "loss": (
+            lambda x: vocabulary_parallel_cross_entropy(x, targets, vocab_size=V),
+            (B, S, width),
+            6 * B * S,
+            0,
+        ),
+    }
+    return measured(table, t)
+
+
+def measured(table, t):
+    found = {}
+    for name, (function, shape, *expected) in table.items():
+        sent = forward_and_backward(function, torch.ones(shape, requires_grad=True))
+        found[name] = sent, tuple(number * (t - 1) / t for number in expected)
+    return found
+
+
+def of_exchanges(t):
+    """Each of the three exchanges that everything is made of, as (sent, expected), and its result twice."""
+    whole = torch.randn(B, S, H, generator=generator(0, dist.get_rank(), "x"))
+    part = whole.chunk(t, 1)[0]
+    found = {}
+    for name, x, expected in (("Sum", whole, 2), ("SequenceGather", part, 1), ("SequenceScatterSum", whole, 1)):
+        results = []
+        for _ in range(2):
+            with recorded() as seen:
+                results.append(getattr(functions, name)(x.clone()).finish())
+        found[name] = sent_elements(seen), expected * B * S * H * (t - 1) / t, results
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_functions_and_layers_send_what_they_say(ranks, world_size):
+    def measure():
+        return of_functions(world_size) | {f"layer: {name}": pair for name, pair in of_layers(world_size).items()}
+
+    for result in ranks(world_size).run(measure):
+        for name, (sent, expected) in result.items():
+            assert sent == pytest.approx(expected, abs=1), name  # each call is rounded to whole bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchanges_send_what_they_say_and_repeat_bit_for_bit(ranks, world_size):
+    results = ranks(world_size).run(of_exchanges, world_size)
+    parts = [torch.randn(B, S, H, generator=generator(0, rank, "x")) for rank in range(world_size)]
+    for rank, result in enumerate(results):
+        for name, (sent, expected, (first, again)) in result.items():
+            assert sent == pytest.approx(expected, abs=1), name
+            assert torch.equal(first, again), name
+        (_, _, (total, _)), (_, _, (gathered, _)), (_, _, (scattered, _)) = result.values()
+        assert torch.equal(total, results[0]["Sum"][2][0])
+        assert torch.equal(gathered, torch.cat([part.chunk(world_size, 1)[0] for part in parts], 1))
+        in_order = parts[0] + parts[1]
+        for part in parts[2:]:
+            in_order = in_order + part
+        assert torch.equal(scattered, in_order.chunk(world_size, 1)[rank])
+
+
+def test_models_norms_and_states_send_what_they_say(ranks):
+    config = GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H)
+
+    def measure():
+        rank, sent = dist.get_rank(), {}
+        model = parallelize(GPT(config))
+        tokens = torch.randint(V, (B, S), generator=generator(0, 0, "tokens"))
+        logits = model(tokens)
+        model.loss(logits, tokens).backward()
+        for name, call in {
+            "norm": lambda: tensor_parallel_norm(model),
+            "clip": lambda: clip_tensor_parallel_(model, 1.0),
+            "logits": lambda: model.full_logits(logits),
+            "state": lambda: full_state_dict(model),
+            "weight": lambda: from_first_rank(torch.ones(H, H)),
+        }.items():
+            with recorded() as seen:
+                call()
+            sent[name] = [(one.op, one.num_bytes) for one in seen.records.calls(rank)], sent_elements(seen)
+        split = {getattr(module, own) for module in model.modules() for own in getattr(module, "splits", {})}
+        return sent, len(split)
+
+    for sent, num_split in ranks(2).run(measure):
+        assert sent["norm"][0] == sent["clip"][0] == [("all_reduce", 8)]
+        assert [op for op, _ in sent["weight"][0]] == ["broadcast"]
+        assert {op for op, _ in sent["logits"][0]} == {op for op, _ in sent["state"][0]} == {"all_gather"}
+        assert sent["logits"][1] == B * S * -(-V // 2)
+        assert len(sent["state"][0]) == num_split
+
+
+def test_what_is_called_exact_has_the_same_bits(ranks):
+    def measure():
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        embedding, norm, x = nn.Embedding(V, H), nn.LayerNorm(H), torch.randn(B, S, H)
+        nn.init.normal_(norm.weight)
+        tokens = torch.randint(V, (B, S))
+        assert torch.equal(VocabularyParallelEmbedding(embedding)(tokens), embedding(tokens))
+        assert torch.equal(SequenceParallelNorm(norm)(x.chunk(2, 1)[rank]), norm(x).chunk(2, 1)[rank])
+
+    ranks(2).run(measure)
+
+
+def test_16_bit_scores_are_summed_in_float32(ranks):
+    def measure():
+        logits = (8 * torch.randn(B, S, V + 1, generator=generator(0, 0, "logits"))).bfloat16()
+        logits[..., V] = 0
+        targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
+        mine = logits.chunk(2, -1)[dist.get_rank()]
+        found = vocabulary_parallel_cross_entropy(mine, targets, vocab_size=V)
+        expected = nn.functional.cross_entropy(logits[..., :V].float().flatten(0, 1), targets.flatten())
+        return found, expected.bfloat16()
+
+    assert all(torch.equal(found, expected) for found, expected in ranks(2).run(measure))
