@@ -82,8 +82,6 @@ def trust_ratio(weight_norm: float, update_norm: float, trust: Trust | None = No
 
     It is 1 where either norm is zero: a weight that starts at zero could otherwise never leave, and 0 / 0 is NaN. The
     papers do not say. A norm that is NaN stays NaN: a broken gradient shall be seen.
-
-    Cost: no communication; a few operations on two numbers.
     """
     trust = trust or Trust()
     if weight_norm == 0.0 or update_norm == 0.0:
@@ -111,7 +109,7 @@ def lars_update(
     The learning rate is *inside* the buffer: a rate that falls reaches the weight only as old steps fade.
 
     Shapes: weight, gradient, buffer [...] -> weight [...], buffer [...]
-    Cost: no communication; reads each tensor about twice and makes new ones of the weight's size.
+    Cost: no communication; new tensors, the old ones are not changed.
 
     Source: You et al. 2017, algorithm 1. Zero norms: see `trust_ratio`.
     """
@@ -134,7 +132,7 @@ def lamb_update(
     """Return the weight and the moments after one update of the LAMB paper.
 
     Shapes: weight, gradient, both moments [...] -> weight [...], both moments [...]
-    Cost: no communication; reads each tensor about twice and makes new ones of the weight's size.
+    Cost: no communication; new tensors, the old ones are not changed.
 
     Source: You et al. 2020, algorithm 2, with its bias correction and phi(z) = z. Zero norms: see `trust_ratio`.
     """

@@ -52,7 +52,7 @@ def open_channels(home: Sequence[int], group: ProcessGroup | None = None, *, dev
         busy[colour] |= {a, b}
         colours[a, b] = colour
     # Torch names a group that only its members make by a hash. A group that is made again after `close()` gets the same
-    # name, finds the old addresses in the store, and hangs. So the members make it alone only where they are not all ranks.
+    # name, finds the old addresses in the store, and hangs. So members make it alone only where they are not all ranks.
     alone = len(members) < dist.get_world_size()
     groups = [dist.new_group(members, use_local_synchronization=alone) for _ in busy]
     for made in groups:  # nccl sets a communicator up at its first call, for which it wants all its ranks

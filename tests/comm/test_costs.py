@@ -8,7 +8,7 @@ import torch.distributed as dist
 from distlab.comm import recorded
 from distlab.comm.clocks import measure_offset_ns
 from distlab.comm.p2p import require_same, send_receive
-from distlab.measure.machine.once import on_first_rank
+from distlab.measure import on_first_rank
 
 
 def calls_of(function):

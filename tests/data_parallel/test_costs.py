@@ -6,7 +6,7 @@ from torch import nn
 
 from distlab.comm import recorded
 from distlab.data_parallel import DistributedSampler, HorovodOptimizer, convert_sync_batchnorm
-from distlab.data_parallel.census import take_census
+from distlab.gradient_status import find_faults, gather_reports
 
 AGREEMENT = ("all_gather", 40)
 
@@ -45,15 +45,21 @@ def test_an_epoch_makes_one_permutation(monkeypatch):
     assert made == [0, 1]
 
 
-def test_a_census_is_one_gather_and_sentences_come_where_there_are_any(ranks):
+def test_reports_are_one_gather_and_sentences_come_where_there_are_any(ranks):
     def measure():
-        cpu, words = torch.device("cpu"), ["the loss is odd"] if dist.get_rank() else []
-        return calls_of(lambda: take_census([0, 1, 2], [], cpu, None)), calls_of(
-            lambda: take_census([0, 1, 2], words, cpu, None)
-        )
+        words = ["the loss is odd"] if dist.get_rank() else []
+        return calls_of(lambda: gather_reports([0, 1, 2], [])), calls_of(lambda: gather_reports([0, 1, 2], words))
 
     for quiet, told in ranks(2).run(measure):
         assert quiet == [("all_gather", 3 + 1)]
         assert told[:1] == quiet
         assert {op for op, _ in told} == {"all_gather"}
         assert len(told) == 3  # lengths of the sentences, and the sentences
+
+
+def test_faults_are_found_by_one_small_all_reduce(ranks):
+    def measure():
+        return calls_of(lambda: find_faults([0, 0, 0], ["a", "b", "c"], None, unused="zero", step=1))
+
+    for quiet in ranks(2).run(measure):
+        assert quiet == [("all_reduce", 6 * 3)]

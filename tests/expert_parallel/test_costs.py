@@ -6,10 +6,18 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import recorded
-from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, clip_gradients_, reduce_gradients
-from distlab.expert_parallel.assign import assign, combine
+from distlab.expert_parallel import (
+    ExpertParallel,
+    MixtureOfExperts,
+    Router,
+    assign,
+    clip_gradients_,
+    reduce_gradients,
+    switch_loss,
+)
+from distlab.expert_parallel.assign import combine
 from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
-from distlab.expert_parallel.router import load_sums, switch_loss
+from distlab.expert_parallel.router import load_sums
 from distlab.rng import generator
 
 EXPERTS, HIDDEN = 3, 4

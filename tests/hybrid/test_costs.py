@@ -7,7 +7,6 @@ from torch import nn
 
 from distlab.comm import mesh_groups, recorded
 from distlab.hybrid import StageAverages
-from distlab.hybrid.build import share_weights
 from distlab.pipeline import Pipeline
 from distlab.plan import Mesh, Plan, Sharding, make_schedule
 
@@ -19,20 +18,16 @@ def calls_of(function):
     return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
 
 
-def test_weights_are_shared_once_and_a_shard_is_saved_without_a_call(ranks):
+def test_a_shard_is_saved_and_a_whole_state_is_loaded_without_a_call(ranks):
     def measure():
-        model = make_model(0)
-        sizes = [parameter.nbytes for parameter in model.parameters()]
-        with torch.no_grad():
-            _, start = calls_of(lambda: share_weights(model, dist.group.WORLD))
         hybrid = make_hybrid(Plan(data=2))
         _, saved = calls_of(hybrid.shard_state)
+        state = hybrid.full_state_dict()
+        _, loaded = calls_of(lambda: hybrid.load_full_state_dict(state))
         hybrid.close()
-        return start, sizes, saved
+        return saved, loaded
 
-    for start, sizes, saved in ranks(2).run(measure):
-        assert start == [("broadcast", size) for size in sizes]
-        assert saved == []
+    assert ranks(2).run(measure) == [([], [])] * 2
 
 
 def test_sharded_states_scatter_gradients_and_gather_parameters(ranks):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.large_batch import LAMB, LARS, lamb, lars
+from distlab.comm import recorded
+from distlab.large_batch import LAMB, LARS, Moments, lamb, lamb_update, lars, lars_update
 
 
 @pytest.mark.parametrize(("make", "module", "num_buffers"), [(LARS, lars, 1), (LAMB, lamb, 2)])
@@ -23,3 +24,17 @@ def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monke
     assert sum(value.numel() for value in kept if value.dim()) == num_buffers * sum(
         parameter.numel() for parameter in model.parameters()
     )
+
+
+def test_formulas_make_new_tensors_and_send_nothing(ranks):
+    def measure():
+        weight, gradient, zeros = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
+        with recorded() as seen:
+            new_weight, buffer = lars_update(weight, gradient, zeros, lr=0.1)
+            lamb_weight, moments = lamb_update(weight, gradient, Moments(zeros, zeros, 0), lr=0.1)
+        made = [new_weight, buffer, lamb_weight, moments.mean, moments.square]
+        same = [torch.equal(weight, torch.ones(3)), torch.equal(gradient, torch.full((3,), 2.0)), not zeros.any()]
+        given = {tensor.data_ptr() for tensor in (weight, gradient, zeros)}
+        return len(list(seen.records.calls(0))), same, [tensor.data_ptr() in given for tensor in made]
+
+    assert ranks(1).run(measure) == [(0, [True] * 3, [False] * 5)]

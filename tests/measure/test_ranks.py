@@ -54,3 +54,19 @@ def test_means_and_largest_values_are_those_of_the_group(ranks):
     first, second, third = ranks(3).run(over_ranks)
     assert first == [[1.0, 2.0], [2.0, 3.0]]
     assert second == third == [*first, [1.5, 1.5], [2.0, 2.0]]
+
+
+def sent():
+    import torch
+
+    from distlab.comm import recorded
+    from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks
+
+    with recorded() as seen:
+        mean_over_ranks([1.0, 2.0, 3.0], torch.device("cpu"))
+        largest_over_ranks([1.0, 2.0], torch.device("cpu"))
+    return [(call.op, call.num_bytes) for call in seen.records.calls(torch.distributed.get_rank())]
+
+
+def test_one_call_of_8_bytes_per_value(ranks):
+    assert ranks(2).run(sent) == [[("all_reduce", 24), ("all_reduce", 16)]] * 2

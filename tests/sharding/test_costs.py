@@ -11,10 +11,12 @@ from optimizer_net import Net, adam, run_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import recorded
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,
+    PlainSharded,
     ShardedOptimizer,
     full_optimizer_state,
     full_state_dict,
@@ -24,9 +26,7 @@ from distlab.sharding import (
     scatter_sum,
     sharded_state_dict,
 )
-from distlab.sharding.direct import DirectGather, DirectScatter
 from distlab.sharding.plain import cut_shard, layout_of, plain_step
-from distlab.sharding.zero.optimizer import PlainSharded
 from distlab.sharding.zero.scatter_in_backward import owners_of
 
 L = 6  # elements of a shard

@@ -13,6 +13,8 @@ from distlab.tensor_parallel import (
     ParallelAttention,
     RowParallelLinear,
     SequenceParallelNorm,
+    SequenceParallelPositions,
+    SharedKeyValueLinear,
     VocabularyParallelEmbedding,
     clip_tensor_parallel_,
     full_state_dict,
@@ -22,9 +24,7 @@ from distlab.tensor_parallel import (
     tensor_parallel_norm,
     vocabulary_parallel_cross_entropy,
 )
-from distlab.tensor_parallel.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.linear import from_first_rank
-from distlab.tensor_parallel.sequence import SequenceParallelPositions
 
 B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
 

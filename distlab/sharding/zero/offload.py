@@ -25,8 +25,9 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 def to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host's memory: pinned where it came from a GPU, which can then copy without the host's help.
 
+    The tensor's bytes cross the bus.
+
     Shapes: any; the same
-    Cost: the tensor's bytes over the bus.
 
     Raises:
         RuntimeError: the host has no room for it; the text says how much was wanted.
