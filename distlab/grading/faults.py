@@ -6,10 +6,13 @@ fault first, and needs no `return` behind a `yield`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from distlab.grading.exercise import Evidence, Fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def found(*looked: Fault | None) -> Iterator[Fault]:
@@ -39,3 +42,20 @@ def equal_on_all_ranks(values: Sequence[Any], what: str = "the result") -> Itera
     from distlab.grading.values import first_difference_between_ranks
 
     yield from found(first_difference_between_ranks(values, what))
+
+
+def known_mistake(got: Tensor, want: Tensor, known: Iterable[tuple[str, Tensor, str]], what: str) -> Fault | None:
+    """Return the first known mistake that gives this very result, or None.
+
+    Args:
+        got: what the learner's function returned.
+        want: what was expected, of the same shape.
+        known: for each mistake the code of its fault, what a function with this mistake returns, and what to say.
+        what: a name for the result.
+    """
+    from distlab.grading.values import equal
+
+    for code, result, words in known:
+        if result.shape == got.shape and equal(got.detach(), result.to(got.dtype)) and not equal(want, result):
+            return Fault(code, f"{what} {words}")
+    return None

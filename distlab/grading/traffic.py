@@ -29,6 +29,11 @@ def calls(evidence: Evidence, rank: int, *ops: str) -> list[Call]:
     return [call for call in evidence.records.calls(rank) if not ops or call.op in ops]
 
 
+def most_sent(evidence: Evidence) -> int:
+    """Return the bytes that the rank sent that sent most."""
+    return max((sent_bytes(evidence, rank) for rank in evidence.records.ranks), default=0)
+
+
 def num_calls(evidence: Evidence, op: str | None = None, *, rank: int | None = None) -> int:
     """Return the number of calls of all ranks, or of one rank, of one operation or of all."""
     if rank is None:
@@ -101,5 +106,5 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
 
 def sent_line(evidence: Evidence, wanted_bytes: float, what: str) -> str:
     """Return a budget's line, such as "sent 3.0 MB a rank (a ring needs 3.0 MB)"."""
-    sent = max((sent_bytes(evidence, rank) for rank in evidence.records.ranks), default=0)
+    sent = most_sent(evidence)
     return f"sent {in_megabytes(sent)} a rank ({what} needs {in_megabytes(wanted_bytes)})"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ def seeded(rank: int, *shape: int, purpose: str = "") -> Tensor:
     digest = hashlib.blake2b(f"{purpose} {rank}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """Put the elements of several tensors into one row."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

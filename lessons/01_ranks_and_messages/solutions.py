@@ -91,15 +91,3 @@ def should_stop(loss: Tensor, threshold: float) -> bool:
     total = loss.clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size() < threshold
-
-
-def should_stop_to_repair(loss: Tensor, threshold: float) -> bool:
-    """Tell whether the mean of all ranks' losses is below `threshold`; every rank calls this after each step.
-
-    `loss` is this rank's own loss, a tensor with one number; it stays as it is.
-
-    Cost: one collective of one number.
-    """
-    total = loss.clone()
-    dist.reduce(total, dst=0)
-    return total.item() / dist.get_world_size() < threshold

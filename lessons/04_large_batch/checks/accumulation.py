@@ -1,0 +1,191 @@
+"""Accumulation: micro-batches of different sizes must give the gradient of the mean over all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.traffic import num_calls, over_budget, sent_line
+from distlab.grading.values import equal, seeded, times_of
+
+# 04.accumulate
+SIZES = (3, 3, 1)
+FEATURES, OUTPUTS = 4, 3
+
+
+def net() -> nn.Module:
+    """Return the same model on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, OUTPUTS)).double()
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Return a rank's micro-batches, of sizes that differ."""
+    return [
+        (seeded(rank, size, FEATURES, purpose=f"inputs {k}"), seeded(rank, size, OUTPUTS, purpose=f"targets {k}"))
+        for k, size in enumerate(SIZES)
+    ]
+
+
+def _gradients(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    model = net()
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def drive_accumulate(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Accumulate over this rank's micro-batches; keep what one process, and each micro-batch alone, would give."""
+    rank, model, calls = dist.get_rank(), net(), []
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(outputs))
+        return nn.functional.mse_loss(outputs, targets)
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fn(model, data(rank), loss_fn)
+    return {
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "parts": [_gradients([batch]) for batch in data(rank)],
+        "calls": calls,
+        "changed": [name for name, p in model.named_parameters() if not torch.equal(p, before[name])],
+    }
+
+
+NUM_GRADIENTS = 4
+
+
+def judge_accumulate(evidence: Evidence) -> Iterator[Fault]:
+    """Every gradient must be that of the mean over all samples, and must have been sent once."""
+    for rank, result in enumerate(evidence.results):
+        if result["changed"]:
+            name = result["changed"][0]
+            yield Fault("weights changed", f"rank {rank}'s {name} itself has changed; only gradients are asked for")
+        missing = [name for name, gradient in result["gradients"].items() if gradient is None]
+        if missing:
+            yield Fault("no gradient", f"rank {rank}'s gradient of {missing[0]} is None: was backward called?")
+    wanted = combined(evidence, _by_samples, 1 / evidence.world_size)
+    if not _all_equal(evidence, wanted):
+        yield _wrong_sum(evidence, wanted)
+    yield from _sent_once(evidence)
+
+
+def _by_samples(sizes: tuple[int, ...]) -> list[float]:
+    return [size / sum(sizes) for size in sizes]
+
+
+def combined(evidence: Evidence, weights_of: Any, rank_weight: float, only: int | None = None) -> dict[str, Tensor]:
+    """Add the gradients of all micro-batches, each with its weight; of all ranks, or of one only."""
+    weights = weights_of(SIZES)
+    chosen = evidence.results if only is None else [evidence.results[only]]
+    names = evidence.results[0]["gradients"]
+    return {
+        name: rank_weight
+        * sum(w * part[name] for result in chosen for w, part in zip(weights, result["parts"], strict=True))
+        for name in names
+    }
+
+
+def _all_equal(evidence: Evidence, wanted: dict[str, Tensor]) -> bool:
+    return all(_is(result, wanted) for result in evidence.results)
+
+
+def _is(result: dict[str, Any], wanted: dict[str, Tensor]) -> bool:
+    return all(equal(result["gradients"][name], want) for name, want in wanted.items())
+
+
+def _wrong_sum(evidence: Evidence, wanted: dict[str, Tensor]) -> Fault:
+    n, sizes = evidence.world_size, SIZES
+    if _all_equal(evidence, combined(evidence, lambda s: [1 / len(s)] * len(s), 1 / n)):
+        text = f"micro-batches of {', '.join(map(str, sizes))} samples count equally: a sample of the last one counts"
+        return Fault("uneven micro-batches", f"{text} 3 times; weight each by its samples over all samples")
+    if _all_equal(evidence, combined(evidence, lambda s: [1.0] * len(s), 1 / n)):
+        text = f"the gradients of {len(sizes)} micro-batches are added, not averaged: divide each loss, or weight it"
+        return Fault("sum of micro-batches", f"{text} by its samples over all samples")
+    if _all_equal(evidence, combined(evidence, lambda s: [0.0] * (len(s) - 1) + [1.0], 1 / n)) or _all_equal(
+        evidence, combined(evidence, lambda s: [0.0] * (len(s) - 1) + [s[-1] / sum(s)], 1 / n)
+    ):
+        text = "only the last micro-batch's gradient is left: something sets gradients back between micro-batches"
+        return Fault("only the last", f"{text}; backward adds to what is there")
+    if n > 1 and _all_equal(evidence, combined(evidence, _by_samples, 1.0)):
+        return Fault("sum not mean", f"gradients are {n}x too large: the sum over ranks; divide by world_size ({n})")
+    if n > 1 and all(_is(r, combined(evidence, _by_samples, 1.0, only=k)) for k, r in enumerate(evidence.results)):
+        return Fault("not communicated", "each rank holds the gradient of its own samples: nothing of the others")
+    if n > 1 and num_calls(evidence, rank=0) > NUM_GRADIENTS:
+        text = f"rank 0 made {num_calls(evidence, rank=0)} calls for {NUM_GRADIENTS} gradients: what was summed after"
+        return Fault("sums again", f"{text} one micro-batch is summed again after the next; exchange once, at last")
+    if n > 1 and _all_equal(evidence, combined(evidence, _by_samples, 1 / n**2)):
+        return Fault("divided twice", f"gradients are {n}x too small: divided by world_size ({n}) twice")
+    if _all_equal(evidence, combined(evidence, lambda s: [float(size) for size in s], 1 / n)):
+        text = f"gradients are {sum(sizes)}x too large: each loss is multiplied by its samples, but not divided"
+        return Fault("sum of samples", f"{text} by all samples ({sum(sizes)} per rank)")
+    for rank, result in enumerate(evidence.results):
+        for name, want in wanted.items():
+            got = result["gradients"][name]
+            if not equal(got, want):
+                ratio = float(got.flatten() @ want.flatten() / (want.flatten() @ want.flatten()))
+                factor = f", {times_of(ratio)}" if equal(got, ratio * want) else ""
+                return Fault("values", f"rank {rank}'s gradient of {name} is not that of all samples{factor}")
+    return Fault("only some ranks", "some ranks hold the right gradients, others do not; all need them")
+
+
+def _sent_once(evidence: Evidence) -> Iterator[Fault]:
+    num_bytes = sum(8 * gradient.numel() for gradient in evidence.results[0]["gradients"].values())
+    n = evidence.world_size
+    over = over_budget(evidence, 2 * (n - 1) / n * num_bytes, "one exchange of all gradients, as a ring,")
+    if over is not None:
+        text = f"{over.message}: it sends after every micro-batch what only the last one completes"
+        yield Fault("sends every micro-batch", text)
+    for rank, result in enumerate(evidence.results):
+        if max(result["calls"], default=0) > max(SIZES):
+            text = f"rank {rank} ran {max(result['calls'])} samples at once; accumulation is for memory that holds one"
+            yield Fault("one large batch", f"{text} micro-batch only: run them one after the other")
+
+
+def accumulate_budget(evidence: Evidence) -> list[str]:
+    """Say what was sent."""
+    num_bytes = sum(8 * gradient.numel() for gradient in evidence.results[0]["gradients"].values())
+    wanted = 2 * (evidence.world_size - 1) / evidence.world_size * num_bytes
+    return [f"{len(SIZES)} micro-batches, {sent_line(evidence, wanted, 'one exchange')}"]
+
+
+_AVERAGE = """
+for parameter in model.parameters():
+    parameter.grad /= dist.get_world_size()
+    dist.all_reduce(parameter.grad)
+""".strip()
+WRONG_ACCUMULATIONS = (
+    Mutant("sum", "sum of micro-batches", "added, not averaged", 1, 21).without(" * (len(inputs) / num_samples)"),
+    Mutant("equal weights", "uneven micro-batches", "weight each by its samples", 1, "common").edit(
+        "* (len(inputs) / num_samples)", "/ len(microbatches)"
+    ),
+    Mutant("only the last", "only the last", "sets gradients back", 1, "common").edit(
+        "loss = ", "model.zero_grad()\nloss = "
+    ),
+    Mutant("alone", "not communicated", "nothing of the others", 2, "common").without(_AVERAGE),
+    Mutant("sum over ranks", "sum not mean", "3x too large", 3, 9).without("parameter.grad /= dist.get_world_size()"),
+    Mutant("divided twice", "divided twice", "2x too small", 2, "common").edit(
+        "dist.get_world_size()", "dist.get_world_size() ** 2"
+    ),
+    Mutant("sends each", "sends every micro-batch", "sends after every", 2, 22)
+    .without(_AVERAGE)
+    .edit("loss.backward()", f"loss.backward()\n{_AVERAGE}"),
+    Mutant("sums again", "sums again", "summed again", 2, 22)
+    .without("dist.all_reduce(parameter.grad)")
+    .edit(
+        "loss.backward()",
+        """
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        """,
+    ),
+    Mutant("at once", "one large batch", "memory that holds one", 1, "common").edit(
+        "num_samples =", "microbatches = [tuple(torch.cat(parts) for parts in zip(*microbatches))]\nnum_samples ="
+    ),
+)

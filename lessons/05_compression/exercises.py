@@ -1,0 +1,138 @@
+"""Exercises of lesson 5; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+
+from __future__ import annotations
+
+from distlab_lesson_05.checks import choices, codes, factors, signs
+
+from distlab.grading import Exercise
+
+TITLE = "Compression"
+MINUTES = 90
+NEEDS = ("01", "02", "03")
+AIMS = (
+    "Send less of a gradient in five ways: the largest elements, random ones, few bits, signs, thin factors.",
+    "Keep what was not sent in an error memory, and show what happens to the loss without it.",
+    "Count what is really saved, by method and by number of ranks, and check it against the recorder.",
+    "Decide for a model, a wire and a compressor whether it pays, by simulation and by a run on a slow wire.",
+)
+
+_TORCH = ("import torch", "import torch.distributed as dist", "from torch import Tensor")
+_BITS = (*_TORCH, "from distlab.compression import pack_bits, unpack_bits")
+
+EXERCISES = (
+    Exercise(
+        name="05.top_k",
+        title="the largest elements, by all-gather",
+        source="solutions:average_top_k",
+        drive=choices.drive_top_k,
+        judge=choices.judge_top_k,
+        imports=_TORCH,
+        hints=(
+            "`gradient.abs().topk(k).indices` are the places, `gradient[indices]` the values. Each rank has other "
+            "places, so the values cannot be summed on the way.",
+            "`dist.all_gather(list, tensor)` fills a list of one tensor per rank. Places fit into `torch.int32`.",
+            "Gather places and values. Begin with zeros; for each rank `total.index_add_(0, places, values)`, which "
+            "adds where two ranks chose the same. Divide by the number of ranks.",
+        ),
+        budget=choices.budget_top_k,
+        mutants=choices.WRONG_TOP_KS,
+    ),
+    Exercise(
+        name="05.random_k",
+        title="random elements, the same on all ranks",
+        source="solutions:average_random_k",
+        drive=choices.drive_random_k,
+        judge=choices.judge_random_k,
+        imports=_TORCH,
+        hints=(
+            "Two generators with the same seed draw the same numbers: `torch.Generator().manual_seed(step)`.",
+            "`torch.randperm(L, generator=...)[:k]` are k different places. All ranks have the same, so all_reduce can "
+            "sum the values.",
+            "Draw the places, take the values there, divide by the number of ranks, all_reduce, and put them times L/k "
+            "into zeros at those places.",
+        ),
+        budget=choices.budget_random_k,
+        mutants=choices.WRONG_RANDOM_KS,
+    ),
+    Exercise(
+        name="05.pack",
+        title="several codes in a byte",
+        source="solutions:pack_codes",
+        drive=codes.drive_pack,
+        judge=codes.judge_pack,
+        imports=("import torch", "from torch import Tensor"),
+        hints=(
+            "A byte holds 8 // bits codes. Code i of a byte is shifted to the left by i x bits: `code << (i * bits)`.",
+            "Fill the codes up with zeros to a multiple of 8 // bits, and view them as rows of that many.",
+            "Begin with zeros, one byte per row. For each place i of a row: `packed |= rows[:, i] << (i * bits)`.",
+        ),
+        worlds=(1,),
+        budget=codes.budget_pack,
+        mutants=codes.WRONG_PACKS,
+    ),
+    Exercise(
+        name="05.quantize",
+        title="few bits per element",
+        source="solutions:average_quantized",
+        drive=codes.drive_quantize,
+        judge=codes.judge_quantize,
+        imports=_BITS,
+        hints=(
+            "low = min, step = (max - low) / (2**bits - 1). The code of x is round((x - low) / step); step can be 0.",
+            "One message: `torch.stack([low, step]).view(torch.uint8)` are 8 bytes; `torch.cat` them with "
+            "`pack_bits(codes.to(torch.uint8), bits)`.",
+            "all_gather the messages. Of each: `theirs[:8].view(torch.float32)` are its low and step, "
+            "`unpack_bits(theirs[8:], bits, L)` its codes; add low + step * codes. Divide by the number of ranks.",
+        ),
+        budget=codes.budget_quantize,
+        mutants=codes.WRONG_QUANTIZES,
+    ),
+    Exercise(
+        name="05.repair",
+        title="spot the bug: one bit per element",
+        source="solutions:average_signs",
+        drive=signs.drive_signs,
+        judge=signs.judge_signs,
+        imports=_BITS,
+        hints=(
+            "Print `ones` and `signs` of a few elements, one positive and one negative.",
+            "What type has `ones`? Which numbers can a tensor of that type hold?",
+            "`2 * 0 - 1` in unsigned bytes is 255. Turn `ones` into the gradient's dtype first.",
+        ),
+        broken="unsigned bytes",
+        budget=signs.budget_signs,
+        mutants=signs.WRONG_SIGNS,
+    ),
+    Exercise(
+        name="05.feedback",
+        title="remember what was not sent",
+        source="solutions:average_with_memory",
+        drive=signs.drive_feedback,
+        judge=signs.judge_memory,
+        imports=("from collections.abc import Callable", *_TORCH),
+        hints=(
+            "A rank wants to send gradient + memory. What it did not send is this minus what compress gave.",
+            "The caller keeps `memory` for the next step, so write into it: `memory.copy_(...)`.",
+            "wanted = gradient + memory; sent = compress(wanted); the memory takes wanted - sent, its own rest; then "
+            "divide sent by the number of ranks and all_reduce it.",
+        ),
+        budget=signs.budget_memory,
+        mutants=signs.WRONG_MEMORIES,
+    ),
+    Exercise(
+        name="05.powersgd",
+        title="two thin factors",
+        source="solutions:average_low_rank",
+        drive=factors.drive_low_rank,
+        judge=factors.judge_low_rank,
+        imports=_TORCH,
+        hints=(
+            "The mean of the ranks' `gradient @ q` is `mean @ q`: a matrix product is linear, so sums pass through it.",
+            "`torch.linalg.qr(p).Q` has orthonormal columns that span the same. All ranks must do it to one p.",
+            "p = gradient @ q, all_reduce to the mean, Q of its qr; then q = gradient.T @ p, all_reduce to the mean. "
+            "Return p @ q.T and the new q.",
+        ),
+        budget=factors.budget_low_rank,
+        mutants=factors.WRONG_FACTORS,
+    ),
+)

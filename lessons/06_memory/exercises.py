@@ -1,0 +1,129 @@
+"""Exercises of lesson 6; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+
+from __future__ import annotations
+
+from distlab_lesson_06.checks import activations, counts, master, scaler
+
+from distlab.grading import Exercise
+
+TITLE = "Memory"
+MINUTES = 90
+NEEDS = ("01", "03")
+AIMS = (
+    "Account for every byte of a 7B, 70B and 175B model in training, and check the account by measurement.",
+    "Keep fewer activations: recompute blocks in backward, and accumulate micro-batches.",
+    "Train with 16-bit numbers: master weights, and a loss scale whose decisions all ranks share.",
+    "Say before a run whether a plan fits a device, and which change makes it fit.",
+)
+
+_PLAN = ("from distlab.plan import Plan, Precision", "from distlab.plan.sharding import DTYPE_BYTES")
+
+EXERCISES = (
+    Exercise(
+        name="06.states",
+        title="what a model holds before it has seen any data",
+        source="solutions:state_bytes",
+        drive=counts.drive_states,
+        judge=counts.judge_states,
+        imports=_PLAN,
+        hints=(
+            "Four kinds: parameters, gradients, optimizer, master weights. First find each kind's bytes per parameter, "
+            "with `DTYPE_BYTES[precision.compute]` and so on.",
+            "A rank's shard has ceil(parameters / shards) elements: `-(-num_parameters // shards)` in Python.",
+            "A table of (bytes each, first stage that splits it): parameters 3, gradients 2, optimizer and master "
+            "weights 1. Multiply the bytes by the shard where the plan's stage has reached that number, else by all.",
+        ),
+        worlds=(1,),
+        budget=counts.budget_states,
+        mutants=counts.WRONG_STATES,
+    ),
+    Exercise(
+        name="06.activations",
+        title="what a layer keeps for backward",
+        source="solutions:activation_bytes",
+        drive=counts.drive_activations,
+        judge=counts.judge_activations,
+        hints=(
+            "Work in units of s B h bytes, and in two parts: what tensor parallelism leaves whole, and what it splits.",
+            "On one rank: 10 whole and 24 + 5 a s / h split. Selective: 10 and 24. Full: 2 whole and nothing else.",
+            "unit x (whole / (t if sequence parallel else 1) + split / t).",
+        ),
+        worlds=(1,),
+        budget=counts.budget_activations,
+        mutants=counts.WRONG_ACTIVATIONS,
+    ),
+    Exercise(
+        name="06.recompute",
+        title="run a block again instead of keeping what it made",
+        source="solutions:recompute",
+        drive=activations.drive_recompute,
+        judge=activations.judge_recompute,
+        imports=(
+            "from collections.abc import Callable",
+            "import torch",
+            "from torch import Tensor",
+        ),
+        hints=(
+            "A class derived from `torch.autograd.Function`, with static methods `forward(ctx, x, anchor)` and "
+            "`backward(ctx, gradient)`. Inside both nothing is recorded; `ctx.save_for_backward(x)` keeps x.",
+            "Keep `torch.get_rng_state()` too. In backward: `again = x.detach().requires_grad_()`, then the block "
+            "under `torch.enable_grad()` and `torch.random.fork_rng(devices=[])` with the kept state set.",
+            "`torch.autograd.backward(output, gradient)` gives the parameters theirs and leaves x's in again.grad: "
+            "return it, and None for the anchor. The anchor is a zero that needs a gradient; without it autograd skips "
+            "your backward where x is data.",
+        ),
+        worlds=(1,),
+        budget=activations.budget_recompute,
+        mutants=activations.WRONG_RECOMPUTES,
+    ),
+    Exercise(
+        name="06.repair",
+        title="spot the bug: accumulation",
+        source="solutions:accumulate_gradients",
+        drive=activations.drive_accumulate,
+        judge=activations.judge_accumulate,
+        imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor, nn"),
+        hints=(
+            "The gradients are right. How many logits are alive when backward begins?",
+            "A loss keeps everything it was made from until its backward has run. `mean + loss` keeps them all.",
+            "Call backward in the loop, on each loss; gradients add up by themselves. Add up `loss.item()`.",
+        ),
+        broken="one backward",
+        worlds=(1,),
+        budget=activations.budget_accumulate,
+        mutants=activations.WRONG_ACCUMULATIONS,
+    ),
+    Exercise(
+        name="06.master",
+        title="a float32 copy that remembers small steps",
+        source="solutions:update_with_master",
+        drive=master.drive_master,
+        judge=master.judge_master,
+        imports=("from torch import Tensor",),
+        hints=(
+            "The truth is in the masters. The 16-bit weights are their rounded copy, made new after each step.",
+            "`gradient.float()` first, then times lr: a product in 16 bits is rounded to 16 bits.",
+            "In a loop over the three lists: `master.sub_(lr * gradient.float())`, then `weight.copy_(master)`.",
+        ),
+        worlds=(1,),
+        budget=master.budget_master,
+        mutants=master.WRONG_MASTERS,
+    ),
+    Exercise(
+        name="06.scaler",
+        title="a loss scale that all ranks agree on",
+        source="solutions:finish_scaled_step",
+        drive=scaler.drive_scaler,
+        judge=scaler.judge_scaler,
+        imports=("import torch", "import torch.distributed as dist", "from torch import Tensor"),
+        hints=(
+            "`gradient.isfinite().all()` of each gradient; one that is not is enough.",
+            "Turn the finding into a number, 1.0 for an overflow, and all_reduce it with MAX, on every rank, in every "
+            "step, whatever was found.",
+            "Overflow anywhere: return False, scale / 2, 0. Else divide each gradient by the scale in place; if the "
+            "streak + 1 is the interval return True, 2 x scale, 0, otherwise True, scale, streak + 1.",
+        ),
+        budget=scaler.budget_scaler,
+        mutants=scaler.WRONG_SCALERS,
+    ),
+)
