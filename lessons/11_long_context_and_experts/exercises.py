@@ -1,8 +1,8 @@
-"""Exercises of lesson 11, and how each is driven and judged (see cases.py and the judges)."""
+"""Exercises of lesson 11; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
 
 from __future__ import annotations
 
-from distlab_lesson_11 import cases, judge_attention, judge_dispatch, judge_experts, judge_ring
+from distlab_lesson_11.checks import attention, dispatch, ring, routing
 
 from distlab.grading import Exercise
 
@@ -24,8 +24,8 @@ EXERCISES = (
         name="11.merge",
         title="attention over two sets of keys, from attention over each",
         source="solutions:merge",
-        drive=cases.drive_merge,
-        judge=judge_attention.judge_merge,
+        drive=attention.drive_merge,
+        judge=attention.judge_merge,
         imports=_TORCH,
         hints=(
             "The sum of weights over both sets is exp(log_sum) + exp(new_log_sum). What part of it is the first set's?",
@@ -33,14 +33,15 @@ EXERCISES = (
             "total = logaddexp of both; each mean counts with exp(its log_sum - total); return the sum, and total.",
         ),
         worlds=(1,),
-        budget=judge_attention.budget_merge,
+        budget=attention.budget_merge,
+        mutants=attention.WRONG_MERGES,
     ),
     Exercise(
         name="11.zigzag",
         title="positions of a rank, so that causal work is even",
         source="solutions:zigzag",
-        drive=cases.drive_zigzag,
-        judge=judge_attention.judge_zigzag,
+        drive=attention.drive_zigzag,
+        judge=attention.judge_zigzag,
         imports=_TORCH,
         hints=(
             "Cut the sequence into 2n chunks. Who has the chunk with least work should have the one with most.",
@@ -48,14 +49,15 @@ EXERCISES = (
             "Rank r holds chunk r, and behind it chunk 2n - 1 - r: torch.cat of two calls of torch.arange.",
         ),
         worlds=(1,),
-        budget=judge_attention.budget_zigzag,
+        budget=attention.budget_zigzag,
+        mutants=attention.WRONG_ZIGZAGS,
     ),
     Exercise(
         name="11.ring",
         title="causal attention round a ring of ranks",
         source="solutions:ring_attend",
-        drive=cases.drive_ring,
-        judge=judge_ring.judge_ring,
+        drive=ring.drive_ring,
+        judge=ring.judge_ring,
         imports=_RANKS,
         hints=(
             "n steps: attend to the keys that you hold, then hand them to rank + 1 and take those of rank - 1.",
@@ -64,15 +66,16 @@ EXERCISES = (
             "Each step but the first: isend what is held, recv into a new tensor, wait. Scores, mask with -inf, "
             "log_sum = logsumexp, weights = exp(scores - log_sum, with log_sum clamped to a finite number). Merge.",
         ),
-        on_failure=judge_ring.ring_failure,
-        budget=judge_ring.budget_ring,
+        on_failure=ring.ring_failure,
+        budget=ring.budget_ring,
+        mutants=ring.WRONG_RINGS,
     ),
     Exercise(
         name="11.route",
         title="top-k experts of each token, within capacity",
         source="solutions:route",
-        drive=cases.drive_route,
-        judge=judge_experts.judge_route,
+        drive=routing.drive_route,
+        judge=routing.judge_route,
         imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor"),
         hints=(
             "torch.topk gives weights and experts. Of each choice: how many choices before it ask the same expert?",
@@ -82,14 +85,15 @@ EXERCISES = (
             "shape [K, T], transposed. Dropped is the number of choices that are not kept.",
         ),
         worlds=(1,),
-        budget=judge_experts.budget_route,
+        budget=routing.budget_route,
+        mutants=routing.WRONG_ROUTES,
     ),
     Exercise(
         name="11.ask",
         title="tokens to their experts and back",
         source="solutions:ask_experts",
-        drive=cases.drive_ask,
-        judge=judge_dispatch.judge_ask,
+        drive=dispatch.drive_ask,
+        judge=dispatch.judge_ask,
         imports=(
             "import torch",
             "import torch.distributed as dist",
@@ -103,15 +107,16 @@ EXERCISES = (
             "Answers come back in the order in which tokens left: answers[order.argsort()] undoes tokens[order]. "
             "Multiply by weights[:, None].",
         ),
-        on_failure=judge_dispatch.ask_failure,
-        budget=judge_dispatch.budget_ask,
+        on_failure=dispatch.ask_failure,
+        budget=dispatch.budget_ask,
+        mutants=dispatch.WRONG_ASKS,
     ),
     Exercise(
         name="11.balance",
         title="a loss that is 1 where experts are asked evenly",
         source="solutions:balance_loss",
-        drive=cases.drive_balance,
-        judge=judge_experts.judge_balance,
+        drive=routing.drive_balance,
+        judge=routing.judge_balance,
         imports=_TORCH,
         hints=(
             "Two numbers an expert: how often it was chosen, and how probable it was on average.",
@@ -119,21 +124,23 @@ EXERCISES = (
             "Return the number of experts times the sum of f times P; counts have no gradient, P has.",
         ),
         worlds=(1,),
-        budget=judge_experts.budget_balance,
+        budget=routing.budget_balance,
+        mutants=routing.WRONG_LOSSES,
     ),
     Exercise(
         name="11.repair",
         title="spot the bug: experts that become alike",
         source="solutions:synchronize",
-        drive=cases.drive_synchronize,
-        judge=judge_dispatch.judge_synchronize,
+        drive=dispatch.drive_synchronize,
+        judge=dispatch.judge_synchronize,
         imports=("import torch.distributed as dist", "from torch import nn"),
         hints=(
             "What lies at the same place of `experts` on another rank?",
             "Whose tokens came to this rank's expert? And in which loss is its gradient?",
             "All-reduce and divide what is shared. Experts: divide only, their gradients are sums over all ranks.",
         ),
-        broken="mutants:synchronize_everything",
-        budget=judge_dispatch.budget_synchronize,
+        broken="averaged",
+        budget=dispatch.budget_synchronize,
+        mutants=dispatch.WRONG_SYNCHRONIZATIONS,
     ),
 )

@@ -1,8 +1,8 @@
-"""Exercises of lesson 10, and how each is driven and judged (see cases.py and the judges)."""
+"""Exercises of lesson 10; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
 
 from __future__ import annotations
 
-from distlab_lesson_10 import cases, judge_mesh, judge_norm, judge_parts, judge_step
+from distlab_lesson_10.checks import mesh, nodes, norm, shares, step
 
 from distlab.grading import Exercise
 
@@ -23,8 +23,8 @@ EXERCISES = (
         name="10.coordinates",
         title="where a rank stands",
         source="solutions:place_of",
-        drive=cases.drive_places,
-        judge=judge_mesh.judge_places,
+        drive=mesh.drive_places,
+        judge=mesh.judge_places,
         hints=(
             "It is a number in a system whose digits have different ranges, like hours, minutes and seconds.",
             "divmod(rank, size of the last axis) gives what is left for the other axes, and the place on the last.",
@@ -32,14 +32,15 @@ EXERCISES = (
             "in the order of the axes.",
         ),
         worlds=(1,),
-        budget=judge_mesh.budget_places,
+        budget=mesh.budget_places,
+        mutants=mesh.WRONG_PLACES,
     ),
     Exercise(
         name="10.groups",
         title="all groups of an axis",
         source="solutions:groups_of",
-        drive=cases.drive_groups,
-        judge=judge_mesh.judge_groups,
+        drive=mesh.drive_groups,
+        judge=mesh.judge_groups,
         imports=("from math import prod",),
         hints=(
             "How far apart are two ranks that differ by one place on an axis? On the last axis 1; on the one before, "
@@ -50,14 +51,15 @@ EXERCISES = (
             "+ 0, 1, 2, ... strides.",
         ),
         worlds=(1,),
-        budget=judge_mesh.budget_groups,
+        budget=mesh.budget_groups,
+        mutants=mesh.WRONG_GROUPS,
     ),
     Exercise(
         name="10.my_batch",
         title="samples, positions and micro-batches of a rank",
         source="solutions:my_part",
-        drive=cases.drive_parts,
-        judge=judge_parts.judge_parts,
+        drive=shares.drive_parts,
+        judge=shares.judge_parts,
         imports=("from torch import Tensor", "from distlab.plan import Mesh"),
         hints=(
             "mesh.coordinates(rank) has the places, dict(mesh.axes) the sizes. Which axes hold copies of the weights "
@@ -68,14 +70,15 @@ EXERCISES = (
             "chunk that into micro-batches. Tensor and pipeline play no part.",
         ),
         worlds=(1,),
-        budget=judge_parts.budget_parts,
+        budget=shares.budget_parts,
+        mutants=shares.WRONG_PARTS,
     ),
     Exercise(
         name="10.gradient_axes",
         title="which gradient is summed over which axes",
         source="solutions:gradient_axes",
-        drive=cases.drive_axes,
-        judge=judge_parts.judge_axes,
+        drive=shares.drive_axes,
+        judge=shares.judge_axes,
         hints=(
             "Sum where ranks hold the same parameter and have found different parts of its gradient.",
             "data, expert and context ranks go over different positions: all hold copies of a matrix, but only one "
@@ -84,14 +87,15 @@ EXERCISES = (
             "pipeline for 'tied'. Divide by data x expert x context, always.",
         ),
         worlds=(1,),
-        budget=judge_parts.budget_axes,
+        budget=shares.budget_axes,
+        mutants=shares.WRONG_AXES,
     ),
     Exercise(
         name="10.global_norm",
         title="the norm of a model that no rank holds",
         source="solutions:global_norm",
-        drive=cases.drive_norm,
-        judge=judge_norm.judge_norm,
+        drive=norm.drive_norm,
+        judge=norm.judge_norm,
         imports=("from math import prod", *_TORCH),
         hints=(
             "Sums of squares can be put together over ranks. Whatever has copies must not be counted for each of them.",
@@ -100,15 +104,16 @@ EXERCISES = (
             "Add up square().sum() / copies of all gradients in one float64 number; all_reduce it over every group; "
             "return the root.",
         ),
-        on_failure=judge_norm.norm_failure,
-        budget=judge_norm.budget_norm,
+        on_failure=norm.norm_failure,
+        budget=norm.budget_norm,
+        mutants=norm.WRONG_NORMS,
     ),
     Exercise(
         name="10.place",
         title="which axis on which wire",
         source="solutions:place_axes",
-        drive=cases.drive_order,
-        judge=judge_mesh.judge_order,
+        drive=nodes.drive_order,
+        judge=nodes.judge_order,
         imports=("from itertools import permutations",),
         hints=(
             "A group of an axis stays in a node if the axis' size times the sizes of all faster axes is at most the "
@@ -119,22 +124,24 @@ EXERCISES = (
             "of more than one rank at which the product is above devices_per_node. Return the cheapest permutation.",
         ),
         worlds=(1,),
-        budget=judge_mesh.budget_order,
+        budget=nodes.budget_order,
+        mutants=nodes.WRONG_ORDERS,
     ),
     Exercise(
         name="10.find_the_bug",
         title="spot the bug: loss falls, and it is not one process's",
         source="solutions:step_on_mesh",
-        drive=cases.drive_step,
-        judge=judge_step.judge_step,
+        drive=step.drive_step,
+        judge=step.judge_step,
         imports=_TORCH,
         hints=(
             "Two ranks of one tensor group add up parts of an output. Of which samples?",
             "dist.get_rank() is the place among all ranks. dist.get_rank(group) is the place in a group.",
             "Take samples by the place in the data group, of as many parts as that group has ranks.",
         ),
-        broken="mutants:step_by_rank",
-        on_failure=judge_step.step_failure,
-        budget=judge_step.budget_step,
+        broken="by rank",
+        on_failure=step.step_failure,
+        budget=step.budget_step,
+        mutants=step.WRONG_STEPS,
     ),
 )
