@@ -90,7 +90,7 @@ EXERCISES = (
     ),
     Exercise(
         name="08.cross_entropy",
-        title="a loss over scores that nobody has whole",
+        title="a loss over scores that no rank has whole",
         source="solutions:cross_entropy",
         drive=entropy.drive_entropy,
         judge=entropy.judge_entropy,
