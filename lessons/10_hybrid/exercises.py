@@ -27,7 +27,7 @@ EXERCISES = (
         judge=mesh.judge_places,
         hints=(
             "It is a number in a system whose digits have different ranges, like hours, minutes and seconds.",
-            "divmod(rank, size of the last axis) gives what is left for the other axes, and the place on the last.",
+            "divmod(rank, size of the last axis) gives the rest for the other axes, and the place on the last.",
             "Go through the axes from last to first: rank, place[axis] = divmod(rank, axes[axis]). Return the places "
             "in the order of the axes.",
         ),

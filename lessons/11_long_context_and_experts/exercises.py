@@ -11,7 +11,7 @@ MINUTES = 90
 NEEDS = ("02", "03", "06")
 AIMS = (
     "Merge attention over some keys with attention over others, exactly, and run it round a ring of ranks.",
-    "Say from how many tokens a rank on a ring hides its messages, and when an all-to-all sends less.",
+    "Say from how many tokens per rank on a ring hides its messages, and when an all-to-all sends less.",
     "Route tokens to experts with a capacity, send them there and back by all-to-all, and count who was dropped.",
     "Keep experts evenly loaded, reduce the right gradients over the right ranks, and say what imbalance costs.",
 )
@@ -119,7 +119,7 @@ EXERCISES = (
         judge=routing.judge_balance,
         imports=_TORCH,
         hints=(
-            "Two numbers an expert: how often it was chosen, and how probable it was on average.",
+            "Two numbers per expert: how often it was chosen, and how probable it was on average.",
             "f: torch.bincount (minlength!) of choices, over their number. P: the mean of probabilities over tokens.",
             "Return the number of experts times the sum of f times P; counts have no gradient, P has.",
         ),

@@ -44,7 +44,7 @@ class Expert(nn.Module):
 
 
 def batch_of(rank: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a rank's tokens, their experts and weights; nobody asks expert 1 when there are three or more."""
+    """Return a rank's tokens, their experts and weights; no token asks expert 1 when there are three or more."""
     count = 5 + 2 * rank
     draws = seeded(rank, count, purpose="choices").abs()
     experts = (draws * 7).long() % n
