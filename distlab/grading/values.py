@@ -179,6 +179,11 @@ def equal(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=0.0, atol=tolerance_of(want.dtype) * max(scale, 1e-300), equal_nan=True)
 
 
+def close(one: float, other: float) -> bool:
+    """Whether two numbers are equal to nine digits."""
+    return abs(one - other) <= 1e-9 * abs(other)
+
+
 def same(got: Any, want: Tensor) -> bool:
     """Whether `got` is a tensor of the same shape with equal values, in whatever floating dtype it has."""
     if not isinstance(got, Tensor) or got.shape != want.shape or got.is_floating_point() != want.is_floating_point():

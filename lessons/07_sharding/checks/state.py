@@ -13,7 +13,7 @@ from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found
 from distlab.grading.traffic import calls, in_megabytes, over_budget
-from distlab.grading.values import compare, describe, seeded
+from distlab.grading.values import close, compare, describe, seeded
 
 SHAPES = {"embed.weight": torch.Size([5, 3]), "norm.bias": torch.Size([7]), "head.weight": torch.Size([2, 6])}
 LIMITS = ("a third of the norm", "three times the norm")
@@ -75,18 +75,18 @@ def _judge_norms(norms: list[float], n: int) -> Iterator[Fault]:
     true, limit = true_norm(n), true_norm(n) / 3
     squares = [sum(float(part.square().sum()) for part in clip_gradients(rank)) for rank in range(n)]
     whole = sum(float(part.square().sum()) for part in clip_replicated())
-    if n > 1 and all(_close(norm**2, square + whole) for norm, square in zip(norms, squares, strict=True)):
+    if n > 1 and all(close(norm**2, square + whole) for norm, square in zip(norms, squares, strict=True)):
         first, last = (min(1.0, limit / norms[rank]) for rank in (0, -1))
         text = f"norm of the own shards only: rank 0 finds {norms[0]:.3g} and scales by {first:.2f}, rank"
         text += f" {n - 1} finds {norms[-1]:.3g} and scales by {last:.2f}, the true norm is {true:.3g}"
         yield Fault("own shards only", f"{text}: all_reduce the sum of squares")
     for rank, norm in enumerate(norms):
-        if _close(norm, true):
+        if close(norm, true):
             continue
         for code, value, words in _wrong_norms(squares, whole, true):
-            if _close(norm, value):
+            if close(norm, value):
                 yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
-        if _close(norm, limit):
+        if close(norm, limit):
             text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
             yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
         yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
@@ -112,10 +112,6 @@ def _wrong_norms(squares: list[float], whole: float, true: float) -> Iterator[tu
     yield "averaged", (total / n + whole) ** 0.5, f"{text} of them count"
     yield "averaged", ((total + n * whole) / n) ** 0.5, f"{text} of them count"
     yield "norm is not a root", true**2, "is the square of the norm: take the root"
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-9 * abs(other)
 
 
 def _judge_scaled(row: dict[str, Any], rank: int, factor: float, limit: str, n: int) -> Iterator[Fault]:

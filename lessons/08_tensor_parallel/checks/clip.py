@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found
 from distlab.grading.traffic import calls, over_budget
-from distlab.grading.values import compare, describe, equal, seeded
+from distlab.grading.values import close, compare, describe, equal, seeded
 
 CLIP_SPLIT, CLIP_WHOLE, CLIP_PARTIAL = (6, 10), (4,), (5, 3)
 CLIP_FACTORS = (1 / 3, 3.0)
@@ -70,13 +70,13 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
     if not (isinstance(got, Tensor) and got.numel() == 1) and not isinstance(got, float):
         yield Fault("returned", f"rank {rank}: expected the norm, a tensor of one number, got {describe(got)}")
     norm, true = float(got), true_norm(n)
-    if _close(norm, true):
+    if close(norm, true):
         return
-    if _close(norm, true**2):
+    if close(norm, true**2):
         text = f"rank {rank}'s norm {norm:.4g} is the sum of squares; its root {true:.4g} is the norm"
         yield Fault("no root", text)
     for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
-        if _close(norm, value**0.5):
+        if close(norm, value**0.5):
             yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
     yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
 
@@ -105,10 +105,6 @@ def _wrong_norms(rank: int, n: int) -> Iterator[tuple[str, float, str]]:
     text = "has this rank's positions alone of `partial`: it is not summed over ranks"
     yield "partial not summed", parts + whole + partial[rank], text
     yield "own part only", split[rank] + whole + partial[rank], f"{own} `partial`, and the squares of `split`"
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-9 * abs(other)
 
 
 def _judge_scaled(row: dict[str, Any], where: tuple[int, int], factor: float, limit: str) -> Iterator[Fault]:

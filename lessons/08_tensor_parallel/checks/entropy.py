@@ -112,9 +112,7 @@ def _wrong_losses(vocab_size: int, is_large: bool, n: int) -> Iterator[tuple[str
     yield "own maximum", (totals.log() + logits.amax(1) - picked).mean(), f"{text} largest with MAX"
     text = "take the mean over positions"
     yield "summed over positions", F.cross_entropy(logits, targets, reduction="sum"), text
-    text = (
-        "every rank adds a score for each target, also for those that are another rank's: mask what is not here with 0"
-    )
+    text = "every rank adds a score for each target, also for those that are another rank's: mask what is not here with"
     index = [targets - rank * width for rank in range(n)]
     zeroed = [one.where((one >= 0) & (one < width), 0) for one in index]
     for places in ([one.clamp(0, width - 1) for one in index], zeroed):

@@ -15,7 +15,7 @@ from torch import Tensor
 from distlab.comm import RankError, mesh_groups
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.traffic import calls
-from distlab.grading.values import describe, seeded
+from distlab.grading.values import close, describe, seeded
 from distlab.plan import Mesh
 
 AXES = ("pipeline", "data", "tensor")
@@ -153,20 +153,16 @@ def _wrong_squares(mesh: Mesh, rank: int) -> Iterator[tuple[str, float, str]]:
 
 def _judge_value(norm: float, mesh: Mesh, rank: int) -> Iterator[Fault]:
     true = sum(sum(parts.values()) for parts in squares_of(mesh)[1].values())
-    if _close(norm**2, true):
+    if close(norm**2, true):
         return
     if abs(norm / true**0.5 - 1) < ROUNDED:
         text = f"on {mesh} rank {rank}'s norm is {norm:.9f}, expected {true**0.5:.9f}"
         yield Fault("rounded", f"{text}: right, but rounded on the way. Add up squares in torch.float64")
     text = f"on {mesh} rank {rank}'s norm is {norm:.4g}, expected {true**0.5:.4g}"
     for code, square, words in _wrong_squares(mesh, rank):
-        if _close(norm**2, square):
+        if close(norm**2, square):
             yield Fault(code, f"{text}: it {words}")
     yield Fault("values", text)
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-9 * abs(other)
 
 
 def _judge_cost(evidence: Evidence, run_ns: tuple[int, int], mesh: Mesh, rank: int) -> Iterator[Fault]:
