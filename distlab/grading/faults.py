@@ -44,18 +44,18 @@ def equal_on_all_ranks(values: Sequence[Any], what: str = "the result") -> Itera
     yield from found(first_difference_between_ranks(values, what))
 
 
-def known_mistake(got: Tensor, want: Tensor, known: Iterable[tuple[str, Tensor, str]], what: str) -> Fault | None:
+def known_mistake(got: Any, want: Tensor, known: Iterable[tuple[str, Tensor, str]], what: str) -> Fault | None:
     """Return the first known mistake that gives this very result, or None.
 
     Args:
         got: what the learner's function returned.
-        want: what was expected, of the same shape.
+        want: what was expected.
         known: for each mistake the code of its fault, what a function with this mistake returns, and what to say.
         what: a name for the result.
     """
-    from distlab.grading.values import equal
+    from distlab.grading.values import same
 
     for code, result, words in known:
-        if result.shape == got.shape and equal(got.detach(), result.to(got.dtype)) and not equal(want, result):
+        if same(got, result) and not same(want, result):
             return Fault(code, f"{what} {words}")
     return None

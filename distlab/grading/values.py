@@ -179,6 +179,18 @@ def equal(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=0.0, atol=tolerance_of(want.dtype) * max(scale, 1e-300), equal_nan=True)
 
 
+def close(one: float, other: float) -> bool:
+    """Whether two numbers are equal to nine digits."""
+    return abs(one - other) <= 1e-9 * abs(other)
+
+
+def same(got: Any, want: Tensor) -> bool:
+    """Whether `got` is a tensor of the same shape with equal values, in whatever floating dtype it has."""
+    if not isinstance(got, Tensor) or got.shape != want.shape or got.is_floating_point() != want.is_floating_point():
+        return False
+    return equal(got.detach(), want.to(got.dtype))
+
+
 def _constant_ratio(got: Tensor, want: Tensor) -> float | None:
     if got.numel() == 0 or not bool(want.any()) or not bool(got.any()) or got.dtype == torch.bool:
         return None

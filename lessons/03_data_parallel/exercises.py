@@ -160,7 +160,7 @@ EXERCISES = (
             "Write down the mean over all tokens of all ranks. In it, what stands before the mean loss of a "
             "micro-batch of n tokens?",
             "n / total, where total counts the tokens of all ranks: one all_reduce of a tensor with one number. Then "
-            "averaging over ranks divides by world_size, which nobody asked for.",
+            "averaging over ranks divides by world_size, which is not wanted here.",
             "total = torch.tensor(sum(num_tokens)); all_reduce it, also on a rank whose list is empty; return "
             "n * world_size / total for each n.",
         ),

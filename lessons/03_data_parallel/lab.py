@@ -73,7 +73,7 @@ class Rung:
         name: what the table calls it.
         prepare: takes a model whose replicas are equal; returns what to call, and what averages after backward, if any.
         gradient_sync: what the simulator calls it; empty where nothing is sent.
-        all_reduces: calls a step that it must make, or None where torch decides.
+        all_reduces: calls per step that it must make, or None where torch decides.
     """
 
     name: str

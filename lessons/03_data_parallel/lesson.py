@@ -75,7 +75,7 @@ for rung in RUNGS:
     print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars a week unused")
 
 # %% [markdown]
-# The third line looks like a mistake: more work for the programmer, and slower than the second. It is no mistake, it
+# The third line looks like a mistake: more work for the programmer, and slower than the second. It is not a mistake, it
 # is the step before the fourth. Between the first line and the last lie some forty lines of Python, and you will write
 # them. First, though, what must not break: four ranks have to compute what one process computes.
 
@@ -137,7 +137,7 @@ def four_times():
 _ = run(four_times, 1)
 
 # %% [markdown]
-# Keep this in mind whenever somebody proves a distributed program with a falling loss: **compare with one process, and
+# Keep this in mind whenever a distributed program is "proved" with a falling loss: **compare with one process, and
 # with plain SGD.**
 #
 # Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2. The mean of the four means then
@@ -210,7 +210,7 @@ print("all four equal after five steps:", all(torch.equal(together[0], weights) 
 # (lesson 2 built it). Divide each gradient by the number of ranks and all-reduce it.
 #
 # One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an expert not chosen. Its
-# gradient is None there. If that rank skips it, it makes one call fewer than the others, and they wait for ever. So a
+# gradient is None there. If that rank skips it, it makes one call fewer than the others, and they wait forever. So a
 # missing gradient **counts as zeros**, which is what it was.
 #
 # ### Exercise: average each gradient
@@ -379,7 +379,7 @@ timeline.view = (0.0, measured["per_parameter"].duration_s / 2)  # the first hal
 
 # %% [markdown]
 # Forward and backward come first, with nothing on the wire. Then the wire is busy, one small message after the other,
-# and nobody computes. All of that communication is **exposed**. Compare where ranks begin and end: the prediction lets
+# and no rank computes. All of that communication is **exposed**. Compare where ranks begin and end: the prediction lets
 # all four run at the same time. On a machine with fewer cores than ranks they take turns, and every all-reduce waits
 # for the rank whose turn comes last. That is most of the difference.
 
@@ -537,14 +537,14 @@ timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
 # %% [markdown]
 # Now boxes stand on the wire *under* backward. Two things about the measured ones. A bucket begins when its own rank
 # sends it, and it can arrive only when the last rank has sent it too: a rank that was early shows long boxes. And a
-# box ends where somebody looked; a rank that computes does not look, so boxes may reach further right than the bytes
+# box ends where a rank looked; a rank that computes does not look, so boxes may reach further right than the bytes
 # did.
 #
 # ### What does every rank hold, at every moment?
 #
 # Move the slider through a step, and switch between the four rungs. Each column is one all-reduce: not there yet, the
 # rank's own gradient, on its way, the mean. With overlap the first columns are means while backward still makes the
-# last ones; with flat there is one column, and it is empty or nobody computes.
+# last ones; with flat there is one column, and in it no rank computes.
 
 # %%
 from simulator.viz import train_step_panel
@@ -590,8 +590,7 @@ for rung in RUNGS:
 # Read the errors before the times. Two calibrations, and one step of each rung, on a machine that other programs use
 # too: that is a rough measurement, and the error says how rough. (`distlab bench` does it properly: many windows, a
 # calibration around each, noisy ones dropped; `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out
-# is what
-# the timelines showed: ranks that are late.
+# is what the timelines showed: ranks that are late.
 #
 # On a laptop, communication is done *by the same cores* that compute. Hiding it behind compute then hides little, and
 # flat can win. A GPU sends with hardware of its own. The simulator knows the difference by two numbers only, the two
@@ -850,7 +849,7 @@ print("each sample once:", sorted(seen) == list(range(10)))
 # not count, so every micro-batch has another number of tokens, even where samples are equally many.
 #
 # Then **a mean of means is not the mean**. Three tokens in a short micro-batch count for as much as three hundred in a
-# long one. This fault sat in a widely used trainer until 2024, and it showed only when somebody compared accumulation
+# long one. This fault sat in a widely used trainer until 2024, and it showed only when users compared accumulation
 # with one large batch. `loss_weight` above was the remedy for ranks with unequal numbers of samples. The general one
 # counts tokens, over all micro-batches *and* all ranks. For a micro-batch of $n$ tokens, of $N$ on all ranks together:
 #
@@ -870,7 +869,7 @@ print("each sample once:", sorted(seen) == list(range(10)))
 
 
 # %%
-LENGTHS = ([32, 4], [8], [], [16, 2])  # tokens of a sample, one number a micro-batch
+LENGTHS = ([32, 4], [8], [], [16, 2])  # tokens of a sample, one number per micro-batch
 
 
 def cut(rank):
@@ -904,7 +903,7 @@ for weights_of in (mean_of_means, token_weights):
 # %% [markdown]
 # Part of the first error is rank 2, whose nothing was averaged in as a zero. In the second run it took part as well: it
 # all-reduced its 0, and `average_gradients` counted its missing gradients as zeros. DDP needs more help: a rank that
-# runs no backward starts no bucket, and the others wait for ever. Let it run any micro-batch with weight 0, or use
+# runs no backward starts no bucket, and the others wait forever. Let it run any micro-batch with weight 0, or use
 # `torch.distributed.algorithms.Join`, which answers in its place.
 
 # %% [markdown]
@@ -1153,7 +1152,7 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 # torchrun --nproc-per-node 4 lessons/03_data_parallel/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with. `--trace` leaves a timeline that Chrome and Perfetto
+# `lab_reference.md` next to it has the output to compare with. `--trace` leaves a timeline that Chrome and Perfetto
 # open.
 
 # %% [markdown]
@@ -1167,7 +1166,7 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 #    everything (ratio 2/3), at 400 TFLOP/s?
 # 3. A colleague divides the loss by world_size *and* averages the gradients. SGD or Adam: which run looks healthy?
 # 4. Gradients are synchronised in `optimizer.step()`, says a guide. Which line of `train_step` proves it wrong?
-# 5. Two GPUs take 135 ms a step where one takes 120 ms for its half of the work. Which share is exposed, and what is
+# 5. Two GPUs take 135 ms per step where one takes 120 ms for its half of the work. Which share is exposed, and what is
 #    the speed-up in work done a second?
 # 6. A paper trains with batches of 1,024 samples. You have 64 GPUs, and four samples fit on each. How many
 #    micro-batches has an update? Your 7B model's gradients take 14 GB: how many bytes does a rank send for each of its

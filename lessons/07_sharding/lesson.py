@@ -19,7 +19,7 @@
 # Afterwards you can
 #
 # - shard optimizer state, gradients and parameters (ZeRO-1, 2, 3) by hand, and count what a rank holds and sends;
-# - run a model by units that are gathered, used and let go, the next one gathered ahead (FSDP);
+# - run a model by units that are gathered, used and freed, the next one gathered ahead (FSDP);
 # - choose the size of a unit, prefetch, replicas and offload for a model and a cluster;
 # - write the DeepSpeed and FSDP2 settings that mean the same.
 
@@ -74,7 +74,7 @@ for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parame
 # (Rajbhandari et al. 2020, table 1). The names: ZeRO-1 shares out the optimizer's state, ZeRO-2 gradients too, ZeRO-3
 # parameters too. FSDP is ZeRO-3, unit by unit.
 #
-# Which price has it? Somebody who needs what he does not hold must ask for it, so there will be communication. This
+# Which price has it? A rank that needs what it does not hold must ask for it, so there will be communication. This
 # lesson builds the three stages on real ranks, counts what they send and hold, and then asks when you notice.
 
 # %% [markdown]
@@ -201,7 +201,7 @@ def reduced_to_owners(model):
 bench("reduced to owners", reduced_to_owners)
 
 # %% [markdown]
-# **2 $\Psi$: ZeRO-1 sends exactly what data parallel sends.** That is no luck. An all-reduce *is* a reduce-scatter
+# **2 $\Psi$: ZeRO-1 sends exactly what data parallel sends.** That is not luck. An all-reduce *is* a reduce-scatter
 # (everybody gets the sum of a part) and an all-gather (everybody gets all parts). Between the two there is room for
 # an update. Data parallel gathers gradients and updates everything everywhere; ZeRO-1 updates first and gathers
 # parameters.
@@ -280,7 +280,7 @@ bench("equal shards", shards_of_a_row)
 #
 # With reduce-scatter a rank needs the mean of its own shard of gradients, and of the others' shards nothing. So once a
 # bucket (lesson 3) has been reduced, it can be thrown away, while backward is still running. No more is sent; only the
-# order changes. That is all of ZeRO-2. The library's `ShardedOptimizer` does both, in buckets that travel beside
+# order changes. That is all of ZeRO-2. The library's `ShardedOptimizer` does both, in buckets that travel during
 # backward.
 
 
@@ -319,7 +319,7 @@ bench("ZeRO-2", zero(2))
 # then layer 3. So cut the model into **units**, such as its blocks. Each unit is a row of its own, and each rank
 # keeps a shard of each row. To run a unit, gather its row; when it has computed, let the row go.
 #
-# What will that send? Count: parameters come in for forward. They come in again for backward, since they were let go.
+# What will that send? Count: parameters come in for forward. They come in again for backward, since they were freed.
 # Gradients go out. Data parallel sends 2 $\Psi$.
 
 # %%
@@ -327,7 +327,7 @@ guess_1 = predict("How much does ZeRO-3 send in a step, in units of Psi (n-1)/n?
 guess_1
 
 # %% [markdown]
-# ### Exercise: gather, use, let go
+# ### Exercise: gather, use, free
 #
 # Write `forward_units(shards, x, compute)`. `compute(index, whole, x)` runs unit `index` on `x` with its whole row.
 # Budget: each unit is gathered once, and one whole unit is held at a time. When is memory free in Python? When the last
@@ -355,7 +355,7 @@ guess_1
 # %% exercise="07.backward"
 
 # %% [markdown]
-# Now the library's `FullyShard`, which takes any module: each item of a `ModuleList` is a unit, and what is left
+# Now the library's `FullyShard`, which takes any module: each item of a `ModuleList` is a unit, and the rest
 # (embeddings, the last norm) is the root unit. `model.parameters()` are the shards, so the optimizer needs no change.
 
 
@@ -393,7 +393,7 @@ print(guess_1.compare(3))
 # %% [markdown]
 # ## What a rank holds
 #
-# The formula says for float32 Adam: 4 bytes a parameter, 4 for its gradient, 8 for two moments. Measure it: the
+# The formula says for float32 Adam: 4 bytes per parameter, 4 for its gradient, 8 for two moments. Measure it: the
 # tracker of lesson 6 enters every storage that a rank makes, by kind. On 2 ranks and on 4:
 
 
@@ -507,7 +507,7 @@ for stage in range(4):
 #
 # So **"FSDP costs 50 % more communication"** is true in bytes. What you notice is what cannot be hidden. A unit's
 # forward takes $2PT/F$ seconds for its $P$ parameters and $T$ tokens at $F$ operations a second. Its gather takes
-# $2P/B$ at $B$ bytes a second. So it is hidden while $T > F/B$, whatever the size of the model and of the unit. It is
+# $2P/B$ at $B$ bytes per second. So it is hidden while $T > F/B$, whatever the size of the model and of the unit. It is
 # the rule of lesson 3 with other factors, and it says that small batches on slow wires show it.
 #
 # Which $B$? Not that of one network card. The ranks of a machine take part in the same gather, and its eight cards
@@ -539,7 +539,7 @@ print(guess_units.compare(2))
 print(units.text)
 
 # %% [markdown]
-# Move the sliders. One layer a unit holds least. But a ring around 64 GPUs has 63 hops, and a gather of 100 MB spends
+# Move the sliders. One layer per unit holds least. But a ring around 64 GPUs has 63 hops, and a gather of 100 MB spends
 # a good part of its time on their delays: two layers a unit make half as many gathers. From three on it gets worse
 # again: the first gather and the last reduce-scatter have nothing to hide behind, and they get longer. On 8 GPUs
 # nothing beats one layer, and with the 7.5B model a second one gains next to nothing. So one is the usual wrapping: a
@@ -630,7 +630,7 @@ timeline
 timeline.view = (0.0, seen.duration_s)  # the whole step
 
 # %% [markdown]
-# Look at the order first. Each gather runs beside the compute of the unit before it. In backward the units come the
+# Look at the order first. Each gather runs during the compute of the unit before it. In backward the units come the
 # other way round, and reduce-scatters follow. The simulator says the same. Then look at the lengths. A measured gather
 # begins when its rank starts it and ends when the *slowest* rank has taken part: it is longer than the predicted one
 # wherever ranks wait for each other. On a machine that does other things at the same time all of compute gets longer
@@ -706,7 +706,7 @@ for offload in ("none", "optimizer", "all"):
 bench("FSDP, offloaded", fully_sharded(offload=True))
 
 # %% [markdown]
-# ## The norm of what nobody holds
+# ## The norm of what no rank holds whole
 #
 # Clipping (lesson 4) scales all gradients by one factor, from the norm of all of them. No rank holds all of them now.
 # Code that was right for data parallel, `clip_grad_norm_(model.parameters(), 1.0)`, computes the norm of the *own
@@ -864,7 +864,7 @@ print(fsdp2_code(Plan(64, sharding=Sharding(stage=3, replicas=8))))
 # - **"ZeRO-2 is always better than data parallel, it is free."** Same bytes, for one backward a step. But new
 #   parameters are gathered after the update, where nothing hides them, and with accumulation every micro-batch is
 #   reduced.
-# - **"FSDP sends 1.5 times as much."** For one micro-batch a step. Each further one gathers everything twice more and
+# - **"FSDP sends 1.5 times as much."** For one micro-batch per step. Each further one gathers everything twice more and
 #   reduces once more, while data parallel and ZeRO-1 send only once, in the end: with 8 micro-batches $3 \cdot 8 \Psi$
 #   against $2 \Psi$. Who has room for whole gradients keeps them and reduces once (`no_sync`): $(2 \cdot 8 + 1) \Psi$.
 #   The simulator counts that for stage 3, and a reduce-scatter each micro-batch for stage 2.
@@ -902,7 +902,7 @@ for stage in range(4):
 # torchrun --nproc-per-node 4 lessons/07_sharding/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md` next to it has the output to compare with.
 
 # %% [markdown]
 # ## Questions

@@ -247,7 +247,7 @@ def use_own_parts(lab: Lab[Settings]) -> None:
 
 
 def time_calibrated(lab: Lab[Settings]) -> None:
-    """Time windows of steps between calibrations of this machine, and set them beside a simulation from these."""
+    """Time windows of steps between calibrations of this machine, and compare them with a simulation from these."""
     settings = lab.settings
     training = TrainingRun(
         model=settings.model,

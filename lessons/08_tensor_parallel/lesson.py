@@ -29,7 +29,7 @@
 # %% [markdown]
 # ## The question
 #
-# You train a GPT of 13 billion parameters. Its states (16 bytes a parameter with Adam, lesson 6) do not fit one H100
+# You train a GPT of 13 billion parameters. Its states (16 bytes per parameter with Adam, lesson 6) do not fit one H100
 # of 80 GB, so you need four. There are two offers. One machine with four H100s and NVLink between them: 12 dollars an
 # hour. Four machines with one H100 each and 100 Gb/s Ethernet: 8 dollars an hour. The same GPUs, a third cheaper. Which
 # one gives more for a dollar?
@@ -201,11 +201,11 @@ print("gelu of the sum is the sum of gelus:", torch.allclose(F.gelu(first + seco
 # Attention is such a region too (next section), so a layer has two: two all-reduces of $B s h$ numbers forward and two
 # backward. A ring sends $2 (t-1)/t$ of a tensor (lesson 2), so a rank sends
 #
-# $$8\,B\,s\,h\,\frac{t-1}{t} \text{ numbers a layer.}$$
+# $$8\,B\,s\,h\,\frac{t-1}{t} \text{ numbers per layer.}$$
 #
 # They stand in the way of everything: the next layer needs the sum. Beside it stands the work of a layer,
-# $72 B s h^2 (1 + s/6h)$ operations, of which a rank has $1/t$. With $F$ operations and $W$ bytes a second, and numbers
-# of 2 bytes, all sizes of the batch cancel:
+# $72 B s h^2 (1 + s/6h)$ operations, of which a rank has $1/t$. With $F$ operations and $W$ bytes per second, and
+# numbers of 2 bytes, all sizes of the batch cancel:
 #
 # $$\frac{\text{sending}}{\text{computing}} = \frac{2}{9} \cdot \frac{(t-1)\,F}{h\,(1 + s/6h)\,W}$$
 
@@ -238,7 +238,7 @@ print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"]))))
 #
 # The formula is a claim. Run it: the same four layers as in the naive step, each cut over four ranks. A rank sleeps a
 # quarter as long, twice a layer, and *your* f and g really sum. This machine's own wire is what it is. To see others, a
-# sum also sleeps as long as that wire would take beside this work.
+# sum also sleeps as long as that wire would take in addition to this work.
 
 
 # %%
@@ -273,7 +273,7 @@ for name, wire in WIRES.items():
 # single GPU would be if the model fitted one.
 #
 # **"Tensor parallel is useless over Ethernet."** At 100 Gb/s it holds, by the ratio: sending takes several times as
-# long as computing. It is no law of nature. The ratio has $h$ below the line: the wider the model, the better. How
+# long as computing. It is not a law of nature. The ratio has $h$ below the line: the wider the model, the better. How
 # wide would it have to be?
 
 # %% tags=["nbval-check-output"]
@@ -286,8 +286,8 @@ for name, wire in WIRES.items():
 # On NVLink the widths of real models. On Ethernet no model there is comes near 85 %.
 #
 # **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79 %,
-# and it leaves out two things that help: a layer also does work that is no product, and part of the sums can travel
-# beside products. The simulator counts both; below it says 87 %. But on other wires, or on eight GPUs, it is another
+# and it leaves out two things that help: a layer also does work that is not a product, and part of the sums can travel
+# during products. The simulator counts both; below it says 87 %. But on other wires, or on eight GPUs, it is another
 # number, and the claim does not name its case.
 
 # %%
@@ -363,14 +363,14 @@ print(f"what cross-entropy needs from the others: {3 * 4 * 8 * 2048 / 1e6:.2f} M
 
 # %% [markdown]
 # Cut that layer by columns and each rank scores its own tokens. Gather them? No: cross-entropy of a position is
-# $\log \sum_v e^{x_v - m} + m - x_{target}$ with the largest score $m$. Three numbers a position: the largest, the sum
-# and the target's score. The scores stay where they are.
+# $\log \sum_v e^{x_v - m} + m - x_{target}$ with the largest score $m$. Three numbers per position: the largest, the
+# sum and the target's score. The scores stay where they are.
 #
 # ### Exercise: cross-entropy
 #
 # Write `cross_entropy(logits, targets, vocab_size)`. A vocabulary that the ranks do not divide is filled up:
 # rank $r$ has tokens $rP$ to $(r+1)P$ with $P = \lceil V/t \rceil$. What stands in columns beyond $V$ must not count.
-# Budget: three numbers a position.
+# Budget: three numbers per position.
 
 # %% exercise="08.cross_entropy"
 
@@ -446,8 +446,8 @@ print(f"a rank holds {numbers[0]:,} of {new_gpt().num_parameters:,} parameters")
 # ## Sequence parallel
 #
 # Between the regions lie norms, dropout and the residual stream. They work on each position alone, and so far all ranks
-# do *the same* there, and all keep the same activations. Of the $34\,B s h$ bytes that a layer keeps beside attention's
-# scores, 10 are kept $t$ times.
+# do *the same* there, and all keep the same activations. Of the $34\,B s h$ bytes that a layer keeps in addition to
+# attention's scores, 10 are kept $t$ times.
 #
 # Let each rank have a part of the positions there. Then f becomes an all-gather of the sequence, and g a
 # reduce-scatter; backward the other way round. An all-reduce *is* a reduce-scatter and an all-gather (lesson 2), so
@@ -553,10 +553,10 @@ guess_3.default(2)  # counts if you committed nothing above
 print(f"one process: {one_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
 
 # %% [markdown]
-# Now one step with every call on record, beside the predicted one. The upper row of each pair is what was measured, the
-# pale one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward, and a
-# few for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum.
-# Forward, these gaps are as long as the sums: all of them is exposed.
+# Now one step with every call on record, next to the predicted one. The upper row of each pair is what was measured,
+# the pale one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward,
+# and a few for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a
+# sum. Forward, these gaps are as long as the sums: all of them is exposed.
 
 
 # %%
@@ -618,7 +618,7 @@ timeline.view = (0.0, result.predicted.duration_s / 2)  # the first half, larger
 # %% [markdown]
 # ## The simulator at full size
 #
-# The 13B model on real machines. The step counts all: products, what is no product (norms, softmax, GeLU), sums, the
+# The 13B model on real machines. The step counts all: products, what is not a product (norms, softmax, GeLU), sums, the
 # update. Attention's inner part is recomputed and the sequence split, for memory. Beside each step stands how many
 # times as fast it is as one GPU that could hold everything.
 
@@ -648,8 +648,8 @@ for name, wire in WIRES.items():
 # - **Busy** is how much of $t$ times the speed you get. Eight GPUs are faster than four and less busy: work is halved,
 #   sums are not.
 # - **Of the peak** is another thing: what part of the products a GPU could do gets done. One GPU alone is at 66 % here,
-#   for norms and softmax move memory and multiply nothing. Who compares "85 %" with somebody's "57 %" should ask which
-#   of the two it is.
+#   for norms and softmax move memory and multiply nothing. If you compare "85 %" with another report's "57 %", you
+#   should ask which of the two it is.
 # - On Ethernet two GPUs are already slower than one, and every further one makes it worse.
 # - Two GPUs do not hold the model, whatever the wire.
 #
@@ -673,7 +673,7 @@ print(degrees.text)
 # Part of the sums can hide. Backward of a column layer makes two products: the gradient of its input, which ranks must
 # sum, and that of its weight, which stays. So make the first, send it off, and make the second meanwhile; the library
 # does that (`distlab/tensor_parallel/overlap.py`). Forward there is one product, and all of it is sent: cut it in parts
-# and the sum of one travels beside the product of the next. Megatron-LM and torchtitan do that with special kernels.
+# and the sum of one travels during the product of the next. Megatron-LM and torchtitan do that with special kernels.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -750,7 +750,7 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 # A number below 1 means that ours is faster. A dozen steps of a small model are little, and say nothing of GPUs:
 # `benchmarks/tensor_parallel.py` has the figures with repeats. The same settings under other names:
 #
-# | | ranks | sequence split | sums beside products |
+# | | ranks | sequence split | sums during products |
 # |---|---|---|---|
 # | distlab | `Plan(tensor=...)` | `sequence_parallel=True` | always in backward; `num_parts` |
 # | torch | `parallelize_module(..., mesh, plan)` | `SequenceParallel()` for norms | |
@@ -773,8 +773,8 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #   it is 57 % in any case.
 # - **"Tensor parallel is useless over Ethernet."** At 10 or 100 Gb/s it holds: slower than naive. It is the ratio
 #   $(t-1) F / (h W)$ that decides, not the name of the wire.
-# - **"Use tensor parallelism up to 8."** That is no property of the number 8, but of machines with 8 GPUs: beyond, the
-#   wire changes. And within, each doubling more than doubles the ratio.
+# - **"Use tensor parallelism up to 8."** That is not a property of the number 8, but of machines with 8 GPUs: beyond,
+#   the wire changes. And within, each doubling more than doubles the ratio.
 # - **"Sequence parallelism costs extra communication."** Refuted: the same bytes, but for the norms' gradients.
 # - **"Tensor parallelism divides activations by $t$."** Only with the sequence split too. Without, 10 of 34 parts stay.
 # - **"It needs less memory than data parallelism."** For states: $1/t$ each. ZeRO-3 does that too (lesson 7), without
@@ -797,7 +797,7 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 # torchrun --nproc-per-node 4 lessons/08_tensor_parallel/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md` next to it has the output to compare with.
 
 # %% [markdown]
 # ## Questions

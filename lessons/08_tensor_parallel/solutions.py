@@ -1,7 +1,7 @@
 """Reference solutions of lesson 8: layers cut over ranks that work on the same samples.
 
 All ranks of the process group are tensor ranks: t of them. The library's versions, for any group and with the exchange
-beside the products, are in `distlab.tensor_parallel`.
+during the products, are in `distlab.tensor_parallel`.
 """
 
 from collections.abc import Callable

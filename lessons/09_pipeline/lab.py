@@ -42,7 +42,7 @@ class Settings(CommonSettings):
     """Train a small GPT as a pipeline by every schedule, or by one, or by your own order of actions.
 
     Attributes:
-        schedule: a schedule's name, a file with an order (one line a rank), or all.
+        schedule: a schedule's name, a file with an order (one line per rank), or all.
         updates: of each schedule.
         microbatches: in an update; a file's order has its own number.
         samples: in a micro-batch.
@@ -208,7 +208,7 @@ def train(lab: Lab[Settings], batches: Batches, way: Way, wanted: list[float]) -
 
 
 def report(lab: Lab[Settings], way: Way, sent: int, peak: int) -> None:
-    """Set what was measured beside what the schedule says."""
+    """Compare what was measured with what the schedule says."""
     rank, schedule = lab.member.rank, way.schedule
     kinds = [action.kind for action in add_communication(schedule).actions(rank)]
     planned = kinds.count("SEND_F") + kinds.count("SEND_B")
@@ -246,7 +246,7 @@ def predicted(lab: Lab[Settings], schedule: Schedule, work: Trace) -> PipelineRu
 
 
 def time_calibrated(lab: Lab[Settings]) -> None:
-    """Time windows of steps between calibrations of this machine, and set them beside a simulation from these."""
+    """Time windows of steps between calibrations of this machine, and compare them with a simulation from these."""
     settings = lab.settings
     if settings.schedule not in ("all", *RUNNABLE):
         return

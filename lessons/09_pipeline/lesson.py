@@ -29,7 +29,7 @@
 # %% [markdown]
 # ## The question
 #
-# You want to train a GPT of 13 billion parameters. Its states (parameters, gradients, Adam: 16 bytes a parameter,
+# You want to train a GPT of 13 billion parameters. Its states (parameters, gradients, Adam: 16 bytes per parameter,
 # lesson 6) do not fit one H100 of 80 GB. You rent four, for some 3 dollars an hour each. The model has 40 layers, so
 # you do what is simplest: layers 0 to 9 on the first GPU, 10 to 19 on the second, and so on. The output of one is the
 # input of the next.
@@ -186,8 +186,8 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # %% exercise="09.gpipe"
 
 # %% [markdown]
-# The library has schedules as data too: `distlab.plan.schedules`. It parses text, one line a rank, and `validate` says
-# what is wrong with an order before any rank hangs on it.
+# The library has schedules as data too: `distlab.plan.schedules`. It parses text, one line per rank, and `validate`
+# says what is wrong with an order before any rank hangs on it.
 
 # %% tags=["nbval-check-output"]
 from distlab.plan import ActionTimes, make_schedule, parse_schedule
@@ -231,8 +231,8 @@ show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
 #
 # ### Exercise: the bubble
 #
-# Write it in closed form: idle time over *total* time. Several stages a rank come later in the lesson; a stage is then
-# that much smaller, and so is what one waits for.
+# Write it in closed form: idle time over *total* time. Several stages per rank come later in the lesson; a stage is
+# then that much smaller, and so is what one waits for.
 
 # %% exercise="09.bubble"
 
@@ -253,7 +253,7 @@ for p in (2, 4, 8, 16):
 # ### On real ranks
 #
 # `distlab.pipeline.Pipeline` runs any schedule on real stages. It posts receives early, sends without waiting, and
-# writes down when each action ran. `bench` runs two steps of a schedule and sets the shorter one beside what the
+# writes down when each action ran. `bench` runs two steps of a schedule and compares the shorter one with what the
 # simulator says.
 
 
@@ -544,8 +544,9 @@ for v in (1, 2, 4):
 
 # %% [markdown]
 # **"Interleaving halves the bubble, for free."** It does not quite halve it (the total gets shorter too), and it is not
-# free. With $v$ stages a rank there are $vp - 1$ hand-overs instead of $p - 1$: at $v = 2$ and 4 ranks 7 instead of 3.
-# And the fullest rank keeps more: $p + (p - 1)/v$ micro-batches instead of $p$. Inside one machine that is cheap. What
+# free. With $v$ stages per rank there are $vp - 1$ hand-overs instead of $p - 1$: at $v = 2$ and 4 ranks 7 instead of
+# 3. And the fullest rank keeps more: $p + (p - 1)/v$ micro-batches instead of $p$. Inside one machine that is cheap.
+#    What
 # if the four GPUs were in four machines, with 10 Gb/s between them?
 
 # %% tags=["nbval-check-output"]
@@ -563,13 +564,13 @@ for words, machine in (("one machine", MACHINE), ("10 Gb/s", SLOW)):
         )
 
 # %% [markdown]
-# Two stages a rank still help on the slow wire; with five the ranks wait for it more than they gain.
+# Two stages per rank still help on the slow wire; with five the ranks wait for it more than they gain.
 
 # %% [markdown]
 # ## Zero-bubble: split the backward pass
 #
 # So far a backward pass was one piece, and the rank before had to wait until it was over. But what does it wait *for*?
-# Only the gradient of the input, I. The gradients of the weights, W, nobody needs before the update. So: hand on I at
+# Only the gradient of the input, I. The gradients of the weights, W, are not needed before the update. So: hand on I at
 # once, and put W where the rank would idle (Qi et al. 2023). Their papers write "B" for what is I here.
 #
 # ### Exercise: a backward pass in two halves
@@ -640,8 +641,8 @@ for name, family in SCHEDULES.items():
 # `held` counts micro-batches through all stages of a rank, on the fullest rank. Read it line by line.
 #
 # - **"Zero bubble"** is not zero in a step by itself. Rank 3 cannot start before the first micro-batch has come through
-#   three stages: $p - 1$ units with one stage a rank, whatever the order. ZB-H1 reaches exactly that; ZB-H2 cannot do
-#   better here and keeps almost twice as much. Zero is what is left if ranks *do not wait for each other between
+#   three stages: $p - 1$ units with one stage per rank, whatever the order. ZB-H1 reaches exactly that; ZB-H2 cannot do
+#   better here and keeps almost twice as much. Zero remains if ranks *do not wait for each other between
 #   steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank from its own start to its
 #   own end. A global norm of gradients would make all ranks meet, so they update first and check afterwards.
 # - The **V** shapes put the first and the last stage on one rank. ZB-V has the smaller stages of interleaving and the
@@ -650,8 +651,8 @@ for name, family in SCHEDULES.items():
 #   for a larger bubble than ZB-V's. Four ranks are few: V-Half has not come near a half yet, and V-Min beats it. Memory
 #   can be traded for time, and here is the rate.
 # - I and W are not equally long in a real model. Attention has no weights, so its W is nothing, and a long context
-#   makes W small beside F and I. Then bubbles are left. **Automatic** schedules are made for measured times and a limit
-#   of memory.
+#   makes W small compared with F and I. Then bubbles remain. **Automatic** schedules are made for measured times and a
+#   limit of memory.
 
 # %%
 zero = schedule_panel("zb_h1", "one_f_one_b", ranks=4, microbatches=8)
@@ -682,7 +683,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # %% [markdown]
 # ### Your own schedule
 #
-# One line a rank. Change something: a fault is named, with the place; a good one is drawn.
+# One line per rank. Change something: a fault is named, with the place; a good one is drawn.
 
 # %%
 from simulator.viz import schedule_editor
@@ -760,7 +761,7 @@ for name in ("naive", "one_f_one_b", "zb_h1"):
 # ## No faster than one: spot the bug
 #
 # The following function runs micro-batches forward through all stages (to evaluate a model) and gives every rank the
-# outputs. All numbers are right. Somebody measured: four GPUs, 1.06 times as fast as one. Run the check as it is, read
+# outputs. All numbers are right. A measurement says: four GPUs, 1.06 times as fast as one. Run the check as it is, read
 # what it says, find the line, repair it.
 
 # %% exercise="09.repair"
@@ -834,7 +835,7 @@ for name in THEIRS:
 # | DeepSpeed | `PipelineModule(..., num_stages)` | `gradient_accumulation_steps` | 1F1B |
 #
 # Megatron-LM is told the size of a micro-batch; the number follows from the batch's. So were earlier versions of
-# torchtitan, by `pipeline_parallel_microbatch_size`. Several stages a rank are
+# torchtitan, by `pipeline_parallel_microbatch_size`. Several stages per rank are
 # `--num-layers-per-virtual-pipeline-stage` or `--num-virtual-stages-per-pipeline-rank` in Megatron-LM. In torchtitan
 # they follow from `pipeline_parallel_layers_per_stage` or, without it, from the schedule. DeepSpeed cuts by
 # `partition_method`: `"parameters"` (the default), `"uniform"` or `"type:..."`. torchtitan runs any order from a file,
@@ -872,14 +873,15 @@ for name in THEIRS:
 # torchrun --nproc-per-node 4 lessons/09_pipeline/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md` next to it has the output to compare with.
 
 # %% [markdown]
 # ## Questions
 #
 # Answer each on paper before you run the cell below, which has the answers.
 #
-# 1. How many micro-batches does 1F1B on 8 ranks need for a bubble of at most 5 %? And interleaved with 4 stages a rank?
+# 1. How many micro-batches does 1F1B on 8 ranks need for a bubble of at most 5 %? And interleaved with 4 stages per
+#    rank?
 # 2. 16 ranks, 32 micro-batches: GPipe keeps how many micro-batches on a rank, and 1F1B on rank 0 and on rank 15?
 # 3. A stage's output is 2,048 tokens x 5,120 numbers of 2 bytes. A link brings 50 GB/s, F of a stage takes 25 ms. What
 #    part of F is a hand-over?

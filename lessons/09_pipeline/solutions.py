@@ -27,7 +27,7 @@ def gpipe_order(rank: int, num_microbatches: int) -> list[str]:
 def bubble_fraction(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
     """Return the part of all ranks' time that is idle, in GPipe, 1F1B and interleaved 1F1B.
 
-    Every stage takes the same time and messages take none. With several stages a rank, a stage is that much smaller.
+    Every stage takes the same time and messages take none. With several stages per rank, a stage is that much smaller.
     """
     idle = num_ranks - 1
     busy = stages_per_rank * num_microbatches
@@ -62,7 +62,7 @@ def run_rank(
     rank and None on the others.
 
     `action.kind` is "F" or "B"; `action.microbatch` counts from 0. Rank 0 alone has `inputs`, the last rank alone
-    `targets`, one a micro-batch; elsewhere they are empty. All that is handed over has the shape of `like`.
+    `targets`, one per micro-batch; elsewhere they are empty. All that is handed over has the shape of `like`.
 
     Cost: a rank sends each micro-batch's activation forward once and the gradient of each back once.
     """
@@ -129,7 +129,7 @@ def split_backward(
     """Return the gradient of a stage's input now, and a function that computes those of its weights when it is called.
 
     The stage is layers of `activations[k + 1] = tanh(activations[k] @ weights[k])`. `grad` is the gradient of the last
-    activation. Cost: one product of matrices a layer now, one a layer later.
+    activation. Cost: one product of matrices per layer now, one per layer later.
 
     Shapes: weights[k] [H, H]; activations [B, H], one more than there are layers; grad [B, H]
     """

@@ -144,7 +144,7 @@ def train_alone(lab: Lab[Settings], batches: list[tuple[Tensor, Tensor]]) -> Alo
 
 
 def predict(lab: Lab[Settings], plan: Plan) -> Trace | None:
-    """Time steps between calibrations of this machine, and set them beside a simulation; return the simulated step."""
+    """Time steps between calibrations of this machine, compare them with a simulation, and return that."""
     settings = lab.settings
     if plan.sharding.stage:
         lab.report.note("The calibrated step is timed without sharding only (--zero 0).")

@@ -30,15 +30,15 @@
 # ## The question
 #
 # You rent 64 H100s, eight machines of eight, for some 3 dollars a GPU and hour, to train a GPT of 66 billion
-# parameters. Its states are a terabyte (16 bytes a parameter, lesson 6), so no GPU holds them. You have three ways to
+# parameters. Its states are a terabyte (16 bytes per parameter, lesson 6), so no GPU holds them. You have three ways to
 # split: *tensor* cuts each layer (lesson 8), *pipeline* cuts between layers (lesson 9), *data* cuts the batch (lesson
 # 3). They can be combined, as long as
 #
 # $$\text{data} \times \text{tensor} \times \text{pipeline} = 64.$$
 #
-# Say tensor 8, pipeline 4, data 2. Somebody sets up the job. It starts, the loss falls. The launcher has numbered the
-# ranks machine by machine, and the program says "rank 0, 8, 16, ... share a layer". Every layer is then cut over eight
-# *machines*, and the eight GPUs of one machine hardly talk to each other. Nothing is wrong with the numbers.
+# Say tensor 8, pipeline 4, data 2. A colleague sets up the job. It starts, the loss falls. The launcher has numbered
+# the ranks machine by machine, and the program says "rank 0, 8, 16, ... share a layer". Every layer is then cut over
+# eight *machines*, and the eight GPUs of one machine hardly talk to each other. Nothing is wrong with the numbers.
 
 # %%
 from distlab.plan import Mesh
@@ -101,7 +101,7 @@ for rank in range(8):
 # ### Exercise: all groups of an axis
 #
 # Write `groups_of(axis, axes)`. Why all of them, and not only the one of a rank? `dist.new_group` is a collective:
-# every rank makes every group, also those that it is not in. A rank that makes fewer groups waits for ever, or makes
+# every rank makes every group, also those that it is not in. A rank that makes fewer groups waits forever, or makes
 # the others wait.
 
 # %% exercise="10.groups"
@@ -313,14 +313,14 @@ guess_1.default(10)  # counts if you committed nothing above
 print(guess_1.compare(100 * count / new_gpt().num_parameters))
 
 # %% [markdown]
-# Little, and little is what makes it hard to see: the norm is wrong by a few per cent, or by one. Nobody notices until
-# a run on 8 ranks behaves unlike the run on 4.
+# Little, and little is what makes it hard to see: the norm is wrong by a few per cent, or by one. It stays unnoticed
+# until a run on 8 ranks behaves unlike the run on 4.
 #
 # ### Exercise: the norm, each element once
 #
 # Write `global_norm(gradients, split_over, groups)`. `split_over[name]` are the axes along which ranks hold different
 # parts of this gradient; along all other axes there are copies. Stages hold different gradients, and different
-# *numbers* of gradients: one all-reduce a tensor would hang. Budget: one number an axis.
+# *numbers* of gradients: one all-reduce per tensor would hang. Budget: one number per axis.
 
 # %% exercise="10.global_norm"
 
@@ -454,8 +454,8 @@ timeline.view = (0.0, result.predicted.duration_s)  # the predicted step's lengt
 # | axis | sends | when |
 # |---|---|---|
 # | tensor | $8 \frac{t-1}{t}$ activations a layer and micro-batch | in every layer; all of it is waited for |
-# | pipeline | 2 activations a stage border and micro-batch | beside other micro-batches |
-# | data | 2 x gradients of a rank's part, once a step | beside backward |
+# | pipeline | 2 activations per stage border and micro-batch | during other micro-batches |
+# | data | 2 x gradients of a rank's part, once per step | during backward |
 
 # %% tags=["nbval-check-output"]
 print(f"{'axis':10}{'GB a rank':>10}{'waited for':>12}   in a step, tensor inside")
@@ -657,7 +657,7 @@ for name, plan in (
 # |---|---|---|---|---|
 # | data | copies | other samples | averaged | once a step |
 # | expert | copies, but for the experts | other samples | averaged; experts' not | all-to-all, twice a layer |
-# | context | copies | other positions | averaged | beside attention, in each layer |
+# | context | copies | other positions | averaged | during attention, in each layer |
 # | tensor | parts of layers | the same | not summed | in each layer, waited for |
 # | pipeline | layers | the same | not summed | at stage borders |
 #
@@ -765,7 +765,7 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 # Megatron-LM orders axes as the recipe says, tensor fastest and pipeline slowest, or swaps data and pipeline with
 # `--use-tp-pp-dp-mapping`. There, as in DeepSpeed, expert ranks are taken out of the data ranks: what they call data
 # parallel is data x expert here. torchtitan takes them out of the sharding ranks, and of the tensor ranks too.
-# DeepSpeed makes groups for `sequence_parallel_size` only with `data_parallel_size` beside it. Horovod has data alone.
+# DeepSpeed makes groups for `sequence_parallel_size` only together with `data_parallel_size`. Horovod has data alone.
 
 # %% [markdown]
 # ## Lab
@@ -785,7 +785,7 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 # torchrun --nproc-per-node 8 lessons/10_hybrid/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md` next to it has the output to compare with.
 
 # %% [markdown]
 # ## Questions

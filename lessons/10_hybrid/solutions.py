@@ -86,7 +86,7 @@ def global_norm(
 
     Squares are added up in float64.
 
-    Cost: an all-reduce of one number an axis.
+    Cost: an all-reduce of one number per axis.
     """
     square = torch.zeros((), dtype=torch.float64)
     for name, gradient in gradients.items():
@@ -98,7 +98,7 @@ def global_norm(
 
 
 def place_axes(axes: dict[str, int], traffic: dict[str, float], devices_per_node: int) -> list[str]:
-    """Return the axes in the order, slowest to fastest, in which the fewest bytes a rank cross between nodes.
+    """Return the axes in the order, slowest to fastest, in which the fewest bytes per rank cross between nodes.
 
     Ranks are numbered node by node. `traffic[axis]` is what a rank sends along the axis in a step. If a group of the
     axis has ranks of several nodes, all of it counts: a ring is as slow as its slowest wire. An axis of size 1 sends

@@ -274,7 +274,7 @@ def own_exchange(lab: Lab[Settings], probabilities: Tensor) -> None:
 
 
 def time_calibrated(lab: Lab[Settings], name: str, plan: Plan) -> None:
-    """Time windows of steps between calibrations of this machine, and set them beside a simulation from these."""
+    """Time windows of steps between calibrations of this machine, and compare them with a simulation from these."""
     settings, n = lab.settings, lab.member.world_size
     training = TrainingRun(
         model=settings.model,

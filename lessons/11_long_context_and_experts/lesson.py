@@ -23,7 +23,7 @@
 # Afterwards you can
 #
 # - merge attention over some keys with attention over others, exactly, and run it round a ring of ranks;
-# - say from how many tokens a rank on a ring hides its messages, and when an all-to-all sends less;
+# - say from how many tokens per rank on a ring hides its messages, and when an all-to-all sends less;
 # - route tokens to experts with a capacity, send them there and back by all-to-all, and count who was dropped;
 # - keep experts evenly loaded, reduce the right gradients over the right ranks, and say what imbalance costs.
 
@@ -62,8 +62,8 @@ print(guess_0.compare(SCORES / 1e9))
 # %% [markdown]
 # Two things are in the way, and they need two answers.
 #
-# - **Scores grow with the square.** Of 2.7 TB a layer nobody needs more than a small block at a time. So never make
-#   them all: attend block by block. This works on one GPU, and is what FlashAttention does.
+# - **Scores grow with the square.** Of 2.7 TB per layer no computation needs more than a small block at a time. So
+#   never make them all: attend block by block. This works on one GPU, and is what FlashAttention does.
 # - **All else grows with the length**, 584 GB. It cannot be cut by samples, since there is one. Recomputing everything
 #   brings it down to 53 GB, for a third more work; but one GPU then works through the sequence alone, and at a million
 #   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is **context
@@ -251,7 +251,8 @@ for name, attention in (("ring", ring_attention), ("all-to-all", all_to_all_atte
 #
 # A hop is free if it takes no longer than the block that is computed meanwhile. Each rank has $s$ positions of $h$
 # numbers, in 16 bits. A hop moves keys and values: $4sh$ bytes. A causal block takes $2s^2h$ operations in forward,
-# half of $4s^2h$ (scores, and their product with values). At $F$ operations and $\beta$ bytes a second the hop hides if
+# half of $4s^2h$ (scores, and their product with values). At $F$ operations and $\beta$ bytes per second the hop hides
+# if
 #
 # $$\frac{2 s^2 h}{F} \ge \frac{4 s h}{\beta} \quad\Longleftrightarrow\quad s \ge \frac{2F}{\beta}.$$
 #
@@ -421,11 +422,11 @@ timeline.view = (0.0, result.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said. Green is the ring:
-# keys and values on their way, beside attention (the ranks mark their forward and backward passes as a whole, the
-# simulator each hop). Loopback is a fast wire beside such slow cores, so next to nothing of the ring waits. Gradients
-# of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Errors come from a
-# machine that does other things too, and from ranks that wait for each other; `benchmarks/predicted.py` repeats this,
-# and holds the error against a bar.
+# keys and values on their way during attention (the ranks mark their forward and backward passes as a whole, the
+# simulator each hop). Loopback is a fast wire compared with such slow cores, so next to nothing of the ring waits.
+# Gradients of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Errors
+# come from a machine that does other things too, and from ranks that wait for each other; `benchmarks/predicted.py`
+# repeats this, and holds the error against a bar.
 
 # %% [markdown]
 # ### The question, answered
@@ -509,7 +510,7 @@ print(guess_3.compare(k))
 # computes like a 13B model, and it must be *held* like one of 47B: memory is the reason to split experts over ranks.
 #
 # Each rank holds some experts and brings its own tokens. A token goes where its experts are. That is an all-to-all, and
-# unlike all collectives so far nobody knows beforehand how much goes where: **the data decides**.
+# unlike all collectives so far no rank knows beforehand how much goes where: **the data decides**.
 
 # %% [markdown]
 # ### Exercise: route
@@ -544,7 +545,7 @@ for name, tilt in tilts.items():
 # %% [markdown]
 # **"A capacity factor of 1.25 is enough."** For an even router. For one that leans it drops a good part of all choices,
 # silently: nothing fails, the loss is a little worse. So count dropped choices, and print them. And a larger capacity
-# is no cure: all ranks wait for the fullest expert.
+# does not help: all ranks wait for the fullest expert.
 
 # %% [markdown]
 # ### Exercise: there and back
@@ -552,7 +553,7 @@ for name, tilt in tilts.items():
 # Write `ask_experts(tokens, experts, weights, expert)`. Rank $r$ holds expert $r$, and each token asks one. Sort the
 # tokens by rank, tell each rank how many will come, send, let the expert work, send back, and put each answer where its
 # token was. `exchange_rows(rows, give, take)` is an all-to-all whose gradients travel back; a bare call of
-# `torch.distributed` is not in autograd's graph. Somebody may have been asked by nobody, and must take part all the
+# `torch.distributed` is not in autograd's graph. A rank that no token asked must still take part all the
 # same.
 
 # %% exercise="11.ask"
@@ -671,8 +672,8 @@ for weight in (0.0, 0.05):
         print(f"times an even share, {dropped:.0%} of choices dropped")
 
 # %% [markdown]
-# Nobody pushed. The router starts not far from even, and within some steps nearly all tokens ask the same two experts:
-# most choices are dropped. The second loss holds it, and the first one is none the worse for it.
+# Nothing pushed it. The router starts not far from even, and within some steps nearly all tokens ask the same two
+# experts: most choices are dropped. The second loss holds it, and the first one is none the worse for it.
 
 # %% [markdown]
 # ### What imbalance costs
@@ -822,7 +823,7 @@ print(f"{ratios[1]:.2f} by all-to-all")
 # torchrun --nproc-per-node 4 lessons/11_long_context_and_experts/lab.py --impl reference
 # ```
 #
-# `lab_reference.md` beside it has the output to compare with.
+# `lab_reference.md` next to it has the output to compare with.
 
 # %% [markdown]
 # ## Questions
@@ -834,8 +835,8 @@ print(f"{ratios[1]:.2f} by all-to-all")
 # 2. A ring of 16 GPUs over InfiniBand (50 GB/s), 794 TFLOP/s each, 32 query and 8 key heads. How long must the whole
 #    sequence be for the ring to hide?
 # 3. Straight pieces on 32 ranks: how many times an even share has the last rank?
-# 4. A layer of width 4,096 in 16 bits, 8,192 tokens a rank, top 2, 8 ranks: how much does a rank send in a forward and
-#    a backward pass? How long does that take at 50 GB/s?
+# 4. A layer of width 4,096 in 16 bits, 8,192 tokens per rank, top 2, 8 ranks: how much does a rank send in a forward
+#    and a backward pass? How long does that take at 50 GB/s?
 # 5. Eight experts on eight ranks, one of them asked twice as often as each of the others. How much of the time is an
 #    average rank busy?
 
@@ -857,7 +858,7 @@ ranks.close()
 # - Dao et al. 2022, *FlashAttention* (arXiv:2205.14135): attention in blocks, and its backward pass from two numbers a
 #   query. Milakov, Gimelshein 2018 (arXiv:1805.02867): the running softmax.
 # - Liu, Zaharia, Abbeel 2023, *Ring Attention with Blockwise Transformers* (arXiv:2310.01889): the ring, and when it
-#   hides. Zhu 2024 (ring-flash-attention) and Llama 3 (arXiv:2407.21783, section 3.3.2): two chunks a rank.
+#   hides. Zhu 2024 (ring-flash-attention) and Llama 3 (arXiv:2407.21783, section 3.3.2): two chunks per rank.
 # - Jacobs et al. 2023, *DeepSpeed Ulysses* (arXiv:2309.14509): all-to-all.
 # - Korthikanti et al. 2022 (arXiv:2205.05198): activations of a layer.
 # - Shazeer et al. 2017 (arXiv:1701.06538): mixtures of experts. Lepikhin et al. 2020, *GShard* (arXiv:2006.16668):

@@ -15,8 +15,8 @@ from distlab.expert_parallel.exchange import exchange_rows
 def merge(mean: Tensor, log_sum: Tensor, new: Tensor, new_log_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over some keys with attention over others; return the mean and the log_sum over both.
 
-    A log_sum of -inf says that no key was visible; the mean beside it is zero then. Scores may be large: exp(1000) is
-    no number. At least one of the two has seen a key.
+    A log_sum of -inf says that no key was visible; its mean is zero then. Scores may be large: exp(1000) is not a
+    number. At least one of the two has seen a key.
 
     Shapes: mean, new [..., S, D], log_sum, new_log_sum [..., S]
     """
@@ -95,8 +95,8 @@ def route(probabilities: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Ten
 def ask_experts(tokens: Tensor, experts: Tensor, weights: Tensor, expert: nn.Module) -> Tensor:
     """Send each token to the rank that holds its expert, and bring the weighted answer back.
 
-    Rank r holds expert r, which is `expert` here. Ranks have different numbers of tokens; nobody may have asked an
-    expert. Gradients reach tokens, weights and experts.
+    Rank r holds expert r, which is `expert` here. Ranks have different numbers of tokens; an expert may be asked by no
+    token. Gradients reach tokens, weights and experts.
 
     Shapes: tokens [T, H], experts [T], of whole numbers 0 to n-1, weights [T] -> [T, H]
     Cost: each token is sent once, and its answer back; and one count for each rank.

@@ -35,7 +35,7 @@ class Watched(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Note that somebody asked for silence."""
+        """Note that a caller asked for silence."""
         self.num_entered += 1
         with super().no_sync():
             yield

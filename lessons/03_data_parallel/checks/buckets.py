@@ -55,7 +55,7 @@ def _wrong_members(buckets: list[list[int]], sizes: list[int], asked: str) -> Fa
     text = f"{asked} returned {buckets}"
     lost = [index for index in range(len(sizes)) if index not in walked]
     if lost:
-        return Fault("parameter lost", f"{text}: parameter {lost[0]} is in no bucket, nobody would average it")
+        return Fault("parameter lost", f"{text}: parameter {lost[0]} is in no bucket, no rank would average it")
     if len(walked) != len(sizes):
         return Fault(
             "parameter twice", f"{text}: expected each of {len(sizes)} parameters once, got {len(walked)} entries"

@@ -132,7 +132,7 @@ def _judge_run(evidence: Evidence, name: str, when: str) -> Iterator[Fault]:
 
 
 def _judge_times(rank: int, made: list[Call], run: dict[str, Any], when: str) -> Iterator[Fault]:
-    """The first bucket must leave before backward reaches the next layer, and nobody may wait inside backward."""
+    """The first bucket must leave before backward reaches the next layer, and no rank may wait inside backward."""
     start_ns, end_ns = run["backward_ns"]
     reached = dict(run["log"])[LAYER_AFTER_BUCKET_0]
     if made[0].start_ns >= end_ns:
@@ -202,13 +202,13 @@ def overlap_failure(error: RankError, world_size: int) -> Fault | None:
     lines = told(text)
     if waiting is not None and "deadlock" in text and int(waiting[1]) > NUM_BUCKETS * RUNS.index(UNUSED):
         cause = "rank 0 did not use layer 0 in the last step, so its hooks did not run and its bucket never left"
-        return Fault("unused parameter", f"{cause}: start what is left in synchronize().\n{lines}")
+        return Fault("unused parameter", f"{cause}: start the rest in synchronize().\n{lines}")
     if "do not make the same call" in text:
         return Fault("order differs", f"start buckets in one order on all ranks.\n{lines}")
     if "of a bucket that was not started" in text:
         cause = "a bucket is finished that was not started in this step. Three causes are common: a function made in a"
         cause += " loop sees the loop's last bucket, not its own; the counts are not set back after a step;"
-        cause += " what is left is not started before finish()"
+        cause += " the rest is not started before finish()"
         return Fault("not started", f"{cause}.\n{lines}")
     return None
 

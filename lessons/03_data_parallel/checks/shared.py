@@ -84,7 +84,7 @@ def names_of_calls(evidence: Evidence, rank: int) -> str:
 def budget_calls(evidence: Evidence) -> list[str]:
     """Say how many calls a rank made."""
     number = num_calls(evidence, rank=0)
-    return [f"{number} call{'' if number == 1 else 's'} a rank: {names_of_calls(evidence, 0)}"]
+    return [f"{number} call{'' if number == 1 else 's'} per rank: {names_of_calls(evidence, 0)}"]
 
 
 def told(text: str) -> str:

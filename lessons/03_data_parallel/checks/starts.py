@@ -58,7 +58,7 @@ def _changed_root(name: str, evidence: Evidence) -> str:
     after = evidence.results[0]["after"][name]
     parts = torch.stack([result["before"][name].double() for result in evidence.results])
     if after.is_floating_point() and torch.allclose(after.double(), parts.mean(0)):
-        return f"rank 0's {name} is now the mean over ranks: nobody's start; send rank 0's own, with broadcast"
+        return f"rank 0's {name} is now the mean over ranks: no rank's start; send rank 0's own, with broadcast"
     for rank, result in enumerate(evidence.results[1:], start=1):
         if torch.equal(after, result["before"][name]):
             return f"rank 0's {name} is now rank {rank}'s: broadcast from src=0"
@@ -96,7 +96,7 @@ WRONG_BROADCASTS = (
     Mutant("fills copies", "not broadcast", "nothing of rank 0 reached it", 2, 11).edit(
         ".detach()", ".detach().clone()"
     ),
-    Mutant("averages instead", "rank 0 changed", "mean over ranks: nobody's start", 2, 10).edit(
+    Mutant("averages instead", "rank 0 changed", "mean over ranks: no rank's start", 2, 10).edit(
         "dist.broadcast(tensor.detach(), src=0)",
         """
         dist.all_reduce(tensor.detach())

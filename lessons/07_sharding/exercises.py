@@ -1,0 +1,139 @@
+"""Exercises of lesson 7; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+
+from __future__ import annotations
+
+from distlab_lesson_07.checks import backward, forward, rows, state, units
+
+from distlab.grading import Exercise
+
+TITLE = "Sharding"
+MINUTES = 90
+NEEDS = ("01", "02", "03", "06")
+AIMS = (
+    "Shard optimizer state, gradients and parameters (ZeRO-1, 2, 3) by hand, and count what a rank holds and sends.",
+    "Run a model by units that are gathered, used and freed, the next one gathered ahead (FSDP).",
+    "Choose the size of a unit, prefetch, replicas and offload for a model and a cluster, by simulation and by runs.",
+    "Write the DeepSpeed and FSDP2 settings that mean the same plan.",
+)
+
+_TORCH = ("import torch", "import torch.distributed as dist", "from torch import Tensor")
+_CALLS = ("from collections.abc import Callable", *_TORCH)
+_GATHER = "from distlab.sharding import gather_into"
+_BOTH = "from distlab.sharding import gather_into, scatter_sum"
+
+EXERCISES = (
+    Exercise(
+        name="07.pieces",
+        title="which parts of which tensors lie in a shard",
+        source="solutions:pieces_of",
+        drive=rows.drive_pieces,
+        judge=rows.judge_pieces,
+        hints=(
+            "A shard has `-(-sum(sizes) // num_shards)` elements: divided, and rounded up.",
+            "Shard i is the part [i x length, (i + 1) x length) of the row; tensor t is [begin, begin + size).",
+            "For each tensor: the part that both have begins at the larger begin and ends at the smaller end. Where "
+            "that is not empty, subtract the tensor's begin from both.",
+        ),
+        worlds=(1,),
+        budget=rows.budget_pieces,
+        mutants=rows.WRONG_PIECES,
+    ),
+    Exercise(
+        name="07.step",
+        title="an update in which each rank updates its shard",
+        source="solutions:step_on_shard",
+        drive=rows.drive_step,
+        judge=rows.judge_step,
+        imports=(*_CALLS, _BOTH),
+        hints=(
+            "`parameters.chunk(n)[rank]` is a view of the own shard: a change there is one in `parameters`.",
+            "`scatter_sum(gradient, mean)` fills `mean`, as long as a shard, with this rank's part of the sum. It is "
+            "the first half of an all-reduce; `gather_into(parameters, own)` is the second.",
+            "Own shard as a view; scatter_sum into a new tensor; divide by n; update(own, mean); gather_into.",
+        ),
+        budget=rows.budget_step,
+        mutants=rows.WRONG_STEPS,
+    ),
+    Exercise(
+        name="07.forward",
+        title="gather a unit, use it, let it go",
+        source="solutions:forward_units",
+        drive=forward.drive_forward,
+        judge=forward.judge_forward,
+        imports=(*_CALLS, _GATHER),
+        hints=(
+            "A whole row has `shard.numel() * dist.get_world_size()` elements, in the shard's dtype.",
+            "`gather_into(whole, shard)` fills a row that you made with torch.empty. A tensor's memory is free when "
+            "the last name for it is gone.",
+            "For each unit: make a row, gather into it, `x = compute(index, whole, x)`, `del whole`. Return x.",
+        ),
+        budget=units.budget_units,
+        mutants=forward.WRONG_FORWARDS,
+    ),
+    Exercise(
+        name="07.ahead",
+        title="gather the next unit while this one computes",
+        source="solutions:forward_ahead",
+        drive=forward.drive_forward,
+        judge=forward.judge_ahead,
+        imports=(*_CALLS, _GATHER),
+        hints=(
+            "`work = gather_into(whole, shard, async_op=True)` returns at once, `work.wait()` when it is over.",
+            "Begin with the gather of unit 0. In each round: wait for this unit, start the next, compute this one.",
+            "Keep (row, work) of the unit that is coming. In round i: take both, wait, start the gather of unit i + 1 "
+            "where there is one, compute, del the row.",
+        ),
+        budget=units.budget_units,
+        mutants=forward.WRONG_AHEADS,
+    ),
+    Exercise(
+        name="07.backward",
+        title="gather again, reduce and scatter, free",
+        source="solutions:backward_units",
+        drive=backward.drive_backward,
+        judge=backward.judge_backward,
+        imports=(*_CALLS, _BOTH),
+        hints=(
+            "The last unit comes first: `for index in reversed(range(len(shards)))`.",
+            "`whole_grad, grad = compute(...)`: the second is what the unit before takes. `scatter_sum(whole_grad, "
+            "mean)` leaves this rank's part of the sum in `mean`.",
+            "Gather the unit; compute; del the row; scatter_sum into a tensor as long as the shard; divide by n; del "
+            "the whole gradient before the next unit is gathered.",
+        ),
+        budget=units.budget_units,
+        mutants=backward.WRONG_BACKWARDS,
+    ),
+    Exercise(
+        name="07.clip",
+        title="the norm of what no rank holds whole",
+        source="solutions:clip_shards",
+        drive=state.drive_clip,
+        judge=state.judge_clip,
+        imports=_TORCH,
+        hints=(
+            "The square of the norm is the sum of all squares. Sums can be put together over ranks; norms cannot.",
+            "What is replicated is on every rank already. In an all-reduced sum it would count n times.",
+            "Sum of squares of the shards, as one float64 tensor; all_reduce it; add the squares of the replicated "
+            "ones; root. Multiply each gradient in place by min(1, max_norm / norm). Return the norm.",
+        ),
+        budget=state.budget_clip,
+        mutants=state.WRONG_CLIPS,
+    ),
+    Exercise(
+        name="07.repair",
+        title="spot the bug: the state dict that hangs",
+        source="solutions:full_state",
+        drive=state.drive_state,
+        judge=state.judge_state,
+        imports=(*_TORCH, _GATHER),
+        hints=(
+            "Who calls gather_into, and who waits for it?",
+            "Rank 0 holds a shard of each tensor. The rest is on ranks that have returned already.",
+            "Let every rank gather every tensor; put it into `state` only where dist.get_rank() == 0.",
+        ),
+        broken="only rank 0",
+        on_failure=state.state_failure,
+        budget=state.budget_state,
+        mutants=state.WRONG_STATES,
+    ),
+)

@@ -1,0 +1,147 @@
+"""Exercises of lesson 10; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+
+from __future__ import annotations
+
+from distlab_lesson_10.checks import mesh, nodes, norm, shares, step
+
+from distlab.grading import Exercise
+
+TITLE = "All axes on one mesh"
+MINUTES = 90
+NEEDS = ("03", "07", "08", "09")
+AIMS = (
+    "Say where a rank stands on a mesh, who its neighbours are on each axis, and what it works on.",
+    "Say for every parameter over which axes its gradient is summed and by what it is divided; clip by the true norm.",
+    "Train a GPT on a mesh of data, tensor and pipeline, equal to one process, and check the predicted step.",
+    "Choose degrees and the order of axes for a cluster of nodes by simulation, and say what decides.",
+)
+
+_TORCH = ("import torch", "import torch.distributed as dist", "from torch import Tensor")
+
+EXERCISES = (
+    Exercise(
+        name="10.coordinates",
+        title="where a rank stands",
+        source="solutions:place_of",
+        drive=mesh.drive_places,
+        judge=mesh.judge_places,
+        hints=(
+            "It is a number in a system whose digits have different ranges, like hours, minutes and seconds.",
+            "divmod(rank, size of the last axis) gives the rest for the other axes, and the place on the last.",
+            "Go through the axes from last to first: rank, place[axis] = divmod(rank, axes[axis]). Return the places "
+            "in the order of the axes.",
+        ),
+        worlds=(1,),
+        budget=mesh.budget_places,
+        mutants=mesh.WRONG_PLACES,
+    ),
+    Exercise(
+        name="10.groups",
+        title="all groups of an axis",
+        source="solutions:groups_of",
+        drive=mesh.drive_groups,
+        judge=mesh.judge_groups,
+        imports=("from math import prod",),
+        hints=(
+            "How far apart are two ranks that differ by one place on an axis? On the last axis 1; on the one before, "
+            "the size of the last.",
+            "The stride of an axis is the product of the sizes of the axes after it. A group starts at each rank whose "
+            "place on the axis is 0.",
+            "stride = prod of the later sizes; firsts are the ranks with rank // stride % size == 0; a group is first "
+            "+ 0, 1, 2, ... strides.",
+        ),
+        worlds=(1,),
+        budget=mesh.budget_groups,
+        mutants=mesh.WRONG_GROUPS,
+    ),
+    Exercise(
+        name="10.my_batch",
+        title="samples, positions and micro-batches of a rank",
+        source="solutions:my_part",
+        drive=shares.drive_parts,
+        judge=shares.judge_parts,
+        imports=("from torch import Tensor", "from distlab.plan import Mesh"),
+        hints=(
+            "mesh.coordinates(rank) has the places, dict(mesh.axes) the sizes. Which axes hold copies of the weights "
+            "and take samples of their own?",
+            "data x expert replicas; number them place['data'] * size of expert + place['expert']. batch.chunk(n)[i] "
+            "cuts samples, batch.chunk(n, dim=1)[i] positions.",
+            "Chunk the batch by replicas and take the own one; chunk it along dim 1 by context and take the own one; "
+            "chunk that into micro-batches. Tensor and pipeline play no part.",
+        ),
+        worlds=(1,),
+        budget=shares.budget_parts,
+        mutants=shares.WRONG_PARTS,
+    ),
+    Exercise(
+        name="10.gradient_axes",
+        title="which gradient is summed over which axes",
+        source="solutions:gradient_axes",
+        drive=shares.drive_axes,
+        judge=shares.judge_axes,
+        hints=(
+            "Sum where ranks hold the same parameter and have found different parts of its gradient.",
+            "data, expert and context ranks go over different positions: all hold copies of a matrix, but only one "
+            "rank of the expert axis holds a given expert. Copies that found the same gradient are not summed.",
+            "data, expert, context; without expert for 'expert'; with tensor for 'norm' if sequence_parallel; with "
+            "pipeline for 'tied'. Divide by data x expert x context, always.",
+        ),
+        worlds=(1,),
+        budget=shares.budget_axes,
+        mutants=shares.WRONG_AXES,
+    ),
+    Exercise(
+        name="10.global_norm",
+        title="the norm of a model that no rank holds",
+        source="solutions:global_norm",
+        drive=norm.drive_norm,
+        judge=norm.judge_norm,
+        imports=("from math import prod", *_TORCH),
+        hints=(
+            "Sums of squares can be put together over ranks. Whatever has copies must not be counted for each of them.",
+            "groups[axis].size() is the number of ranks along an axis. A gradient has as many copies as the product of "
+            "the sizes of the axes that are not in split_over[name].",
+            "Add up square().sum() / copies of all gradients in one float64 number; all_reduce it over every group; "
+            "return the root.",
+        ),
+        on_failure=norm.norm_failure,
+        budget=norm.budget_norm,
+        mutants=norm.WRONG_NORMS,
+    ),
+    Exercise(
+        name="10.place",
+        title="which axis on which wire",
+        source="solutions:place_axes",
+        drive=nodes.drive_order,
+        judge=nodes.judge_order,
+        imports=("from itertools import permutations",),
+        hints=(
+            "A group of an axis stays in a node if the axis' size times the sizes of all faster axes is at most the "
+            "devices of a node.",
+            "There are at most 120 orders of five axes: try all. Sorting by traffic is not enough: an axis that does "
+            "not fit a node should leave the room inside to others.",
+            "For an order: go from the last axis to the first, multiply the sizes, and add up the traffic of each axis "
+            "of more than one rank at which the product is above devices_per_node. Return the cheapest permutation.",
+        ),
+        worlds=(1,),
+        budget=nodes.budget_order,
+        mutants=nodes.WRONG_ORDERS,
+    ),
+    Exercise(
+        name="10.find_the_bug",
+        title="spot the bug: loss falls, and it is not one process's",
+        source="solutions:step_on_mesh",
+        drive=step.drive_step,
+        judge=step.judge_step,
+        imports=_TORCH,
+        hints=(
+            "Two ranks of one tensor group add up parts of an output. Of which samples?",
+            "dist.get_rank() is the place among all ranks. dist.get_rank(group) is the place in a group.",
+            "Take samples by the place in the data group, of as many parts as that group has ranks.",
+        ),
+        broken="by rank",
+        on_failure=step.step_failure,
+        budget=step.budget_step,
+        mutants=step.WRONG_STEPS,
+    ),
+)
