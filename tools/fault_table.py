@@ -35,6 +35,7 @@ def what_it_says(message: str) -> str:
     line = message.strip().splitlines()[0]
     line = re.sub(r"\bfor \d+(\.\d+)? s\b", "", line)
     line = re.sub(r"\d+(\.\d+)?(?= (us|ms)\b)", "...", line)
+    line = re.sub(r"(\d\.\d{5})\d+", r"\1...", line)  # float32 rounds as the processor adds
     line = re.sub(r"^on rank \d+ of (\d+): ", "", line)
     line = re.sub(r"\S*/(?=[\w.]+\.py\b)", "", line)
     line = line.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

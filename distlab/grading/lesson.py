@@ -39,7 +39,6 @@ class Lesson:
         needs: numbers of the lessons that come before it.
         aims: what you can do afterwards, a sentence each.
         exercises: in the order in which they are met.
-        older_mutants: wrong versions of a lesson that keeps them in a `mutants.py`.
     """
 
     number: str
@@ -49,7 +48,6 @@ class Lesson:
     needs: tuple[str, ...]
     aims: tuple[str, ...]
     exercises: tuple[Exercise, ...]
-    older_mutants: tuple[Mutant, ...] = ()
 
     @functools.cached_property
     def mutants(self) -> tuple[Mutant, ...]:
@@ -58,9 +56,7 @@ class Lesson:
         Raises:
             ValueError: an edit does not fit the text of its reference.
         """
-        return self.older_mutants + tuple(
-            _built(exercise, mutant) for exercise in self.exercises for mutant in exercise.mutants
-        )
+        return tuple(_built(exercise, mutant) for exercise in self.exercises for mutant in exercise.mutants)
 
     def exercise(self, name: str) -> Exercise:
         """Return the exercise of this name.
@@ -100,13 +96,8 @@ def lessons(folder: Path | None = None) -> tuple[str, ...]:
 def _folders(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
-            if _FOLDER.fullmatch(path.name) and _list_of_exercises(path).is_file():
+            if _FOLDER.fullmatch(path.name) and (path / "exercises.py").is_file():
                 yield path
-
-
-def _list_of_exercises(folder: Path) -> Path:
-    """Return the file that lists a lesson's exercises: exercises.py, or checks.py in a lesson not yet moved."""
-    return next((path for name in ("exercises", "checks") if (path := folder / f"{name}.py").is_file()), folder)
 
 
 def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
@@ -126,11 +117,7 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
     found = next((path for path in _folders(everywhere) if path.name[:2] == number), None)
     if found is None:
         raise ValueError(f"there is no lesson {name}; lessons are {', '.join(lessons(everywhere))}")
-    package = _package(number, found.resolve())
-    listed = _list_of_exercises(found)
-    exercises = importlib.import_module(f"{package}.{listed.stem}")
-    has_mutants = (found / "mutants.py").is_file()
-    mutants = importlib.import_module(f"{package}.mutants") if has_mutants else types.ModuleType("none")
+    exercises = importlib.import_module(f"{_package(number, found.resolve())}.exercises")
     try:
         return Lesson(
             number=number,
@@ -140,10 +127,11 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
             needs=tuple(exercises.NEEDS),
             aims=tuple(exercises.AIMS),
             exercises=tuple(exercises.EXERCISES),
-            older_mutants=tuple(getattr(mutants, "MUTANTS", ())),
         )
     except AttributeError as error:
-        raise ValueError(f"{listed} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}") from None
+        raise ValueError(
+            f"{found / 'exercises.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}"
+        ) from None
 
 
 def lesson_number(name: str | int) -> str:
@@ -188,7 +176,7 @@ def resolve(exercise: Exercise, source: str) -> Callable[..., Any]:
         ValueError: there is no such module or function.
     """
     module_name, _, name = source.rpartition(":")
-    if module_name in ("solutions", "mutants", "checks"):
+    if module_name == "solutions":
         package = f"distlab_lesson_{exercise.lesson}"
         if package not in sys.modules:
             load_lesson(exercise.lesson)

@@ -83,13 +83,6 @@ class Mutant:
         """Return this mutant with lines before the function: imports or helpers that the reference does not have."""
         return replace(self, preamble=_plain(text))
 
-    @classmethod
-    def written(
-        cls, exercise: str, name: str, fn: Callable[..., Any], fault: str, says: str, world: int, source: str
-    ) -> Mutant:
-        """Make a mutant of a whole function, as lessons with a `mutants.py` do."""
-        return cls(name, fault, says, world, source, fn=fn, exercise=exercise)
-
 
 def _plain(text: str) -> str:
     """Take the common indentation and the empty ends from text that begins with a line break."""
