@@ -98,7 +98,7 @@ def step_of(program: str, device: torch.device) -> Callable[[], torch.Tensor]:
 
 
 def time_programs(device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float]]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step and each program's last loss."""
+    """On each rank: time programs in interleaved blocks; return seconds per step and each program's last loss."""
     torch.set_num_threads(1)
     device = torch.device(device_type, dist.get_rank() % torch.cuda.device_count() if device_type == "cuda" else None)
     if device_type == "cuda":

@@ -7,7 +7,7 @@ the same kernel in the same zig-zag order, with torch's default way of passing k
 with the other (an all-to-all a step). Rows without a bar: one rank with the whole sequence while the others idle.
 
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
-is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread a rank.
+is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread per rank.
 
     python benchmarks/context_parallel.py            # rows
     python benchmarks/context_parallel.py --quick    # few blocks: shows that it runs
@@ -102,7 +102,7 @@ def step_of(program: str, size: tuple[int, ...]) -> Callable[[], list[Tensor]]:
 
 
 def time_programs(size: tuple[int, ...], blocks: int, steps: int) -> tuple[list[list[float]], list[int]]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step and what each sent."""
+    """On each rank: time programs in interleaved blocks; return seconds per step and what each sent."""
     torch.set_num_threads(1)
     programs = [*PEERS, *OURS, WHOLE]
     functions = [step_of(program, size) for program in programs]

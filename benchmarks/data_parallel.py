@@ -145,7 +145,7 @@ def averaged_and_clipped(synchronize: Callable[[], None], parameters: list[nn.Pa
 
 
 def time_programs(model_name: str, device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float]]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step and each program's last loss."""
+    """On each rank: time programs in interleaved blocks; return seconds per step and each program's last loss."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)

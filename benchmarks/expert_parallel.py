@@ -5,7 +5,7 @@ against the dense loop, in which every expert works on every token and most weig
 step (forward, backward, gradients reduced, SGD) of `ExpertParallel` against two peers that hold all experts on every
 rank and average all gradients: the mixture, and the dense loop. All programs live in the same ranks and take turns
 block by block; a block's time is that of the slowest rank. Bytes are the recorder's for one step, native collectives
-as rings would send them. Which way is better depends on tokens a rank: rows grow with them, gradients do not.
+as rings would send them. Which way is better depends on tokens per rank: rows grow with them, gradients do not.
 
     python benchmarks/expert_parallel.py            # rows
     python benchmarks/expert_parallel.py --quick    # few blocks: shows that it runs
@@ -90,7 +90,7 @@ def step_of(program: str) -> Callable[[], float]:
 def time_programs(
     programs: tuple[str, ...], blocks: int, steps: int
 ) -> tuple[list[list[float]], list[float], list[tuple[int, int]]]:
-    """Run on each rank: seconds a step in interleaved blocks; last losses; bytes and calls of a step."""
+    """Run on each rank: seconds per step in interleaved blocks; last losses; bytes and calls of a step."""
     torch.set_num_threads(1)
     functions = [step_of(program) for program in programs]
 
@@ -117,7 +117,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the rows of one process, then those of 2 and 4 ranks."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     blocks, steps = (3, 2) if quick else (MIN_BLOCKS, 8)
-    what = f"{TOKENS} tokens a rank, hidden {HIDDEN}, {EXPERTS} experts, {TOP_K} a token"
+    what = f"{TOKENS} tokens per rank, hidden {HIDDEN}, {EXPERTS} experts, {TOP_K} per token"
     with Ranks(1, timeout_s=600, record=False) as ranks:
         times, losses, _ = ranks.run(time_programs, LOCAL, blocks, steps)[0]
     assert max(losses) - min(losses) < 1e-5, losses

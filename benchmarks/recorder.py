@@ -70,7 +70,7 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
 
 
 def step_times(blocks: int, steps: int) -> dict[str, tuple[int, list[float], list[float]]]:
-    """Calls a step, and seconds a step with recording off and on, of training steps of the small GPT."""
+    """Calls per step, and seconds per step with recording off and on, of training steps of the small GPT."""
     from torch.nn.parallel import DistributedDataParallel
 
     from distlab.models import GPT, GPTConfig
@@ -133,7 +133,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         off = np.max([result[kind][1] for result in results], axis=0)
         on = np.max([result[kind][2] for result in results], axis=0)
         shares = (100 * num_calls * cost_us * 1e-6 / off).tolist()
-        note = f"{num_calls} calls a step of {np.median(off) * 1e3:.0f} ms, 2 ranks, small GPT"
+        note = f"{num_calls} calls per step of {np.median(off) * 1e3:.0f} ms, 2 ranks, small GPT"
         yield absolute(f"calls x cost / step, {kind}", shares, bar=SHARE_BAR, unit="%", note=note)
         row = compare(f"a step ({kind}) recorded against not recorded", on.tolist(), off.tolist(), note=note)
         yield without_bar(row)

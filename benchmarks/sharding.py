@@ -130,7 +130,7 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 
 
 def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[int], list]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step, peak bytes and last losses."""
+    """On each rank: time programs in interleaved blocks; return seconds per step, peak bytes and last losses."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)

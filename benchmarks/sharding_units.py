@@ -100,7 +100,7 @@ def step_of(program: str, model_name: str, device: torch.device) -> Callable[[],
 def time_programs(
     model_name: str, device_type: str, blocks: int, steps: int
 ) -> tuple[list[list[float]], list[float], list[float]]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step, last losses and peak bytes."""
+    """On each rank: time programs in interleaved blocks; return seconds per step, last losses and peak bytes."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)

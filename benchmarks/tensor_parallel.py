@@ -2,7 +2,7 @@
 
 The bars: a step (zero_grad, forward, backward, SGD) on 2 and on 4 ranks takes at most 0.9 times as long as DTensor's
 with ColwiseParallel and RowwiseParallel for the same layers (CPU, gloo), and the ranks send exactly the bytes of the
-formula: 8 (t-1)/t B S H elements a layer, and what embedding, output layer and loss need (see `parallelize`). All
+formula: 8 (t-1)/t B S H elements per layer, and what embedding, output layer and loss need (see `parallelize`). All
 programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is
 that of the slowest rank. Recording is off while time is taken. torch cannot split a fused query, key and value by
 heads, so its model has three layers in its place, whose input's gradient is summed once; both begin with the same
@@ -168,7 +168,7 @@ def step_of(program: str, model_name: str) -> Callable[[], Tensor]:
 
 
 def time_programs(model_name: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float], list[float]]:
-    """Run on each rank: time the programs in interleaved blocks; return seconds a step, last losses, elements sent."""
+    """On each rank: time programs in interleaved blocks; return seconds per step, last losses, elements sent."""
     torch.set_num_threads(1)
     functions = [step_of(program, model_name) for program in PROGRAMS]
 

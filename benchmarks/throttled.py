@@ -57,7 +57,7 @@ from simulator import Measured as MeasuredApart
 from simulator import MeasuredCodec, break_even_bytes_per_s, simulate
 
 LATENCY_S = 500e-6  # more than the machine's own, so that the link's is what counts
-BANDWIDTHS = (5e6, 10e6, 20e6, 40e6, 80e6, 160e6, 320e6)  # bytes a second, one way
+BANDWIDTHS = (5e6, 10e6, 20e6, 40e6, 80e6, 160e6, 320e6)  # bytes per second, one way
 CALLS = ((5e6, 20_000), (5e6, 400_000), (40e6, 20_000), (40e6, 2_000_000), (160e6, 2_000_000))
 KERNEL_BANDWIDTHS = (5e6, 20e6)  # as tc counts them, headers included
 PAYLOAD_SHARE = 1448 / 1514  # of a packet's bytes on the wire
@@ -83,7 +83,7 @@ class Measured:
 
     Attributes:
         calls: for each of CALLS: seconds of an all-reduce beyond its time on the link, by block.
-        steps: for each bandwidth: for each program: seconds a step, by block.
+        steps: for each bandwidth: for each program: seconds per step, by block.
         workload: the step as counted.
         rounds: calibrations, before and after.
         codecs: encoding and decoding, by program, before and after.
@@ -285,7 +285,7 @@ def break_even_row(
 
 
 def here(blocks: int = 9, steps: int = 3) -> None:
-    """Run as one of several ranks that something else has started: print seconds a step over the link as it is."""
+    """Run as one of several ranks that something else has started: print seconds per step over the link as it is."""
     with process_group():
         torch.set_num_threads(1)
         (times,) = time_steps([None], blocks, steps)

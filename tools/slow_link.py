@@ -3,8 +3,8 @@
     sudo python tools/slow_link.py --bytes-per-s 12.5e6 --latency-s 5e-4 -- python my_lab.py
 
 Each rank runs in a namespace of its own, as on a machine of its own, with the variables that torchrun would set. The
-kernel lets the given bytes a second out of each end and delays every packet. Linux, root and iproute2 are needed; where
-they cannot be had, `distlab.comm.throttle` slows collectives down inside the ranks. All is taken away at the end.
+kernel lets the given bytes per second out of each end and delays every packet. Linux, root and iproute2 are needed;
+where they cannot be had, `distlab.comm.throttle` slows collectives down inside the ranks. All is taken away at the end.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="after --")
     arguments = parser.parse_args()
     if not arguments.bytes_per_s >= 1e3 or not arguments.latency_s >= 0:
-        parser.error("pass at least 1e3 bytes a second, and a latency of at least 0")
+        parser.error("pass at least 1e3 bytes per second, and a latency of at least 0")
     try:
         with slow_link(arguments.bytes_per_s, arguments.latency_s) as names:
             return run(arguments.command, names)
