@@ -1,0 +1,120 @@
+"""Make the README's two pictures: a training step that moves, and a check that explains a hang.
+
+`python tools/readme_pictures.py` writes `assets/step.gif` and `assets/hang.png`. Both show what really ran: four ranks
+train the small GPT with bucketed, overlapped all-reduces; and a wrong answer to an exercise is checked. The second
+needs Chromium (`make browser`). Run it with nothing else running: the moving picture shows measured times.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import io
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from distlab.comm import Ranks
+from distlab.data import ByteCorpus, python_documentation
+from distlab.data_parallel import DataParallel, train_step
+from distlab.grading import load_lesson
+from distlab.grading.check import examine
+from distlab.models import GPT, GPTConfig
+from distlab.trace import SpanWriter, Trace
+from simulator.viz import draw_train_step, step_of, to_png
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "browser"))
+from browser_lab import CHROMIUM_FLAGS, find_chromium  # noqa: E402
+
+ASSETS = ROOT / "assets"
+CONFIG = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
+BUCKET_BYTES = 700_000
+TITLE = "One training step of four real ranks: how four gradients become one mean"
+STYLE = """main { font: 15px system-ui, sans-serif; padding: 8px; background: white; color: #111 }
+pre { font: 14px monospace; background: #f5f5f5; padding: 10px; margin: 0 0 10px }"""
+NUM_STEPS, NUM_FRAMES, FRAME_MS, LAST_MS = 12, 48, 110, 2_500
+WIDTH_PX, NUM_COLOURS, MOST_BYTES = 960, 64, 2_000_000
+"""Size of the moving picture: readable in a README's column, and quick to load."""
+
+
+def shift(tensor: torch.Tensor) -> torch.Tensor:
+    """Hand the tensor to the next rank, return the one that came from the rank before: with a mistake."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return tensor.clone()
+    received = torch.empty_like(tensor)
+    dist.recv(received, (rank - 1) % world_size)
+    dist.send(tensor, (rank + 1) % world_size)
+    return received
+
+
+def train() -> Trace:
+    """Train a few steps on this rank; return what it marked."""
+    corpus = ByteCorpus(python_documentation(), context=CONFIG.context)
+    replica = DataParallel(GPT(CONFIG, torch.Generator().manual_seed(0)), bucket_bytes=BUCKET_BYTES)
+    optimizer = torch.optim.SGD(replica.module.parameters(), lr=0.1)
+    spans = SpanWriter(dist.get_rank())
+    for step in range(NUM_STEPS):
+        batch = corpus.batch(step, 32, rank=dist.get_rank(), world_size=dist.get_world_size())
+        train_step(replica.module, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=replica.synchronize, spans=spans)
+    return spans.trace()
+
+
+def measured_step() -> Trace:
+    """Return the step of median length, of four ranks."""
+    with Ranks(4) as ranks:
+        marks = ranks.run(train)
+        calls = ranks.records().to_trace()
+    calls = calls.select(calls.is_word("lane", "communication"))
+    both = Trace.concatenate([calls, *marks])
+    steps = [step_of(both, number) for number in range(2, NUM_STEPS)]
+    return sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
+
+
+def moving_picture(step: Trace) -> bytes:
+    """Return a GIF that goes through the step from its first to its last moment."""
+    frames = []
+    for number in range(NUM_FRAMES + 1):
+        png = to_png(draw_train_step(step, at_s=number / NUM_FRAMES * step.duration_s, title=TITLE))
+        frame = Image.open(io.BytesIO(png)).convert("RGB")
+        height = round(frame.height * WIDTH_PX / frame.width)
+        frames.append(frame.resize((WIDTH_PX, height), Image.Resampling.LANCZOS))
+    colours = frames[len(frames) // 2].quantize(NUM_COLOURS)
+    frames = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+    out = io.BytesIO()
+    times = [FRAME_MS] * NUM_FRAMES + [LAST_MS]
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
+    return out.getvalue()
+
+
+def picture_of_a_hang() -> bytes:
+    """Return a PNG of the wrong answer and of what the check says to it, as a notebook shows them."""
+    report = examine(load_lesson("01").exercise("01.shift"), shift)
+    source = "\n".join(line for line in inspect.getsource(shift).splitlines() if '"""' not in line)
+    code = f"<pre>{html.escape(source)}\n\n\ncheck(&quot;01.shift&quot;, shift)</pre>"
+    answer = report._repr_mimebundle_()["text/html"]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=find_chromium(), args=list(CHROMIUM_FLAGS))
+        page = browser.new_page(viewport={"width": WIDTH_PX, "height": 400}, device_scale_factor=1.5)
+        page.set_content(f"<style>{STYLE}</style><main>{code}{answer}</main>")
+        png = page.locator("main").screenshot()
+        browser.close()
+    return png
+
+
+def main() -> int:
+    """Write both pictures; fail where the moving one is too large for a README."""
+    gif = moving_picture(measured_step())
+    (ASSETS / "step.gif").write_bytes(gif)
+    (ASSETS / "hang.png").write_bytes(picture_of_a_hang())
+    print(f"assets/step.gif: {len(gif) / 1e6:.2f} MB of at most {MOST_BYTES / 1e6:g}; assets/hang.png")
+    return int(len(gif) > MOST_BYTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
