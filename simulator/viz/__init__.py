@@ -23,7 +23,6 @@ from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_
 from simulator.viz.collectives.ring_record import RecordedCall, describe_ring_steps
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
-from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
@@ -60,7 +59,7 @@ from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 if TYPE_CHECKING:
     from simulator.viz.panels.collectives import race_panel, ring_panel
     from simulator.viz.panels.degrees import degrees_panel
-    from simulator.viz.panels.gradients import bucket_panel, compression_panel, train_step_panel
+    from simulator.viz.panels.gradients import compression_panel, train_step_panel
     from simulator.viz.panels.layers import context_panel, shards_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
@@ -73,7 +72,6 @@ _HOMES = {
     "ring_panel": "panels.collectives",
     "race_panel": "panels.collectives",
     "train_step_panel": "panels.gradients",
-    "bucket_panel": "panels.gradients",
     "compression_panel": "panels.gradients",
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
@@ -88,7 +86,6 @@ __all__ = [
     "RecordedCall",
     "ScheduleRun",
     "Timeline",
-    "bucket_panel",
     "compression_panel",
     "context_figure",
     "context_panel",
@@ -97,7 +94,6 @@ __all__ = [
     "degrees_panel",
     "describe_batch_sizes",
     "describe_bubbles",
-    "describe_bucket_sweep",
     "describe_compression",
     "describe_context",
     "describe_degrees",
@@ -124,7 +120,6 @@ __all__ = [
     "describe_train_step",
     "draw_batch_sizes",
     "draw_bubbles",
-    "draw_bucket_sweep",
     "draw_compression",
     "draw_fit",
     "draw_link_times",

@@ -1,4 +1,4 @@
-"""Move through a data-parallel step, choose its bucket size, and see when compressing its gradients pays."""
+"""Move through a data-parallel step, and see when compressing its gradients pays."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.gradients.compression import MeasuredCodec
-from simulator.step.simulate import simulate
 from simulator.sweeps.buckets_and_compression import (
-    BucketSweep,
     CompressionSweep,
     bandwidths,
     replica_link,
-    sweep_buckets,
     sweep_compression,
-    with_bucket_bytes,
 )
-from simulator.units import format_bytes
 from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression
-from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep, nearest
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
@@ -92,58 +86,6 @@ def train_step_panel(
 
     version.observe(reach, "value")
     return Panel(draw, version=version, at_ms=at_ms)
-
-
-def bucket_panel(
-    workload: Workload,
-    cluster: Cluster | Mapping[str, Cluster],
-    plan: Plan,
-    *,
-    sizes: Sequence[int] | None = None,
-) -> Panel:
-    """Return a panel with a slider of bucket sizes, and a drop-down of clusters where there are several.
-
-    In code: `panel.controls["bucket_bytes"].value = panel.controls["bucket_bytes"].options[5][1]` and
-    `panel.controls["picture"].value = "step"` for the step at that size in place of all sizes.
-
-    Args:
-        workload: the model.
-        cluster: what it runs on, or several by name.
-        plan: how; its bucket size is where the slider begins.
-        sizes: bucket sizes to choose from; by default from a thousandth of the gradients to all of them.
-
-    Raises:
-        ValueError: there is no cluster or no size, or as `simulate`.
-    """
-    clusters = by_name(cluster, "cluster")
-    sweeps: dict[str, BucketSweep] = {}
-
-    def sweep_of(name: str) -> BucketSweep:
-        if name not in sweeps:
-            sweeps[name] = sweep_buckets(workload, clusters[name], plan, sizes=sizes)
-        return sweeps[name]
-
-    first = next(iter(clusters))
-    choices = sweep_of(first).bucket_bytes
-
-    def draw(bucket_bytes: int, picture: str, cluster: str = first) -> tuple[Figure, str]:
-        if picture == "sizes":
-            sweep = sweep_of(cluster)
-            return draw_bucket_sweep(sweep, at_bytes=bucket_bytes), describe_bucket_sweep(sweep, at_bytes=bucket_bytes)
-        trace = simulate(workload, clusters[cluster], with_bucket_bytes(plan, bucket_bytes)).layer_trace
-        return draw_train_step(trace), describe_train_step(trace)
-
-    controls: dict[str, widgets.Widget] = {
-        "bucket_bytes": widgets.SelectionSlider(
-            options=[(format_bytes(size), size) for size in choices],
-            value=choices[nearest(sweep_of(first), plan.bucket_bytes)],
-            description="bucket size",
-        ),
-        "picture": widgets.Dropdown(options=[("all sizes", "sizes"), ("one step", "step")], description="show"),
-    }
-    if len(clusters) > 1:
-        controls["cluster"] = widgets.Dropdown(options=list(clusters), value=first, description="cluster")
-    return Panel(draw, **controls)
 
 
 def compression_panel(
