@@ -50,7 +50,6 @@ from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
 from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
 from simulator.viz.show_objects import show_objects
-from simulator.viz.tensor_parallel.mlp_shards import describe_mlp, mlp_figure
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
 from simulator.viz.timeline.facts import facts_of
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from simulator.viz.panels.collectives import race_panel, ring_panel
     from simulator.viz.panels.degrees import degrees_panel
     from simulator.viz.panels.gradients import compression_panel, train_step_panel
-    from simulator.viz.panels.layers import context_panel, shards_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
@@ -76,8 +74,6 @@ _HOMES = {
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
     "degrees_panel": "panels.degrees",
-    "shards_panel": "panels.layers",
-    "context_panel": "panels.layers",
     "schedule_panel": "panels.schedules",
     "schedule_editor": "panels.schedules",
 }
@@ -88,7 +84,6 @@ __all__ = [
     "Timeline",
     "compression_panel",
     "context_figure",
-    "context_panel",
     "cut_weights",
     "degrees_figure",
     "degrees_panel",
@@ -105,7 +100,6 @@ __all__ = [
     "describe_memory_of_plans",
     "describe_mesh",
     "describe_message_diagram",
-    "describe_mlp",
     "describe_placement",
     "describe_race",
     "describe_ring_frame",
@@ -140,7 +134,6 @@ __all__ = [
     "facts_of",
     "memory_panel",
     "mesh_figure",
-    "mlp_figure",
     "placement_figure",
     "race_panel",
     "ring_panel",
@@ -150,7 +143,6 @@ __all__ = [
     "schedule_panel",
     "sharding_panel",
     "shards_figure",
-    "shards_panel",
     "step_of",
     "sweep_memory",
     "sweep_microbatches",
