@@ -18,9 +18,8 @@ from simulator.viz.collectives.fit_picture import describe_fit, draw_fit
 from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
 from simulator.viz.collectives.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.collectives.race import describe_race, draw_race
-from simulator.viz.collectives.ring import draw_ring_steps
 from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
-from simulator.viz.collectives.ring_record import RecordedCall, describe_ring_steps
+from simulator.viz.collectives.ring_record import RecordedCall
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
@@ -103,7 +102,6 @@ __all__ = [
     "describe_placement",
     "describe_race",
     "describe_ring_frame",
-    "describe_ring_steps",
     "describe_routing",
     "describe_scaling",
     "describe_schedule",
@@ -124,7 +122,6 @@ __all__ = [
     "draw_message_diagram",
     "draw_race",
     "draw_ring_frame",
-    "draw_ring_steps",
     "draw_scaling",
     "draw_schedule",
     "draw_schedules",
