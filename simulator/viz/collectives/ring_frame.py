@@ -120,9 +120,7 @@ def _checked(record: Record | RingSteps, step: int, operation: str | None) -> Ri
     if not 0 <= step <= len(steps.chunk):
         raise ValueError(f"step is {step}; the ring has steps 1 to {len(steps.chunk)}, and 0 for the start")
     if len(steps.ranks) > MAX_RANKS:
-        raise ValueError(
-            f"this ring has {len(steps.ranks)} ranks; record one of at most {MAX_RANKS}, to be drawn apart"
-        )
+        raise ValueError(f"a frame shows at most {MAX_RANKS} ranks, this ring has {len(steps.ranks)}: record fewer")
     return steps
 
 

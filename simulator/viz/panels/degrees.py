@@ -30,7 +30,6 @@ def degrees_panel(
     cluster: Cluster | Mapping[str, Cluster] | None = None,
     *,
     plan: Plan | None = None,
-    degrees: Sequence[int] = POWERS,
 ) -> Panel:
     """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
 
@@ -43,10 +42,10 @@ def degrees_panel(
         workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
         cluster: what it runs on, or several by name; by default 64 H100s or A100s in nodes of eight.
         plan: where the controls begin, and all that they do not set.
-        degrees: what a slider can be set to; those up to the largest cluster's devices are taken.
 
     Raises:
-        ValueError: there is no cluster, or a degree of the plan is not among `degrees`.
+        ValueError: there is no cluster, or a degree of the plan is not among the slider's: powers of two, up to the
+            largest cluster's devices.
     """
     model = model_by_name(MODEL) if workload is None else workload
     presets = {name: cluster_by_name(name, NUM_DEVICES) for name in CLUSTERS}
@@ -54,7 +53,7 @@ def degrees_panel(
     base = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective") if plan is None else plan
     first = next(iter(clusters))
     most = max(one.num_devices for one in clusters.values())
-    choices = [degree for degree in degrees if degree <= most]
+    choices = [degree for degree in POWERS if degree <= most]
     for axis in AXES:
         if getattr(base, axis) not in choices:
             raise ValueError(

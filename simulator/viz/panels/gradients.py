@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
-from simulator.gradients.compression import MeasuredCodec
 from simulator.sweeps.buckets_and_compression import (
     CompressionSweep,
     bandwidths,
@@ -34,9 +33,7 @@ COMPRESSIONS = (
 ALL_COMPRESSIONS = "all"
 
 
-def train_step_panel(
-    trace: Trace | Mapping[str, Trace], buckets: Sequence[str] | None = None, *, rank: int = 0
-) -> Panel:
+def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Panel:
     """Return a panel with a slider for the moment, in milliseconds since the step began.
 
     A mapping from names to traces (such as the four ways to average gradients, or "predicted" and "measured") adds a
@@ -45,16 +42,13 @@ def train_step_panel(
 
     Args:
         trace: one step, or several by name; see `draw_train_step`.
-        buckets: what each all-reduce carries, in the order in which they are sent; only for a single trace.
         rank: whose timeline is drawn.
 
     Raises:
         ValueError: a trace is not a data-parallel step, or there is none.
     """
     traces = by_name(trace, "trace")
-    if buckets is not None and len(traces) > 1:
-        raise ValueError("buckets names the all-reduces of one trace; leave it out where there are several")
-    steps = {name: read_step(each, buckets) for name, each in traces.items()}
+    steps = {name: read_step(each) for name, each in traces.items()}
     ends_ms = {name: step.duration_s * 1e3 for name, step in steps.items()}
     first = next(iter(traces))
     at_ms = widgets.FloatSlider(
@@ -69,10 +63,8 @@ def train_step_panel(
     )
 
     def draw(at_ms: float, version: str = first) -> tuple[Figure, str]:
-        chosen = traces[version]
-        at_s = at_ms / 1e3
-        text = describe_train_step(chosen, at_s, buckets=buckets, rank=rank)
-        return draw_train_step(chosen, at_s, buckets=buckets, rank=rank), text
+        chosen, at_s = traces[version], at_ms / 1e3
+        return draw_train_step(chosen, at_s, rank=rank), describe_train_step(chosen, at_s, rank=rank)
 
     if len(traces) == 1:
         return Panel(draw, at_ms=at_ms)
@@ -95,7 +87,6 @@ def compression_panel(
     *,
     compressions: Sequence[Compression] = COMPRESSIONS,
     bytes_per_s: Sequence[float] | None = None,
-    codecs: Mapping[Compression, MeasuredCodec] | None = None,
 ) -> Panel:
     """Return a panel with a slider of bandwidths and drop-downs of compressors and, where there are several, models.
 
@@ -108,7 +99,6 @@ def compression_panel(
         plan: how; its own compression is left aside.
         compressions: what to compare.
         bytes_per_s: bandwidths of the picture, 10 MB/s to 100 GB/s by default.
-        codecs: measured times of encoding and decoding; those left out are counted.
 
     Raises:
         ValueError: there is no model, or as `sweep_compression`.
@@ -122,7 +112,7 @@ def compression_panel(
         if (model, compressor) not in sweeps:
             chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
             sweeps[model, compressor] = sweep_compression(
-                workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds, codecs=codecs
+                workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds
             )
         return sweeps[model, compressor]
 

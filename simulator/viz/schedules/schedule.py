@@ -42,7 +42,7 @@ def draw_schedule(
         error = percent(expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0, 1, "+")
         ends = f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
     words = Words(title or _bubble_title(facts), _textbook(work), ends)
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=("compute",))
+    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 
 def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:

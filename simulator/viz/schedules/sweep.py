@@ -34,10 +34,6 @@ class Outcome(NamedTuple):
     idle_of_span: float
     peak: float
 
-    def bubble(self, end_together: bool) -> float:
-        """Return the one or the other idle share."""
-        return self.idle if end_together else self.idle_of_span
-
 
 def play(
     name: str,

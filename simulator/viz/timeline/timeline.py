@@ -26,7 +26,6 @@ def draw_timeline(
     title: str | None = None,
     time_range_s: View | None = None,
     max_ranks: int | None = None,
-    lanes: Sequence[str] | None = None,
 ) -> Figure:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
@@ -35,7 +34,7 @@ def draw_timeline(
     `max_ranks` ranks (64, or 16 with a prediction) some are drawn, spread evenly.
 
     Raises:
-        ValueError: a trace is empty, the range holds no time, max_ranks is below 1, or no span is in the lanes.
+        ValueError: a trace is empty, the range holds no time, or max_ranks is below 1.
     """
     facts = facts_of(measured)
     expected = None if predicted is None else facts_of(predicted)
@@ -43,7 +42,7 @@ def draw_timeline(
     if predicted is not None:
         sides.append(Side(predicted.from_zero(), True))
     words = Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=lanes)
+    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 
 def draw_rows(
@@ -52,23 +51,19 @@ def draw_rows(
     *,
     time_range_s: View | None = None,
     max_ranks: int | None = None,
-    lanes: Sequence[str] | None = None,
 ) -> Figure:
     """Draw the rows of one or two traces that start at zero, with the words around them.
 
     Raises:
-        ValueError: the range holds no time, max_ranks is below 1, or no span is in the lanes.
+        ValueError: the range holds no time, or max_ranks is below 1.
     """
     view = view_of(time_range_s, limit_of(sides))
     sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
     most = MAX_RANKS[len(sides) - 1] if max_ranks is None else max_ranks
     ranks = chosen_ranks(sides, most)
-    wanted = tuple(lane for lane in lanes_of(sides) if lanes is None or lane in lanes)
-    if not wanted:
-        raise ValueError(f"no span is in lanes {list(lanes or ())}; the trace has {list(lanes_of(sides))}")
     seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
     exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
-    placement = place(sides, ranks, wanted, seen=seen, levels=exact)
+    placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
     scene = Scene(sides, placement, styles_of(sides), view[1])
     note = "; ".join(part for part in (words.note, _drawn(sides, ranks, exact)) if part)
     return draw_scene(scene, words._replace(note=note), view, exact=exact)
