@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import ipywidgets as widgets
@@ -16,13 +15,10 @@ from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
+from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
 
 MODEL, CLUSTERS, NUM_DEVICES = "llama-2-7b", ("dgx-h100", "dgx-a100"), 64
-STAGES: Mapping[str, int] = MappingProxyType(
-    {"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3}
-)
-POWERS = tuple(2**power for power in range(11))
 
 
 def degrees_panel(
@@ -53,7 +49,7 @@ def degrees_panel(
     base = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective") if plan is None else plan
     first = next(iter(clusters))
     most = max(one.num_devices for one in clusters.values())
-    choices = [degree for degree in POWERS if degree <= most]
+    choices = [degree for degree in DEGREES if degree <= most]
     for axis in AXES:
         if getattr(base, axis) not in choices:
             raise ValueError(
@@ -92,7 +88,7 @@ def _controls(base: Plan, choices: Sequence[int], clusters: Mapping[str, Cluster
         axis: widgets.SelectionSlider(options=list(choices), value=getattr(base, axis), description=axis)
         for axis in reversed(AXES)
     }
-    batches = sorted({*POWERS[:8], base.num_microbatches})
+    batches = sorted({*DEGREES[:8], base.num_microbatches})
     controls["num_microbatches"] = widgets.SelectionSlider(
         options=batches, value=base.num_microbatches, description="micro-batches"
     )
