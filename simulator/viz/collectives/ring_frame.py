@@ -144,7 +144,7 @@ def _what_cards_show(steps: RingSteps, step: int) -> str:
     sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
     total = format_bytes(float(steps.num_bytes.sum(axis=0).max()))
     took = f" This step took {format_s(float(steps.span_s[step - 1]))}." if step else ""
-    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} a rank."
+    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} per rank."
     return f"{so_far} Chunks summed on every rank: {whole} of {size}.{took}"
 
 

@@ -141,7 +141,7 @@ def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
         bold=True,
         side="left",
     )
-    rest = f"{counted(plan.num_microbatches, 'micro-batch')}"
+    rest = counted(plan.num_microbatches, "micro-batch")
     pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
 
 

@@ -131,7 +131,7 @@ def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
 def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
     axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
     equation = " x ".join(f"{name} ({size})" for name, size in axes)
-    ranks = f"{counted(mesh.size, 'rank')}"
+    ranks = counted(mesh.size, "rank")
     if devices_per_node is None or mesh.size <= devices_per_node:
         return f"{ranks} = {equation}"
     inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]

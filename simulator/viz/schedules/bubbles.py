@@ -14,7 +14,7 @@ from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure,
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
 from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
-from simulator.viz.schedules.sweep import Outcome
+from simulator.viz.schedules.run import ScheduleRun
 
 # Okabe and Ito's colours; a marker and a dash of its own each, to be told apart without colour.
 LOOKS = (
@@ -32,10 +32,10 @@ POINT = "#B04A00"
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.2, 0.95
 
 
-def draw_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, title: str | None = None) -> Figure:
+def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]], *, title: str | None = None) -> Figure:
     """Draw the idle share against the number of micro-batches, one line per schedule; equal lines share one.
 
-    Idle is a share of the whole step, which ends for all ranks when the last one ends: `Outcome.idle`.
+    Idle is a share of the whole step, which ends for all ranks when the last one ends: `ScheduleRun.bubble_fraction`.
 
     Args:
         sweep: what `sweep_microbatches` returned.
@@ -64,7 +64,7 @@ def draw_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, title: str | None = 
     return figure
 
 
-def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]]) -> str:
+def describe_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]]) -> str:
     """Say in words what `draw_bubbles` shows."""
     lines = _lines(sweep)
     told = [f"{_microbatches_needed(lines)}. {_gain_of_last_doubling(lines)}"]
@@ -74,14 +74,14 @@ def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def draw_memory_against_bubble(
-    schedules: Mapping[str, Outcome],
-    automatic: Sequence[Outcome] = (),
+    schedules: Mapping[str, ScheduleRun],
+    automatic: Sequence[ScheduleRun] = (),
     *,
     title: str | None = None,
 ) -> Figure:
     """Draw one point per schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
 
-    A step may follow before the last rank has ended: the bubble is `Outcome.idle_of_span`.
+    A step may follow before the last rank has ended: the bubble is `ScheduleRun.idle_of_span`.
 
     Args:
         schedules: by name, and
@@ -111,7 +111,7 @@ def draw_memory_against_bubble(
     return figure
 
 
-def describe_memory_against_bubble(schedules: Mapping[str, Outcome], automatic: Sequence[Outcome] = ()) -> str:
+def describe_memory_against_bubble(schedules: Mapping[str, ScheduleRun], automatic: Sequence[ScheduleRun] = ()) -> str:
     """Say in words what `draw_memory_against_bubble` shows."""
     told = [f"{_trade(schedules)}. {_sizes(schedules)}"]
     for (peak, idle), names in _points(schedules).items():
@@ -121,12 +121,12 @@ def describe_memory_against_bubble(schedules: Mapping[str, Outcome], automatic: 
     return "\n".join(told)
 
 
-def _lines(sweep: Mapping[str, Sequence[Outcome]]) -> dict[str, tuple[tuple[int, float], ...]]:
+def _lines(sweep: Mapping[str, Sequence[ScheduleRun]]) -> dict[str, tuple[tuple[int, float], ...]]:
     """Return the lines by their title; schedules whose points are all equal share one."""
     lines: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for outcomes in sweep.values():
-        points = tuple((one.num_microbatches, round(one.idle, 6)) for one in outcomes)
-        lines.setdefault(points, []).append(outcomes[0].title)
+    for runs in sweep.values():
+        points = tuple((one.schedule.num_microbatches, round(one.bubble_fraction, 6)) for one in runs)
+        lines.setdefault(points, []).append(runs[0].name)
     if not lines:
         raise ValueError("the sweep is empty; pass what sweep_microbatches returns")
     return {" and ".join(names): points for points, names in lines.items()}
@@ -157,13 +157,13 @@ def _gain_of_last_doubling(lines: Mapping[str, Sequence[tuple[int, float]]]) -> 
     return f"From {before:,} to {after:,} micro-batches win, in points: {', '.join(wins)}" if wins else ""
 
 
-def _points(schedules: Mapping[str, Outcome]) -> dict[tuple[float, float], list[str]]:
+def _points(schedules: Mapping[str, ScheduleRun]) -> dict[tuple[float, float], list[str]]:
     """Return the names of the schedules at each place."""
     if not schedules:
         raise ValueError("there is no schedule; pass what sweep_memory returns")
     points: dict[tuple[float, float], list[str]] = {}
     for one in schedules.values():
-        points.setdefault((one.peak, round(one.idle_of_span, 6)), []).append(one.title)
+        points.setdefault((one.peak, round(one.idle_of_span, 6)), []).append(one.name)
     return points
 
 
@@ -182,18 +182,18 @@ def _name_points(axes: Axes, points: Mapping[tuple[float, float], Sequence[str]]
         axes.text(1.065, at, f"{' and '.join(names)}: {peak:.4g} held, {percent(idle, 1)} idle", ha="left", **beside)
 
 
-def _trade(schedules: Mapping[str, Outcome]) -> str:
+def _trade(schedules: Mapping[str, ScheduleRun]) -> str:
     """Say what the least idle schedule holds and what the leanest one leaves idle."""
     best = min(schedules.values(), key=lambda one: (one.idle_of_span, one.peak))
     lean = min(schedules.values(), key=lambda one: (one.peak, one.idle_of_span))
-    text = f"{best.title} is {percent(best.idle_of_span, 1)} idle and holds {best.peak:.4g} micro-batches"
+    text = f"{best.name} is {percent(best.idle_of_span, 1)} idle and holds {best.peak:.4g} micro-batches"
     if lean is best:
         return text
-    return f"{text}; {lean.title} holds {lean.peak:.4g} and is {percent(lean.idle_of_span, 1)} idle"
+    return f"{text}; {lean.name} holds {lean.peak:.4g} and is {percent(lean.idle_of_span, 1)} idle"
 
 
-def _sizes(schedules: Mapping[str, Outcome]) -> str:
-    counts = sorted({one.num_microbatches for one in schedules.values()})
+def _sizes(schedules: Mapping[str, ScheduleRun]) -> str:
+    counts = sorted({one.schedule.num_microbatches for one in schedules.values()})
     return f"{' or '.join(map(str, counts))} micro-batches per step"
 
 

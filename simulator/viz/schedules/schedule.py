@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import Side
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.schedules.textbook import textbook_of
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import Facts, facts_of
@@ -84,5 +84,4 @@ def _textbook(work: Trace) -> str:
     if found is None:
         return ""
     share = percent(found.bubble_fraction, 1)
-    name = found.name[:1].upper() + found.name[1:]
-    return f"{name} with equal stages and free communication would leave {found.formula} = {share}"
+    return f"{capitalised(found.name)} with equal stages and free communication would leave {found.formula} = {share}"
