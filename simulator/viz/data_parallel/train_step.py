@@ -67,13 +67,7 @@ class _View(NamedTuple):
     cells: tuple[tuple[float, float], ...]
 
 
-def draw_train_step(
-    trace: Trace,
-    at_s: float | None = None,
-    *,
-    rank: int = 0,
-    title: str | None = None,
-) -> Figure:
+def draw_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 0, title: str | None = None) -> Figure:
     """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
 
     Args:

@@ -75,7 +75,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     if capacity_bytes is not None and capacity_bytes <= limit:
         bars.axvline(capacity_bytes, **CAPACITY_LINE)
         time.axhline(capacity_bytes, **CAPACITY_LINE)
-    put_kinds(figure, memory.peak_bytes)
+    put_legend(figure, boxes_of_kinds(memory.peak_bytes))
     put_title(figure, title or memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
     return figure
 
@@ -127,10 +127,10 @@ def name_kinds(row: NDArray[np.int64]) -> str:
     return ", ".join(f"{MEMORY_KINDS[KINDS[kind]].words} {format_bytes(row[kind])}" for kind in order if row[kind])
 
 
-def put_kinds(figure: Figure, rows: NDArray[np.int64]) -> None:
-    """Put a legend of the kinds that some row [..., K] holds."""
+def boxes_of_kinds(rows: NDArray[np.int64]) -> list[LegendBox]:
+    """Return a legend's entries for the kinds that some row [..., K] holds."""
     used = [style for kind, style in MEMORY_KINDS.items() if rows[..., KINDS.index(kind)].any()]
-    put_legend(figure, [LegendBox(style.colour, "white", style.letter, style.words) for style in used])
+    return [LegendBox(style.colour, "white", style.letter, style.words) for style in used]
 
 
 def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:

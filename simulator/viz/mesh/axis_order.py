@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import percent
 from simulator.viz.mesh.mesh import axis_style
@@ -102,9 +101,7 @@ def _rows(orders: Sequence[tuple[Order, Step]]) -> list[_Row]:
 def _thinned(rows: list[_Row], most: int) -> list[_Row]:
     if most < 2:
         raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
-    if len(rows) <= most:
-        return rows
-    return [rows[round(at)] for at in np.linspace(0, len(rows) - 1, most).tolist()]
+    return [rows[index] for index in spread_evenly(len(rows), most)]
 
 
 def _fastest_order(rows: Sequence[_Row]) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import textwrap
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distlab.plan import AXES, Plan
-from simulator.memory.memory import KINDS, Memory
+from simulator.memory.memory import KINDS
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.plot import frame, put_title
+from simulator.viz.drawing.plot import frame, put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, IDLE, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import counted, percent
 from simulator.viz.drawing.words import width_in
-from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, stack_bars
+from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style
 from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
 
@@ -166,7 +165,7 @@ def _draw_time(pen: Pen, step: Step) -> None:
 def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     """Draw what ranks of the pipeline hold at their peaks, with the device's memory as a line."""
     memory, capacity = step.memory, step.cluster.device.memory_bytes
-    ranks = _shown_ranks(memory)
+    ranks = spread_evenly(len(memory.at_peak_bytes), MAX_ROWS)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
     axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
@@ -174,14 +173,7 @@ def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     _mark_capacity(axes, capacity, limit)
     heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
     pen.words((LEFT_IN, 3.05), heading, size=TEXT_PT, bold=True, side="left")
-    used = [style for kind, style in MEMORY_KINDS.items() if memory.at_peak_bytes[ranks][:, KINDS.index(kind)].any()]
-    pen.legend([LegendBox(style.colour, "white", style.letter, style.words) for style in used])
-
-
-def _shown_ranks(memory: Memory) -> list[int]:
-    """Return the ranks of the pipeline to draw: all, or of many the first, the last, and some evenly between."""
-    count = len(memory.at_peak_bytes)
-    return sorted({round(at) for at in np.linspace(0, count - 1, min(count, MAX_ROWS)).tolist()})
+    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 
 def _mark_capacity(axes: Axes, capacity: float, limit: float) -> None:

@@ -12,7 +12,7 @@ from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.schedules.textbook import textbook_of
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import Facts, facts_of
-from simulator.viz.timeline.timeline import draw_rows
+from simulator.viz.timeline.timeline import draw_rows, ends_text
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
 
@@ -38,9 +38,7 @@ def draw_schedule(
     ends = f"ends at {format_s(facts.duration_s)}"
     if predicted is not None:
         sides.append(Side(_pipeline(predicted).from_zero(), True))
-        expected = facts_of(sides[1].trace)
-        error = percent(expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0, 1, "+")
-        ends = f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
+        ends = ends_text(facts, facts_of(sides[1].trace))
     words = Words(title or _bubble_title(facts), _textbook(work), ends)
     return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 

@@ -11,6 +11,7 @@ from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
+from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
@@ -122,10 +123,14 @@ def chosen_ranks(sides: Sequence[Side], max_ranks: int) -> tuple[int, ...]:
     """
     if max_ranks < 1:
         raise ValueError(f"max_ranks is {max_ranks}; pass at least 1")
-    ranks = np.unique(np.concatenate([side.trace.rank for side in sides]))
-    if len(ranks) > max_ranks:
-        ranks = ranks[np.linspace(0, len(ranks) - 1, max_ranks).round().astype(np.int64)]
-    return tuple(ranks.tolist())
+    ranks = all_ranks(sides)
+    return tuple(ranks[index] for index in spread_evenly(len(ranks), max_ranks))
+
+
+def all_ranks(sides: Sequence[Side]) -> list[int]:
+    """Return the ranks of all traces, in order."""
+    found: list[int] = np.unique(np.concatenate([side.trace.rank for side in sides])).tolist()
+    return found
 
 
 def _error(facts: Facts, expected: Facts) -> float:
@@ -148,7 +153,7 @@ def view_of(time_range_s: View | None, limit_s: float) -> View:
 
 def _drawn(sides: Sequence[Side], ranks: Sequence[int], exact: bool) -> str:
     """Return what the reader must know about the drawing: how many of the ranks, and whether boxes are exact."""
-    total = len(np.unique(np.concatenate([side.trace.rank for side in sides])))
+    total = len(all_ranks(sides))
     notes = [f"{len(ranks)} of {total} ranks"] if len(ranks) < total else []
     if not exact:
         spans = sum(len(side.trace) for side in sides)
