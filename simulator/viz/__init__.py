@@ -18,12 +18,10 @@ from simulator.viz.collectives.fit_picture import describe_fit, draw_fit
 from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
 from simulator.viz.collectives.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.collectives.race import describe_race, draw_race
-from simulator.viz.collectives.ring import draw_ring_steps
 from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
-from simulator.viz.collectives.ring_record import RecordedCall, describe_ring_steps
+from simulator.viz.collectives.ring_record import RecordedCall
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
-from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
@@ -51,7 +49,6 @@ from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
 from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
 from simulator.viz.show_objects import show_objects
-from simulator.viz.tensor_parallel.mlp_shards import describe_mlp, mlp_figure
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
 from simulator.viz.timeline.facts import facts_of
@@ -60,8 +57,7 @@ from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 if TYPE_CHECKING:
     from simulator.viz.panels.collectives import race_panel, ring_panel
     from simulator.viz.panels.degrees import degrees_panel
-    from simulator.viz.panels.gradients import bucket_panel, compression_panel, train_step_panel
-    from simulator.viz.panels.layers import context_panel, shards_panel
+    from simulator.viz.panels.gradients import compression_panel, train_step_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
@@ -73,13 +69,10 @@ _HOMES = {
     "ring_panel": "panels.collectives",
     "race_panel": "panels.collectives",
     "train_step_panel": "panels.gradients",
-    "bucket_panel": "panels.gradients",
     "compression_panel": "panels.gradients",
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
     "degrees_panel": "panels.degrees",
-    "shards_panel": "panels.layers",
-    "context_panel": "panels.layers",
     "schedule_panel": "panels.schedules",
     "schedule_editor": "panels.schedules",
 }
@@ -88,16 +81,13 @@ __all__ = [
     "RecordedCall",
     "ScheduleRun",
     "Timeline",
-    "bucket_panel",
     "compression_panel",
     "context_figure",
-    "context_panel",
     "cut_weights",
     "degrees_figure",
     "degrees_panel",
     "describe_batch_sizes",
     "describe_bubbles",
-    "describe_bucket_sweep",
     "describe_compression",
     "describe_context",
     "describe_degrees",
@@ -109,11 +99,9 @@ __all__ = [
     "describe_memory_of_plans",
     "describe_mesh",
     "describe_message_diagram",
-    "describe_mlp",
     "describe_placement",
     "describe_race",
     "describe_ring_frame",
-    "describe_ring_steps",
     "describe_routing",
     "describe_scaling",
     "describe_schedule",
@@ -124,7 +112,6 @@ __all__ = [
     "describe_train_step",
     "draw_batch_sizes",
     "draw_bubbles",
-    "draw_bucket_sweep",
     "draw_compression",
     "draw_fit",
     "draw_link_times",
@@ -135,7 +122,6 @@ __all__ = [
     "draw_message_diagram",
     "draw_race",
     "draw_ring_frame",
-    "draw_ring_steps",
     "draw_scaling",
     "draw_schedule",
     "draw_schedules",
@@ -145,7 +131,6 @@ __all__ = [
     "facts_of",
     "memory_panel",
     "mesh_figure",
-    "mlp_figure",
     "placement_figure",
     "race_panel",
     "ring_panel",
@@ -155,7 +140,6 @@ __all__ = [
     "schedule_panel",
     "sharding_panel",
     "shards_figure",
-    "shards_panel",
     "step_of",
     "sweep_memory",
     "sweep_microbatches",

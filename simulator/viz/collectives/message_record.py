@@ -40,7 +40,7 @@ class DiagramCall(RecordedCall, Protocol):
 
 
 class Event(NamedTuple):
-    """One call in the diagram; x in steps, or in seconds since the first call.
+    """One call in the diagram; x in steps.
 
     Attributes:
         call: its number in the list of all calls.
@@ -91,8 +91,8 @@ class Diagram(NamedTuple):
     num_left_out: int
 
 
-def read_diagram(records: Iterable[DiagramCall], *, to_scale: bool = False, max_calls: int = 240) -> Diagram:
-    """Read the diagram of recorded calls; `to_scale` puts them where the clock had them, not in steps.
+def read_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> Diagram:
+    """Read the diagram of recorded calls.
 
     Of more than `max_calls` calls the last ones are kept where a rank hangs, else the first ones.
 
@@ -108,7 +108,7 @@ def read_diagram(records: Iterable[DiagramCall], *, to_scale: bool = False, max_
     left_out = max(0, len(calls) - max_calls)
     calls = calls[left_out:] if stuck else calls[:max_calls]
     pairs, meetings = _meet(calls)
-    times = _clock(calls) if to_scale else _steps(calls, pairs, meetings)
+    times = _steps(calls, pairs, meetings)
     events = tuple(
         Event(index, c.rank, c.op, c.peer, c.num_bytes, tuple(c.group), *times[index], _is_stuck(c))
         for index, c in enumerate(calls)
@@ -160,18 +160,6 @@ def _meet(calls: list[DiagramCall]) -> tuple[tuple[tuple[int, int], ...], tuple[
 
 
 Place = tuple[float, float, float | None]
-
-
-def _clock(calls: list[DiagramCall]) -> list[Place]:
-    first = calls[0].start_ns
-    return [
-        (
-            (call.start_ns - first) / 1e9,
-            ((call.wait_ns or call.end_ns or call.start_ns) - first) / 1e9,
-            (call.end_ns - first) / 1e9 if call.end_ns else None,
-        )
-        for call in calls
-    ]
 
 
 def _steps(

@@ -13,7 +13,7 @@ from matplotlib.patheffects import Normal, Stroke
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.drawing.pen import put_legend
-from simulator.viz.drawing.plot import axes_pixels, draw_scale, draw_time_scale, frame, new_figure, put_title
+from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
 from simulator.viz.drawing.style import (
     DPI,
     INK,
@@ -27,14 +27,12 @@ from simulator.viz.drawing.style import (
 from simulator.viz.drawing.wording import name_ranks
 
 STUCK = "#D55E00"
-LEFT_IN, RIGHT_IN, TOP_IN = 1.2, 0.4, 1.0
+LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.2, 0.4, 1.0, 1.05
 HALF = 0.15  # half of a bar's height, in rows
 LABELLED = 24  # messages that still get their sizes written
 
 
-def draw_message_diagram(
-    records: Iterable[DiagramCall], *, to_scale: bool = False, max_calls: int = 240, title: str | None = None
-) -> Figure:
+def draw_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240, title: str | None = None) -> Figure:
     """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
@@ -43,20 +41,18 @@ def draw_message_diagram(
 
     Args:
         records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
-        to_scale: place calls where the clock had them; short ones become hard to see.
         max_calls: of more calls the last are drawn where a rank hangs, else the first.
         title: replaces the takeaway.
 
     Raises:
         ValueError: there are no calls.
     """
-    diagram = read_diagram(records, to_scale=to_scale, max_calls=max_calls)
+    diagram = read_diagram(records, max_calls=max_calls)
     rows = {rank: row for row, rank in enumerate(diagram.ranks)}
     height = 0.85 * len(rows) + 0.35
-    bottom = (0.75 if to_scale else 0.6) + 0.45
-    figure = new_figure(TOP_IN + height + bottom)
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom, bare=True)
-    span = max(diagram.last_x, 1e-6 if to_scale else 2.0)
+    figure = new_figure(TOP_IN + height + BOTTOM_IN)
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
+    span = max(diagram.last_x, 2.0)
     open_ended = bool(diagram.waits_for)
     edge = span * (1.42 if open_ended else 1.03)
     axes.set_xlim(-0.03 * span, edge)
@@ -66,7 +62,8 @@ def draw_message_diagram(
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
-    _label_time(axes, to_scale)
+    words = "time runs to the right, in steps of cause and effect (not to scale)"
+    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
     put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
     put_legend(figure, _legend(diagram))
     return figure
@@ -217,14 +214,6 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
         lines = [rows[event.rank] for event in events]
         colour = kind_styles([events[0].op])[events[0].op].colour
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
-
-
-def _label_time(axes: Axes, to_scale: bool) -> None:
-    if to_scale:
-        draw_time_scale(axes, "time since the first call")
-        return
-    words = "time runs to the right, in steps of cause and effect (not to scale)"
-    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
 
 
 def _legend(diagram: Diagram) -> list[LegendBox]:

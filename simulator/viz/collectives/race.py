@@ -30,8 +30,6 @@ from simulator.viz.drawing.style import DPI, INK, TEXT_PT, text_colour
 from simulator.viz.drawing.wording import percent
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35
-__all__ = ["Race", "describe_race", "draw_race", "race", "race_takeaway"]
-
 Points = tuple[Sequence[float], Sequence[float]]
 DASHES = ("-", (0, (6, 2)), (0, (3, 2)), "-.", (0, (1, 1)), "-")  # lines that lie on one another stay visible
 

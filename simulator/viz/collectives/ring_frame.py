@@ -1,7 +1,4 @@
-"""Draw one moment of a recorded ring: what every rank sends, and whose parts are in each chunk after it arrived.
-
-`draw_ring_steps` shows all steps at a glance; a frame shows one of them closely enough to follow a single chunk.
-"""
+"""Draw one moment of a recorded ring: what every rank sends, and whose parts are in each chunk after it arrived."""
 
 from __future__ import annotations
 
@@ -75,8 +72,8 @@ def draw_ring_frame(
     chunk that has just arrived is framed; a chunk with every rank's part is the sum.
 
     Args:
-        record: what a recorder returns, or a trace whose spans name their peers; see `draw_ring_steps`. Steps that
-            `ring_steps` has read already are taken as they are.
+        record: what a recorder returns, or a trace whose spans name their peers. Steps that `ring_steps` has read
+            already are taken as they are.
         step: 1 for the first; 0 is what every rank holds before it.
         operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
         title: replaces the takeaway.
@@ -123,7 +120,7 @@ def _checked(record: Record | RingSteps, step: int, operation: str | None) -> Ri
     if not 0 <= step <= len(steps.chunk):
         raise ValueError(f"step is {step}; the ring has steps 1 to {len(steps.chunk)}, and 0 for the start")
     if len(steps.ranks) > MAX_RANKS:
-        raise ValueError(f"a frame shows at most {MAX_RANKS} ranks, this ring has {len(steps.ranks)}: draw_ring_steps")
+        raise ValueError(f"a frame shows at most {MAX_RANKS} ranks, this ring has {len(steps.ranks)}: record fewer")
     return steps
 
 
@@ -147,7 +144,7 @@ def _what_cards_show(steps: RingSteps, step: int) -> str:
     sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
     total = format_bytes(float(steps.num_bytes.sum(axis=0).max()))
     took = f" This step took {format_s(float(steps.span_s[step - 1]))}." if step else ""
-    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} a rank."
+    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} per rank."
     return f"{so_far} Chunks summed on every rank: {whole} of {size}.{took}"
 
 

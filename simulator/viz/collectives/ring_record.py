@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.units import format_bytes, format_s
+from simulator.units import format_bytes
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 _PEER = re.compile(r"\b(?:to|from)\s+(?:rank\s+)?(\d+)")
@@ -73,7 +73,6 @@ class RingSteps(NamedTuple):
         held: [steps + 1, ranks, chunks] how many ranks' contributions each rank's chunk holds before each step, and
             after the last; len(ranks) is the full sum.
         span_s: [steps] from the first send to the last receive of the step.
-        duration_s: from the first send to the last receive of all.
         fault: what is not as a ring does it, in words, or "".
     """
 
@@ -83,12 +82,11 @@ class RingSteps(NamedTuple):
     num_bytes: NDArray[np.int64]
     held: NDArray[np.int64]
     span_s: NDArray[np.float64]
-    duration_s: float
     fault: str
 
 
 class _End(NamedTuple):
-    """One end of a message, as a trace or a record of calls has it."""
+    """One end of a message, as a trace has it: a RecordedCall."""
 
     rank: int
     op: str
@@ -106,9 +104,9 @@ def messages_of(record: Record) -> list[Message]:
     Raises:
         ValueError: there are no sends, a peer is unknown, or a send and its receive differ in bytes.
     """
-    ends = _ends_of_trace(record) if isinstance(record, Trace) else _ends_of_calls(record)
-    ends.sort(key=lambda end: end.start_ns)
-    arrivals: dict[tuple[int, int], deque[_End]] = {}
+    calls: Iterable[RecordedCall] = _ends_of_trace(record) if isinstance(record, Trace) else record
+    ends = sorted((call for call in calls if call.op in ("send", "recv")), key=lambda end: end.start_ns)
+    arrivals: dict[tuple[int, int], deque[RecordedCall]] = {}
     for end in ends:
         if end.op == "recv":
             arrivals.setdefault((end.peer, end.rank), deque()).append(end)
@@ -135,14 +133,6 @@ def _ends_of_trace(trace: Trace) -> list[_End]:
             raise ValueError(f"rank {span.rank}: {span.name!r} names no peer; pass the recorded calls, not their trace")
         ends.append(_End(span.rank, span.kind, int(peer.group(1)), span.num_bytes, span.start_ns, span.end_ns))
     return ends
-
-
-def _ends_of_calls(calls: Iterable[RecordedCall]) -> list[_End]:
-    return [
-        _End(call.rank, call.op, call.peer, call.num_bytes, call.start_ns, call.end_ns)
-        for call in calls
-        if call.op in ("send", "recv")
-    ]
 
 
 def ring_steps(record: Record, operation: str | None = None) -> RingSteps:
@@ -178,7 +168,6 @@ def ring_steps(record: Record, operation: str | None = None) -> RingSteps:
         num_bytes=num_bytes,
         held=_held(chunk, operation),
         span_s=(np.array(ends) - np.array(starts)) / 1e9,
-        duration_s=(max(ends) - min(starts)) / 1e9,
         fault=fault,
     )
 
@@ -237,31 +226,6 @@ def _held(chunk: NDArray[np.int64], operation: str) -> NDArray[np.int64]:
 def chunk_name(index: int) -> str:
     """Return a chunk's letters: A to Z, then AA, AB, ..."""
     return chr(65 + index) if index < 26 else chunk_name(index // 26 - 1) + chunk_name(index % 26)
-
-
-def ring_takeaway(steps: RingSteps) -> str:
-    """Return the title: how much each rank sends for how large a buffer, in how many steps."""
-    if steps.fault:
-        return f"Not a ring's chunks: {steps.fault}"
-    buffer = int(steps.num_bytes[0].sum())
-    sent = float(steps.num_bytes.sum(axis=0).max())
-    name = steps.operation.replace("_", "-")
-    times = f", {sent / buffer:.2f}x the {format_bytes(buffer)} buffer" if buffer else ""
-    return f"Ring {name}: in {len(steps.chunk)} steps each rank sends {format_bytes(sent)}{times}"
-
-
-def describe_ring_steps(record: Record, operation: str | None = None) -> str:
-    """Write the steps as text, one line per step: who sends which chunk to whom, and what the receiver does with it."""
-    steps = ring_steps(record, operation)
-    size = len(steps.ranks)
-    lines = [f"{ring_takeaway(steps)}; {format_s(steps.duration_s)} from the first send to the last receive."]
-    for number, row in enumerate(steps.chunk):
-        sends = [
-            f"{steps.ranks[place]} -{chunk_name(chunk)}-> {steps.ranks[(place + 1) % size]}"
-            for place, chunk in enumerate(row.tolist())
-        ]
-        lines.append(f"step {number + 1} ({step_verb(steps, number)}): {', '.join(sends)}")
-    return "\n".join(lines)
 
 
 def step_verb(steps: RingSteps, number: int) -> str:

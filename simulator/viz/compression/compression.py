@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,21 +17,12 @@ from distlab.plan.compression import Compression
 from simulator.sweeps.buckets_and_compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, line_look
 from simulator.viz.drawing.wording import percent, time_unit
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
-MARKERS = "osD^vPX*"
 HEIGHT_IN, TOP_IN, BOTTOM_IN, RIGHT_IN = 5.6, 1.05, 0.85, 3.1
 NAME_CHARACTERS = 30
 TIME_ONLY = "Only time counts here, not what compression does to the loss."
-
-
-class _At(NamedTuple):
-    """One way to send gradients at one bandwidth."""
-
-    name: str
-    seconds: float
 
 
 def compression_label(compression: Compression) -> str:
@@ -65,7 +57,7 @@ def draw_compression(
     axes.text(speeds[-1], sweep.alone_s, "no communication ", color=FAINT, fontsize=SMALL_PT, va="top", ha="right")
     axes.plot(speeds, sweep.plain_s, color=INK, linewidth=3.0, zorder=4, gid="plain")
     for index, line in enumerate(sweep.lines):
-        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        look = line_look(index)
         axes.plot(speeds, line.duration_s, linewidth=2.0, markersize=6, markevery=4, zorder=5, gid=_name(line), **look)
         if speeds[0] <= line.break_even_bytes_per_s <= speeds[-1]:
             place = (line.break_even_bytes_per_s, _plain_at(sweep, line.break_even_bytes_per_s))
@@ -93,9 +85,9 @@ def describe_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | Non
 
 def ranking(sweep: CompressionSweep, at_bytes_per_s: float) -> tuple[tuple[str, float], ...]:
     """Return the ways to send gradients at a bandwidth, the fastest first, each with the step's seconds."""
-    ways = [_At("uncompressed", _plain_at(sweep, at_bytes_per_s))]
-    ways += [_At(_name(line), _between(sweep, line.duration_s, at_bytes_per_s)) for line in sweep.lines]
-    return tuple(sorted(ways, key=lambda way: way.seconds))
+    ways = [("uncompressed", _plain_at(sweep, at_bytes_per_s))]
+    ways += [(_name(line), _between(sweep, line.duration_s, at_bytes_per_s)) for line in sweep.lines]
+    return tuple(sorted(ways, key=itemgetter(1)))
 
 
 def stops(line: CompressionLine) -> str:
@@ -158,15 +150,13 @@ def _name_lines(axes: Axes, sweep: CompressionSweep) -> None:
     tall = axes_pixels(axes)[1]
     place = 1.0
     axes.text(1.05, place, "uncompressed", color=INK, weight="bold", **look)
-    line_look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "linewidth": 3.0}
-    axes.plot([1.018, 1.042], [place - 0.025] * 2, color=INK, **line_look)
+    stroke: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "linewidth": 3.0}
+    axes.plot([1.018, 1.042], [place - 0.025] * 2, color=INK, **stroke)
     order = sorted(range(len(sweep.lines)), key=lambda index: -sweep.lines[index].duration_s[0])
     for index in order:
         line = sweep.lines[index]
         place -= 2.1 * 1.35 * SMALL_PT * DPI / 72 / tall
-        colour = COLOURS[index % len(COLOURS)]
         words = textwrap.fill(f"{_name(line)}: {stops(line)}", NAME_CHARACTERS)
         axes.text(1.05, place, words, color=INK, **look)
-        marker = MARKERS[index % len(MARKERS)]
         tick: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "markersize": 8}
-        axes.plot([1.03], [place - 0.025], color=colour, marker=marker, **tick)
+        axes.plot([1.03], [place - 0.025], **line_look(index), **tick)

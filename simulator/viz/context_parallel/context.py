@@ -15,7 +15,7 @@ from simulator.viz.context_parallel.context_work import RingWork, ring_work
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
-from simulator.viz.drawing.wording import name_ranks, percent
+from simulator.viz.drawing.wording import capitalised, name_ranks, percent
 from simulator.viz.drawing.words import width_in
 
 NAMES = {"zigzag": "zig-zag", "straight": "straight"}
@@ -81,7 +81,7 @@ def _checked(num_ranks: int, order: str, hop: int | None, length: int | None) ->
 
 
 def _balance_of_work(ring: RingWork) -> str:
-    name = f"{NAMES[ring.order][:1].upper()}{NAMES[ring.order][1:]} order"
+    name = f"{capitalised(NAMES[ring.order])} order"
     if ring.num_ranks == 1:
         return f"{name}, one rank: it holds and computes everything"
     if ring.slowdown < 1.005:

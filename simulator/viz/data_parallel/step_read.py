@@ -47,12 +47,12 @@ def step_of(trace: Trace, number: int = -1) -> Trace:
     return Trace.concatenate(parts).from_zero()
 
 
-def read_step(trace: Trace, buckets: Sequence[str] | None = None) -> TrainStep:
-    """Read a step of data parallelism from a predicted or measured trace; `buckets` names what all-reduces carry.
+def read_step(trace: Trace) -> TrainStep:
+    """Read a step of data parallelism from a predicted or measured trace.
 
     Raises:
         ValueError: no backward span, several pipeline stages, several steps, or ranks that sent different numbers of
-            all-reduces, or not as many as there are names.
+            all-reduces.
     """
     if not len(trace) or not trace.is_word("kind", "B").any():
         raise ValueError(
@@ -62,7 +62,7 @@ def read_step(trace: Trace, buckets: Sequence[str] | None = None) -> TrainStep:
     if (trace.stage > 0).any():
         raise ValueError("the trace has several pipeline stages; draw it with draw_timeline or draw_schedule")
     trace = trace.from_zero()
-    ranks = tuple(_rank_step(trace.select(trace.rank == rank), rank, buckets) for rank in trace.ranks)
+    ranks = tuple(_rank_step(trace.select(trace.rank == rank), rank) for rank in trace.ranks)
     counts = {own.rank: len(own.reductions) for own in ranks}
     if len(set(counts.values())) > 1:
         raise ValueError(f"the ranks made different numbers of all-reduces: {counts} (rank: number); pass one step")
@@ -76,7 +76,7 @@ def read_step(trace: Trace, buckets: Sequence[str] | None = None) -> TrainStep:
     return TrainStep(met, trace.duration_s)
 
 
-def _rank_step(trace: Trace, rank: int, buckets: Sequence[str] | None) -> RankStep:
+def _rank_step(trace: Trace, rank: int) -> RankStep:
     spans = tuple(sorted(trace.select(trace.is_word("lane", "compute")), key=lambda span: span.start_ns))
     if not any(span.kind == "B" for span in spans):
         raise ValueError(f"rank {rank}: the trace has no backward span on the compute lane; mark it with kind 'B'")
@@ -86,11 +86,7 @@ def _rank_step(trace: Trace, rank: int, buckets: Sequence[str] | None) -> RankSt
     busy = union(trace.select(computes(trace)))
     hidden, exposed = split(union(trace.select(moves)), busy)
     sent = _sent(trace.select(moves))
-    if buckets is not None and len(buckets) != len(sent):
-        raise ValueError(
-            f"rank {rank}: buckets has {len(buckets)} names for {len(sent)} all-reduces; pass one for each"
-        )
-    return RankStep(rank, spans, _reductions(sent, spans, buckets), hidden, exposed)
+    return RankStep(rank, spans, _reductions(sent, spans), hidden, exposed)
 
 
 def _sent(moves: Trace) -> list[Span]:
@@ -110,8 +106,7 @@ def _sent(moves: Trace) -> list[Span]:
     return list(merged.values())
 
 
-def _reductions(sent: Sequence[Span], spans: Sequence[Span], buckets: Sequence[str] | None) -> tuple[Reduction, ...]:
-    names = [name_of(span, index) for index, span in enumerate(sent)] if buckets is None else list(buckets)
+def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> tuple[Reduction, ...]:
     decoded = {span.name.removeprefix("decode "): span.end_ns / 1e9 for span in spans if span.kind == "decode"}
     ready = _ready(sent, spans)
     *before, (begin, end) = passes(spans, "B")
@@ -123,10 +118,11 @@ def _reductions(sent: Sequence[Span], spans: Sequence[Span], buckets: Sequence[s
         return pass_[0] + share * (pass_[1] - pass_[0])
 
     found = []
-    for index, (name, span) in enumerate(zip(names, sent, strict=True)):
+    for index, span in enumerate(sent):
+        name = name_of(span, index)
         earlier = tuple((in_pass(each, fill[index]), in_pass(each, ready[index])) for each in before)
         arrived = span.end_ns / 1e9
-        done = decoded.get(name_of(span, index), arrived)
+        done = decoded.get(name, arrived)
         times = (fill[index], ready[index], span.start_ns / 1e9, done)
         found.append(Reduction(name, span.num_bytes, *times, arrived_s=arrived, earlier=earlier))
     return tuple(found)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.data_parallel.step_read import read_step
@@ -25,11 +23,9 @@ from simulator.viz.drawing.wording import counted, name_ranks, percent
 MAX_RANKS = 8
 
 
-def describe_train_step(
-    trace: Trace, at_s: float | None = None, *, buckets: Sequence[str] | None = None, rank: int = 0
-) -> str:
+def describe_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 0) -> str:
     """Say in words what `draw_train_step` shows; arguments and errors as there."""
-    step, own, moment = read_moment(trace, at_s, buckets, rank)
+    step, own, moment = read_moment(trace, at_s, rank)
     lines = [f"{takeaway(own, held_at(own, moment), moment)}. Step {format_s(step.duration_s)}, {shares(own)}."]
     lines += [f"{text}."] if (text := microbatches(own)) else []
     for each in step.ranks[:MAX_RANKS]:
@@ -48,11 +44,9 @@ def describe_train_step(
     return "\n".join(lines)
 
 
-def read_moment(
-    trace: Trace, at_s: float | None, buckets: Sequence[str] | None, rank: int
-) -> tuple[TrainStep, RankStep, float]:
+def read_moment(trace: Trace, at_s: float | None, rank: int) -> tuple[TrainStep, RankStep, float]:
     """Read a step, and choose a rank of it and a moment in it; arguments as `draw_train_step`."""
-    step = read_step(trace, buckets)
+    step = read_step(trace)
     own = next((each for each in step.ranks if each.rank == rank), None)
     if own is None:
         raise ValueError(f"the trace has no rank {rank}; choose one of {[each.rank for each in step.ranks]}")

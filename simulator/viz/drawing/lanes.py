@@ -77,7 +77,6 @@ def place(
 
     With `levels` false every span is on level 0, whatever overlaps.
     """
-    keys: dict[tuple[int, str, bool], int] = {}
     lane_of: list[NDArray[np.int64]] = []
     present: set[tuple[int, str, bool]] = set()
     for side in sides:
@@ -89,11 +88,8 @@ def place(
         lane_of.append(np.where(shown, rank * len(lanes) + lane, -1))
         cells = np.unique(lane_of[-1][lane_of[-1] >= 0]).tolist()
         present |= {(ranks[cell // len(lanes)], lanes[cell % len(lanes)], side.predicted) for cell in cells}
-    for rank_number in ranks:
-        for lane_name in lanes:
-            for predicted in (False, True):
-                if (rank_number, lane_name, predicted) in present:
-                    keys[rank_number, lane_name, predicted] = len(keys)
+    in_order = sorted(present, key=lambda key: (key[0], lanes.index(key[1]), key[2]))
+    keys = {key: number for number, key in enumerate(in_order)}
     row_of: list[NDArray[np.int64]] = []
     level_of: list[NDArray[np.int64]] = []
     for side, cell, visible in zip(sides, lane_of, seen, strict=True):

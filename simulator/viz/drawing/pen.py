@@ -80,10 +80,10 @@ class Pen:
         if text:
             self._words.append(Word(float(spot[0]), float(spot[1]), text, size, colour, bold, side))
 
-    def legend(self, boxes: Sequence[LegendBox], *, left: float = LEGEND_LEFT, low: float = LEGEND_LOW) -> None:
+    def legend(self, boxes: Sequence[LegendBox], *, low: float = LEGEND_LOW) -> None:
         """Write a legend along the bottom, in inches: as many entries per line as fit, the last line lowest."""
-        for number, line in enumerate(reversed(legend_lines(boxes, left))):
-            x, y = left, low + LEGEND_LINE_IN * number
+        for number, line in enumerate(reversed(legend_lines(boxes))):
+            x, y = LEGEND_LEFT, low + LEGEND_LINE_IN * number
             for entry in line:
                 self.box((x, y), 0.31, 0.19, entry.fill, edge=entry.edge, line=1.2)
                 self.words((x + 0.155, y + 0.095), entry.letter, size=10, colour=text_colour(entry.fill))
@@ -133,14 +133,14 @@ def put_legend(figure: Figure, boxes: Sequence[LegendBox]) -> None:
     pen.flush()
 
 
-def legend_lines(boxes: Sequence[LegendBox], left: float = LEGEND_LEFT) -> list[list[LegendBox]]:
+def legend_lines(boxes: Sequence[LegendBox]) -> list[list[LegendBox]]:
     """Break a legend's entries into lines that fit into a figure's width."""
     lines: list[list[LegendBox]] = [[]]
-    x = left
+    x = LEGEND_LEFT
     for entry in boxes:
         if lines[-1] and x + _legend_width(entry) - 0.3 > LEGEND_RIGHT:
             lines.append([])
-            x = left
+            x = LEGEND_LEFT
         lines[-1].append(entry)
         x += _legend_width(entry)
     return lines

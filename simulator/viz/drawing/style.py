@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
@@ -21,6 +21,9 @@ INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # on all ranks: a sum, a mean.
 RANK_COLOURS = ("#44AA99", "#CC6677", "#DDCC77", "#AA4499", "#117733", "#999933", "#88CCEE", "#882255")
 SHARED = "#44546A"
+# Lines of a plot, each with a marker of its own.
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
+LINE_MARKERS = "osD^vPX*"
 
 
 Colour = str | tuple[float, float, float]
@@ -100,6 +103,12 @@ def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:
             known = KindStyle(_SPARE[sum(kind.encode()) % len(_SPARE)], letters.upper(), kind.replace("_", " "))
         styles[kind] = known._replace(colour=to_hex(lighter(known.colour, int(shade)))) if shade else known
     return styles
+
+
+def line_look(index: int) -> dict[str, Any]:
+    """Return the colour and the marker of a plot's line, as matplotlib takes them."""
+    which = index % len(LINE_COLOURS)
+    return {"color": LINE_COLOURS[which], "marker": LINE_MARKERS[which]}
 
 
 def lighter(colour: str, shade: int) -> tuple[float, float, float]:

@@ -72,11 +72,6 @@ class Words(Artist):
         pen.restore()
 
 
-def words_of(axes: Any) -> list[str]:
-    """Return the texts that a Pen or the boxes of spans have on axes, in the order of drawing."""
-    return [word.text for artist in axes.get_children() if isinstance(artist, Words) for word in artist.words]
-
-
 @lru_cache(maxsize=4096)
 def width_in(text: str, size: float, bold: bool = False) -> float:
     """Return how wide a text is, in inches."""

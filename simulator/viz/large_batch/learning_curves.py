@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -19,8 +19,8 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
+from simulator.viz.drawing.style import line_look
 from simulator.viz.drawing.wording import percent
-from simulator.viz.large_batch.scaling import COLOURS, MARKERS
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 
@@ -79,13 +79,11 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
     axes = frame(figure, left=0.95, right=3.4, top=TOP_IN, bottom=BOTTOM_IN)
     batches = sorted({point.batch for line in lines.values() for point in line})
     for index, line in enumerate(lines.values()):
-        colour = COLOURS[index % len(COLOURS)]
         shift = 1.0 + 0.03 * (index - (len(lines) - 1) / 2)  # bars of one batch stand side by side
         x = [point.batch * shift for point in line]
-        look: dict[str, Any] = {"color": colour, "clip_on": False, "zorder": 4}
-        axes.plot(
-            x, [p.mean for p in line], marker=MARKERS[index % len(MARKERS)], markersize=7.5, linewidth=2.2, **look
-        )
+        look = line_look(index) | {"clip_on": False, "zorder": 4}
+        axes.plot(x, [p.mean for p in line], markersize=7.5, linewidth=2.2, **look)
+        del look["marker"]
         axes.vlines(x, [p.low for p in line], [p.high for p in line], linewidth=1.6, **look)
     axes.set_xscale("log", base=2)
     axes.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
@@ -98,7 +96,7 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     last = [line[-1].mean for line in lines.values()]
     names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
-    name_line_ends(axes, last, names, [COLOURS[index % len(COLOURS)] for index in range(len(lines))])
+    name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])
     put_title(figure, title or _best_and_worst(lines), subtitle)
     return figure
 

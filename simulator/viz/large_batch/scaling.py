@@ -23,7 +23,7 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
-from simulator.viz.drawing.style import FAINT, SMALL_PT
+from simulator.viz.drawing.style import FAINT, SMALL_PT, line_look
 from simulator.viz.drawing.wording import percent
 
 StepOf = Callable[[int], Step | float]
@@ -31,8 +31,6 @@ Claim = tuple[int, float, float]
 Floats = NDArray[np.float64]
 
 NUM_RANKS = (1, 2, 4, 8, 16, 32, 64)
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = "osD^vP"
 CLAIM = "#882255"
 NAME_CHARACTERS = 26
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.9, 1.45, 0.8
@@ -104,7 +102,7 @@ def draw_scaling(
     right.plot(ends, (1, 1), color=FAINT, linewidth=1.6, linestyle=(0, (5, 4)), zorder=2)
     left.text(0.98, 0.985, "ideal", transform=left.transAxes, ha="right", va="bottom", color=FAINT, size=SMALL_PT)
     for index, line in enumerate(lines):
-        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        look = line_look(index)
         look |= {"linewidth": 2.4, "markersize": 7.5, "markeredgecolor": "white", "zorder": 4, "clip_on": False}
         left.plot(counts, line.speed_up, gid=f"speed-up {line.name}", **look)
         right.plot(counts, line.efficiency, gid=f"efficiency {line.name}", **look)
@@ -113,7 +111,7 @@ def draw_scaling(
     last = [float(line.efficiency[-1]) for line in lines]
     names = [f"{percent(end)}  {line.name}".strip() for end, line in zip(last, lines, strict=True)]
     wrapped = [textwrap.fill(name, NAME_CHARACTERS) for name in names]
-    name_line_ends(right, last, wrapped, [COLOURS[index % len(COLOURS)] for index in range(len(lines))])
+    name_line_ends(right, last, wrapped, [line_look(index)["color"] for index in range(len(lines))])
     put_title(
         figure,
         title or _speed_up_of_most_ranks(lines),

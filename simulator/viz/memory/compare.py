@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes
+from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import frame, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, WIDTH_IN
 from simulator.viz.drawing.wording import percent
-from simulator.viz.memory.memory import MEMORY_KINDS, name_kinds, put_kinds, stack_area, stack_bars
+from simulator.viz.memory.memory import (
+    CAPACITY_LINE,
+    MEMORY_KINDS,
+    boxes_of_kinds,
+    check_capacity,
+    name_kinds,
+    stack_area,
+    stack_bars,
+)
 
 Ints = NDArray[np.int64]
 Curve = tuple[Ints, Ints]
@@ -40,10 +49,10 @@ def draw_memory_of_plans(
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
     if capacity_bytes is not None and capacity_bytes < limit:
-        axes.axvline(capacity_bytes, color=INK, linestyle=(0, (4, 3)), linewidth=1.4)
+        axes.axvline(capacity_bytes, **CAPACITY_LINE)
         words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": SMALL_PT, "color": FAINT}
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
-    put_kinds(figure, rows)
+    put_legend(figure, boxes_of_kinds(rows))
     put_title(figure, title or plans_takeaway(plans, capacity_bytes), "memory of the fullest rank at its peak")
     return figure
 
@@ -102,7 +111,7 @@ def draw_measured_memory(predicted: Curve, measured: Curve, *, title: str | None
         for other, (_, values) in both.items():
             if other != name:  # the other's peak, to read the difference
                 axes.axhline(_peak(values), color=INK, linestyle=(0, (2, 3)), linewidth=1.0)
-    put_kinds(figure, np.concatenate([rows for _, rows in both.values()]))
+    put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
     put_title(figure, title or measured_takeaway(predicted, measured), "dotted: the other's peak")
     return figure
 
@@ -136,6 +145,5 @@ def _peak(rows: Ints) -> int:
 def _rows(plans: Mapping[str, Memory], capacity_bytes: float | None) -> Ints:
     if not plans:
         raise ValueError("there is no plan; pass at least one Memory by name")
-    if capacity_bytes is not None and not capacity_bytes > 0:
-        raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
+    check_capacity(capacity_bytes)
     return np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)

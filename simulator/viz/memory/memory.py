@@ -46,6 +46,7 @@ MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
     }
 )
 TOP_IN, BOTTOM_IN = 1.35, 1.15
+CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 
 
 def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
@@ -56,8 +57,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     Raises:
         ValueError: the capacity is not above zero.
     """
-    if capacity_bytes is not None and not capacity_bytes > 0:
-        raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
+    check_capacity(capacity_bytes)
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
     half = WIDTH_IN / 2
@@ -66,13 +66,16 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
     limit = memory.max_bytes * 1.16 or 1.0
     if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
         limit = max(limit, capacity_bytes * 1.08)
-    _draw_peaks(bars, memory, limit)
-    _draw_over_time(time, memory, memory.fullest_stage, limit)
+    rank, several = memory.fullest_stage, len(memory.peak_bytes) > 1
+    names = [_name(memory, each) if several else "each rank" for each in range(len(memory.peak_bytes))]
+    stack_bars(bars, memory.at_peak_bytes, names, limit)
+    put_heading(bars, "at the peak")
+    stack_area(time, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
+    put_heading(time, f"{_name(memory, rank)} over the step" if several else "over the step")
     if capacity_bytes is not None and capacity_bytes <= limit:
-        dashes: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4}
-        bars.axvline(capacity_bytes, **dashes)
-        time.axhline(capacity_bytes, **dashes)
-    put_kinds(figure, memory.peak_bytes)
+        bars.axvline(capacity_bytes, **CAPACITY_LINE)
+        time.axhline(capacity_bytes, **CAPACITY_LINE)
+    put_legend(figure, boxes_of_kinds(memory.peak_bytes))
     put_title(figure, title or memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
     return figure
 
@@ -92,6 +95,12 @@ def describe_memory(memory: Memory, *, capacity_bytes: float | None = None) -> s
         text += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
     note = _capacity_note(memory, capacity_bytes)
     return f"{text} {note}." if note else text
+
+
+def check_capacity(capacity_bytes: float | None) -> None:
+    """Refuse a device's memory that is not above zero."""
+    if capacity_bytes is not None and not capacity_bytes > 0:
+        raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
 
 
 def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
@@ -118,10 +127,10 @@ def name_kinds(row: NDArray[np.int64]) -> str:
     return ", ".join(f"{MEMORY_KINDS[KINDS[kind]].words} {format_bytes(row[kind])}" for kind in order if row[kind])
 
 
-def put_kinds(figure: Figure, rows: NDArray[np.int64]) -> None:
-    """Put a legend of the kinds that some row [..., K] holds."""
+def boxes_of_kinds(rows: NDArray[np.int64]) -> list[LegendBox]:
+    """Return a legend's entries for the kinds that some row [..., K] holds."""
     used = [style for kind, style in MEMORY_KINDS.items() if rows[..., KINDS.index(kind)].any()]
-    put_legend(figure, [LegendBox(style.colour, "white", style.letter, style.words) for style in used])
+    return [LegendBox(style.colour, "white", style.letter, style.words) for style in used]
 
 
 def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
@@ -129,13 +138,6 @@ def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
         return ""
     share = percent(memory.max_bytes / capacity_bytes, 1 if memory.max_bytes < 0.1 * capacity_bytes else 0)
     return f"{share} of the device's {format_bytes(capacity_bytes)}"
-
-
-def _draw_peaks(axes: Axes, memory: Memory, limit: float) -> None:
-    num_ranks = len(memory.at_peak_bytes)
-    names = [_name(memory, rank) if num_ranks > 1 else "each rank" for rank in range(num_ranks)]
-    stack_bars(axes, memory.at_peak_bytes, names, limit)
-    put_heading(axes, "at the peak")
 
 
 def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit: float) -> None:
@@ -178,13 +180,6 @@ def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.fl
     """Return the corners [R, 4, 2] of bars, one per row, from `left` on."""
     across = np.stack([left, left + wide, left + wide, left], axis=1)
     return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
-
-
-def _draw_over_time(axes: Axes, memory: Memory, rank: int, limit: float) -> None:
-    """Draw one rank's bytes by kind, from the start of the step to the end of its last backward."""
-    stack_area(axes, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
-    where = f"{_name(memory, rank)} over the step" if len(memory.peak_bytes) > 1 else "over the step"
-    put_heading(axes, where)
 
 
 def stack_area(

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.plot import put_title, spread_evenly
+from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import percent
-from simulator.viz.drawing.words import width_in
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.mesh.step_parts import COMPUTE, Part, parts_of
+from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
 
 TOP_IN, FOOT_IN, LINE_IN, LEFT_IN, CHIP_IN, RIGHT_IN = 1.35, 0.95, 0.5, 0.25, 0.5, 2.2
 Order = Sequence[str]
@@ -63,7 +61,7 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
     for number, row in enumerate(shown):
         y = top - (number + 1) * LINE_IN
         _draw_chips(pen, row, y)
-        end = _draw_parts(pen, parts_of(row.step), (left, y), room / longest)
+        end = draw_parts(pen, parts_of(row.step), (left, y + 0.06), LINE_IN - 0.12, room / longest, _texts)
         pen.words((end + 0.1, y + LINE_IN / 2), _figures(row, shown[0]), side="left", bold=not number)
     used = {part.name: part for row in shown for part in parts_of(row.step) if part.seconds > 0}
     pen.legend([LegendBox(part.colour, "white", part.letter, part.words) for part in used.values()])
@@ -103,9 +101,7 @@ def _rows(orders: Sequence[tuple[Order, Step]]) -> list[_Row]:
 def _thinned(rows: list[_Row], most: int) -> list[_Row]:
     if most < 2:
         raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
-    if len(rows) <= most:
-        return rows
-    return [rows[round(at)] for at in np.linspace(0, len(rows) - 1, most).tolist()]
+    return [rows[index] for index in spread_evenly(len(rows), most)]
 
 
 def _fastest_order(rows: Sequence[_Row]) -> str:
@@ -131,6 +127,10 @@ def _figures(row: _Row, best: _Row) -> str:
     return f"{text}, {percent(slower, 1, '+')}" if slower > 0 else text
 
 
+def _texts(part: Part) -> tuple[str, ...]:
+    return (part.words if part.name == COMPUTE else part.letter,)
+
+
 def _draw_chips(pen: Pen, row: _Row, y: float) -> None:
     """Draw the axes of an order, slowest first: filled inside a node, hollow between nodes."""
     for number, axis in enumerate(row.axes):
@@ -139,18 +139,3 @@ def _draw_chips(pen: Pen, row: _Row, y: float) -> None:
         pen.box(corner, CHIP_IN - 0.1, LINE_IN - 0.16, fill, edge=style.colour, line=2.0)
         spot = (corner[0] + (CHIP_IN - 0.1) / 2, y + LINE_IN / 2)
         pen.words(spot, style.letter, size=TEXT_PT, bold=True, colour=text_colour(fill))
-
-
-def _draw_parts(pen: Pen, parts: Sequence[Part], corner: tuple[float, float], scale: float) -> float:
-    """Draw a step's time as one bar, and return where it ends."""
-    x, y = corner
-    for part in parts:
-        wide = part.seconds * scale
-        if wide <= 0:
-            continue
-        pen.box((x, y + 0.06), wide, LINE_IN - 0.12, part.colour)
-        text = part.words if part.name == COMPUTE else part.letter
-        if wide > width_in(text, SMALL_PT) + 0.08:
-            pen.words((x + wide / 2, y + LINE_IN / 2), text, colour=text_colour(part.colour))
-        x += wide
-    return x

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distlab.plan import AXES, Plan
-from simulator.memory.memory import KINDS, Memory
+from simulator.memory.memory import KINDS
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.plot import frame, put_title
+from simulator.viz.drawing.plot import frame, put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, IDLE, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import counted, percent
 from simulator.viz.drawing.words import width_in
-from simulator.viz.memory.memory import MEMORY_KINDS, stack_bars
+from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.mesh.step_parts import COMPUTE, parts_of
+from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
 
 HEIGHT_IN, LEFT_IN, BAR_IN, MAX_ROWS = 6.6, 0.25, 0.5, 6
 TIME_IN, MEMORY_IN, MEMORY_LOW_IN = 4.55, 1.35, 1.25
 BAD = "#B40000"
+REASON_CHARACTERS = 110  # of a line
 
 
 def degrees_figure(step: Step, *, num_devices: int | None = None, title: str | None = None) -> Figure:
@@ -55,13 +55,13 @@ def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
         if number
     )
     sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
-    lines = [
+    lines = (
         f"{_fit_and_utilization(step, num_devices)}. {_speed_of_step(step, num_devices)}",
         f"{equation(step.plan)}.",
-    ]
-    lines.append(f"Time: {parts}.")
-    lines.append(f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.")
-    lines.append(f"Sent per rank: {sent or 'nothing'}.")
+        f"Time: {parts}.",
+        f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.",
+        f"Sent per rank: {sent or 'nothing'}.",
+    )
     return "\n".join(lines)
 
 
@@ -69,7 +69,7 @@ def impossible_figure(plan: Plan, reason: str) -> Figure:
     """Draw the degrees of a plan that cannot run, and say why."""
     figure, pen = sheet(HEIGHT_IN)
     _draw_equation(pen, plan, None)
-    lines = _wrapped(reason, WIDTH_IN - 2 * LEFT_IN - 0.4, TEXT_PT + 1)
+    lines = textwrap.wrap(reason, REASON_CHARACTERS)
     top = TIME_IN - 0.1
     tall = 0.3 * len(lines) + 0.4
     pen.box((LEFT_IN, top - tall), WIDTH_IN - 2 * LEFT_IN, tall, "#FBEDED", edge=BAD, line=1.6)
@@ -140,7 +140,7 @@ def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
         bold=True,
         side="left",
     )
-    rest = f"{counted(plan.num_microbatches, 'micro-batch')}"
+    rest = counted(plan.num_microbatches, "micro-batch")
     pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
 
 
@@ -148,21 +148,13 @@ def _draw_time(pen: Pen, step: Step) -> None:
     """Draw the step's time as one bar, its parts named under it."""
     pen.words((LEFT_IN, TIME_IN), f"time of a step: {format_s(step.duration_s)}", size=TEXT_PT, bold=True, side="left")
     scale = (WIDTH_IN - 2 * LEFT_IN) / step.duration_s
-    x, y = LEFT_IN, TIME_IN - 0.2 - BAR_IN
-    for part in parts_of(step):
-        wide = part.seconds * scale
-        if wide <= 0:
-            continue
-        pen.box((x, y), wide, BAR_IN, part.colour)
-        for text in (
-            f"{part.words} {percent(part.seconds / step.duration_s)}",
-            percent(part.seconds / step.duration_s),
-            part.letter,
-        ):
-            if wide > width_in(text, SMALL_PT) + 0.1:
-                pen.words((x + wide / 2, y + BAR_IN / 2), text, colour=text_colour(part.colour))
-                break
-        x += wide
+    y = TIME_IN - 0.2 - BAR_IN
+
+    def texts(part: Part) -> tuple[str, ...]:
+        share = percent(part.seconds / step.duration_s)
+        return f"{part.words} {share}", share, part.letter
+
+    draw_parts(pen, parts_of(step), (LEFT_IN, y), BAR_IN, scale, texts)
     used = [part for part in parts_of(step) if part.seconds > 0]
     pen.legend(
         [LegendBox(part.colour, "white", part.letter, f"{part.words} {format_s(part.seconds)}") for part in used],
@@ -173,7 +165,7 @@ def _draw_time(pen: Pen, step: Step) -> None:
 def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     """Draw what ranks of the pipeline hold at their peaks, with the device's memory as a line."""
     memory, capacity = step.memory, step.cluster.device.memory_bytes
-    ranks = _shown_ranks(memory)
+    ranks = spread_evenly(len(memory.at_peak_bytes), MAX_ROWS)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
     axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
@@ -181,32 +173,11 @@ def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
     _mark_capacity(axes, capacity, limit)
     heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
     pen.words((LEFT_IN, 3.05), heading, size=TEXT_PT, bold=True, side="left")
-    used = [style for kind, style in MEMORY_KINDS.items() if memory.at_peak_bytes[ranks][:, KINDS.index(kind)].any()]
-    pen.legend([LegendBox(style.colour, "white", style.letter, style.words) for style in used])
-
-
-def _shown_ranks(memory: Memory) -> list[int]:
-    """Return the ranks of the pipeline to draw: all, or of many the first, the last, and some evenly between."""
-    count = len(memory.at_peak_bytes)
-    return sorted({round(at) for at in np.linspace(0, count - 1, min(count, MAX_ROWS)).tolist()})
+    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 
 def _mark_capacity(axes: Axes, capacity: float, limit: float) -> None:
     if capacity <= limit:
-        axes.axvline(capacity, color=INK, linestyle=(0, (4, 3)), linewidth=1.4, gid="capacity")
+        axes.axvline(capacity, gid="capacity", **CAPACITY_LINE)
         text = f"the device's {format_bytes(capacity)} "
         axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=SMALL_PT, color=INK)
-
-
-def _wrapped(text: str, room: float, size: float) -> Sequence[str]:
-    """Break a text into lines no wider than the room, in inches."""
-    space, used = width_in("x x", size) - width_in("xx", size), 0.0
-    lines: list[list[str]] = [[]]
-    for word in text.split():
-        wide = width_in(word, size) + space
-        if lines[-1] and used + wide > room:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(word)
-        used += wide
-    return [" ".join(line) for line in lines]

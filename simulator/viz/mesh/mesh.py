@@ -109,16 +109,11 @@ def _checked(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> Sequ
     """Return the axes that have groups of more than one, the fastest first; without any, the last one."""
     if mesh.size > MAX_RANKS:
         raise ValueError(f"the mesh {mesh} has more than {MAX_RANKS} ranks to draw; draw a smaller one of its shape")
-    if devices_per_node is not None:
-        _check_node(devices_per_node)
+    if devices_per_node is not None and devices_per_node < 1:
+        raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1, or None for no nodes")
     if rank is not None:
         mesh.coordinates(rank)  # refuses a rank that is not there
     return [name for name, size in reversed(mesh.axes) if size > 1] or [mesh.names[-1]]
-
-
-def _check_node(devices_per_node: int) -> None:
-    if devices_per_node < 1:
-        raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1, or None for no nodes")
 
 
 def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
@@ -136,7 +131,7 @@ def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
 def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
     axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
     equation = " x ".join(f"{name} ({size})" for name, size in axes)
-    ranks = f"{counted(mesh.size, 'rank')}"
+    ranks = counted(mesh.size, "rank")
     if devices_per_node is None or mesh.size <= devices_per_node:
         return f"{ranks} = {equation}"
     inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distlab.plan import AXES
 from simulator.step.simulate import Step
-from simulator.viz.drawing.style import AXIS_STYLES
+from simulator.viz.drawing.pen import Pen
+from simulator.viz.drawing.style import AXIS_STYLES, SMALL_PT, text_colour
+from simulator.viz.drawing.words import width_in
 
 COMPUTE, BUBBLE = "compute", "bubble"
 COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"
@@ -39,6 +42,30 @@ def parts_of(step: Step) -> list[Part]:
         *by_axis,
         Part(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
     ]
+
+
+def draw_parts(
+    pen: Pen,
+    parts: Sequence[Part],
+    corner: tuple[float, float],
+    tall: float,
+    scale: float,
+    texts: Callable[[Part], Sequence[str]],
+) -> float:
+    """Draw a step's time as one bar, `scale` inches per second, and return where it ends.
+
+    A part has the first of its texts that fits into it.
+    """
+    x, y = corner
+    for part in parts:
+        wide = part.seconds * scale
+        if wide <= 0:
+            continue
+        pen.box((x, y), wide, tall, part.colour)
+        text = next((text for text in texts(part) if wide > width_in(text, SMALL_PT) + 0.1), "")
+        pen.words((x + wide / 2, y + tall / 2), text, colour=text_colour(part.colour))
+        x += wide
+    return x
 
 
 def _bubble_s(step: Step) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import ipywidgets as widgets
@@ -16,13 +15,10 @@ from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
+from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
 
 MODEL, CLUSTERS, NUM_DEVICES = "llama-2-7b", ("dgx-h100", "dgx-a100"), 64
-STAGES: Mapping[str, int] = MappingProxyType(
-    {"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3}
-)
-POWERS = tuple(2**power for power in range(11))
 
 
 def degrees_panel(
@@ -30,7 +26,6 @@ def degrees_panel(
     cluster: Cluster | Mapping[str, Cluster] | None = None,
     *,
     plan: Plan | None = None,
-    degrees: Sequence[int] = POWERS,
 ) -> Panel:
     """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
 
@@ -43,10 +38,10 @@ def degrees_panel(
         workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
         cluster: what it runs on, or several by name; by default 64 H100s or A100s in nodes of eight.
         plan: where the controls begin, and all that they do not set.
-        degrees: what a slider can be set to; those up to the largest cluster's devices are taken.
 
     Raises:
-        ValueError: there is no cluster, or a degree of the plan is not among `degrees`.
+        ValueError: there is no cluster, or a degree of the plan is not among the slider's: powers of two, up to the
+            largest cluster's devices.
     """
     model = model_by_name(MODEL) if workload is None else workload
     presets = {name: cluster_by_name(name, NUM_DEVICES) for name in CLUSTERS}
@@ -54,7 +49,7 @@ def degrees_panel(
     base = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective") if plan is None else plan
     first = next(iter(clusters))
     most = max(one.num_devices for one in clusters.values())
-    choices = [degree for degree in degrees if degree <= most]
+    choices = [degree for degree in DEGREES if degree <= most]
     for axis in AXES:
         if getattr(base, axis) not in choices:
             raise ValueError(
@@ -93,7 +88,7 @@ def _controls(base: Plan, choices: Sequence[int], clusters: Mapping[str, Cluster
         axis: widgets.SelectionSlider(options=list(choices), value=getattr(base, axis), description=axis)
         for axis in reversed(AXES)
     }
-    batches = sorted({*POWERS[:8], base.num_microbatches})
+    batches = sorted({*DEGREES[:8], base.num_microbatches})
     controls["num_microbatches"] = widgets.SelectionSlider(
         options=batches, value=base.num_microbatches, description="micro-batches"
     )

@@ -1,4 +1,4 @@
-"""Move through a data-parallel step, choose its bucket size, and see when compressing its gradients pays."""
+"""Move through a data-parallel step, and see when compressing its gradients pays."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from matplotlib.figure import Figure
 from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
-from simulator.gradients.compression import MeasuredCodec
-from simulator.step.simulate import simulate
 from simulator.sweeps.buckets_and_compression import (
-    BucketSweep,
     CompressionSweep,
     bandwidths,
     replica_link,
-    sweep_buckets,
     sweep_compression,
-    with_bucket_bytes,
 )
-from simulator.units import format_bytes
 from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression
-from simulator.viz.data_parallel.bucket_sweep import describe_bucket_sweep, draw_bucket_sweep, nearest
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
@@ -40,9 +33,7 @@ COMPRESSIONS = (
 ALL_COMPRESSIONS = "all"
 
 
-def train_step_panel(
-    trace: Trace | Mapping[str, Trace], buckets: Sequence[str] | None = None, *, rank: int = 0
-) -> Panel:
+def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Panel:
     """Return a panel with a slider for the moment, in milliseconds since the step began.
 
     A mapping from names to traces (such as the four ways to average gradients, or "predicted" and "measured") adds a
@@ -51,16 +42,13 @@ def train_step_panel(
 
     Args:
         trace: one step, or several by name; see `draw_train_step`.
-        buckets: what each all-reduce carries, in the order in which they are sent; only for a single trace.
         rank: whose timeline is drawn.
 
     Raises:
         ValueError: a trace is not a data-parallel step, or there is none.
     """
     traces = by_name(trace, "trace")
-    if buckets is not None and len(traces) > 1:
-        raise ValueError("buckets names the all-reduces of one trace; leave it out where there are several")
-    steps = {name: read_step(each, buckets) for name, each in traces.items()}
+    steps = {name: read_step(each) for name, each in traces.items()}
     ends_ms = {name: step.duration_s * 1e3 for name, step in steps.items()}
     first = next(iter(traces))
     at_ms = widgets.FloatSlider(
@@ -75,10 +63,8 @@ def train_step_panel(
     )
 
     def draw(at_ms: float, version: str = first) -> tuple[Figure, str]:
-        chosen = traces[version]
-        at_s = at_ms / 1e3
-        text = describe_train_step(chosen, at_s, buckets=buckets, rank=rank)
-        return draw_train_step(chosen, at_s, buckets=buckets, rank=rank), text
+        chosen, at_s = traces[version], at_ms / 1e3
+        return draw_train_step(chosen, at_s, rank=rank), describe_train_step(chosen, at_s, rank=rank)
 
     if len(traces) == 1:
         return Panel(draw, at_ms=at_ms)
@@ -94,58 +80,6 @@ def train_step_panel(
     return Panel(draw, version=version, at_ms=at_ms)
 
 
-def bucket_panel(
-    workload: Workload,
-    cluster: Cluster | Mapping[str, Cluster],
-    plan: Plan,
-    *,
-    sizes: Sequence[int] | None = None,
-) -> Panel:
-    """Return a panel with a slider of bucket sizes, and a drop-down of clusters where there are several.
-
-    In code: `panel.controls["bucket_bytes"].value = panel.controls["bucket_bytes"].options[5][1]` and
-    `panel.controls["picture"].value = "step"` for the step at that size in place of all sizes.
-
-    Args:
-        workload: the model.
-        cluster: what it runs on, or several by name.
-        plan: how; its bucket size is where the slider begins.
-        sizes: bucket sizes to choose from; by default from a thousandth of the gradients to all of them.
-
-    Raises:
-        ValueError: there is no cluster or no size, or as `simulate`.
-    """
-    clusters = by_name(cluster, "cluster")
-    sweeps: dict[str, BucketSweep] = {}
-
-    def sweep_of(name: str) -> BucketSweep:
-        if name not in sweeps:
-            sweeps[name] = sweep_buckets(workload, clusters[name], plan, sizes=sizes)
-        return sweeps[name]
-
-    first = next(iter(clusters))
-    choices = sweep_of(first).bucket_bytes
-
-    def draw(bucket_bytes: int, picture: str, cluster: str = first) -> tuple[Figure, str]:
-        if picture == "sizes":
-            sweep = sweep_of(cluster)
-            return draw_bucket_sweep(sweep, at_bytes=bucket_bytes), describe_bucket_sweep(sweep, at_bytes=bucket_bytes)
-        trace = simulate(workload, clusters[cluster], with_bucket_bytes(plan, bucket_bytes)).layer_trace
-        return draw_train_step(trace), describe_train_step(trace)
-
-    controls: dict[str, widgets.Widget] = {
-        "bucket_bytes": widgets.SelectionSlider(
-            options=[(format_bytes(size), size) for size in choices],
-            value=choices[nearest(sweep_of(first), plan.bucket_bytes)],
-            description="bucket size",
-        ),
-        "picture": widgets.Dropdown(options=[("all sizes", "sizes"), ("one step", "step")], description="show"),
-    }
-    if len(clusters) > 1:
-        controls["cluster"] = widgets.Dropdown(options=list(clusters), value=first, description="cluster")
-    return Panel(draw, **controls)
-
-
 def compression_panel(
     workload: Workload | Mapping[str, Workload],
     cluster: Cluster,
@@ -153,7 +87,6 @@ def compression_panel(
     *,
     compressions: Sequence[Compression] = COMPRESSIONS,
     bytes_per_s: Sequence[float] | None = None,
-    codecs: Mapping[Compression, MeasuredCodec] | None = None,
 ) -> Panel:
     """Return a panel with a slider of bandwidths and drop-downs of compressors and, where there are several, models.
 
@@ -166,7 +99,6 @@ def compression_panel(
         plan: how; its own compression is left aside.
         compressions: what to compare.
         bytes_per_s: bandwidths of the picture, 10 MB/s to 100 GB/s by default.
-        codecs: measured times of encoding and decoding; those left out are counted.
 
     Raises:
         ValueError: there is no model, or as `sweep_compression`.
@@ -180,7 +112,7 @@ def compression_panel(
         if (model, compressor) not in sweeps:
             chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
             sweeps[model, compressor] = sweep_compression(
-                workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds, codecs=codecs
+                workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds
             )
         return sweeps[model, compressor]
 

@@ -18,6 +18,7 @@ from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
+from simulator.viz.drawing.wording import capitalised
 from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
@@ -92,7 +93,7 @@ def draw_choice(choice: MemoryChoice) -> tuple[Figure, str]:
     try:
         check_fit(choice.workload, choice.plan, choice.device)
     except DoesNotFitError as error:
-        text += f" {error.advice[:1].upper()}{error.advice[1:]}."
+        text += f" {capitalised(error.advice)}."
     return draw_memory(memory, capacity_bytes=capacity), text
 
 

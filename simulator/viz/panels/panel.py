@@ -48,7 +48,32 @@ class Picture(anywidget.AnyWidget):
     failed = traitlets.Bool(False).tag(sync=True)
 
 
-class Panel(ipywidgets.VBox):
+class Redrawn(ipywidgets.VBox):
+    """Controls over something that `_draw_once` draws anew whenever one of them moves."""
+
+    _drawing = _stale = False
+
+    def redraw(self, _change: object = None) -> None:
+        """Draw for the controls' values of this moment.
+
+        A control that moves during a drawing has it repeated right after, for the newest values only.
+        """
+        self._stale = True
+        if self._drawing:
+            return
+        self._drawing = True
+        try:
+            while self._stale:
+                self._stale = False
+                self._draw_once()
+        finally:
+            self._drawing = False
+
+    def _draw_once(self) -> None:
+        raise NotImplementedError
+
+
+class Panel(Redrawn):
     """Controls over a picture: `draw` is called with the controls' values and returns a Figure and its text.
 
     A control is any ipywidgets widget that has a value; its name is the keyword that `draw` gets. A Play control
@@ -76,7 +101,6 @@ class Panel(ipywidgets.VBox):
         self.error: Exception | None = None
         self.num_drawn = 0
         self._painter = Painter()
-        self._drawing = self._stale = False
         self._picture = Picture()
         shown = [self._adopt(name, control) for name, control in controls.items()]
         row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
@@ -97,22 +121,6 @@ class Panel(ipywidgets.VBox):
     def values(self) -> dict[str, Any]:
         """What the controls are set to, by name."""
         return {name: control.value for name, control in self.controls.items()}
-
-    def redraw(self, _change: object = None) -> None:
-        """Draw the picture for the controls' values of this moment.
-
-        A control that moves while a picture is being drawn has it drawn once more, for the newest values only.
-        """
-        self._stale = True
-        if self._drawing:
-            return
-        self._drawing = True
-        try:
-            while self._stale:
-                self._stale = False
-                self._draw_once()
-        finally:
-            self._drawing = False
 
     def _draw_once(self) -> None:
         self.num_drawn += 1

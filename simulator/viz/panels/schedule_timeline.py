@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from distlab.plan import ScheduleError
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.mimebundle import with_picture
-from simulator.viz.panels.panel import dress
+from simulator.viz.panels.panel import Redrawn, dress
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of
 from simulator.viz.schedules.moment import moments_of, tell_moment
 from simulator.viz.schedules.run import ScheduleRun
@@ -22,7 +22,7 @@ MAX_LINES = 24  # of the grid under a fault
 Make = Callable[..., Sequence[ScheduleRun]]
 
 
-class ScheduleTimeline(widgets.VBox):
+class ScheduleTimeline(Redrawn):
     """Controls over the timeline of what they ask for: `make` gets their values and returns one run, or two to compare.
 
     The last control, `moment`, is a clock: it shows what had happened by then and says what each rank does and whom it
@@ -44,7 +44,7 @@ class ScheduleTimeline(widgets.VBox):
         self._make = make
         self.controls: dict[str, Any] = {}
         self.error: ValueError | None = None
-        self._drawing = self._stale = self._moving = False
+        self._moving = False
         for name, control in controls.items():
             self.controls[name] = dress(name, control)
         self.runs = tuple(make(**self.values))
@@ -75,25 +75,15 @@ class ScheduleTimeline(widgets.VBox):
         """The picture as a figure, in PNG."""
         return self.timeline.png()
 
-    def redraw(self, _change: object = None) -> None:
-        """Show what the controls ask for at this moment; a control that moves meanwhile is heard right after."""
-        self._stale = True
-        if self._drawing:
-            return
-        self._drawing = True
+    def _draw_once(self) -> None:
         try:
-            while self._stale:
-                self._stale = False
-                try:
-                    self.runs = tuple(self._make(**self.values))
-                except ValueError as error:
-                    self.error = error
-                    self.timeline.problem = "\n\n".join((str(error), *_grid(error)))
-                else:
-                    self.error = None
-                    self._show()
-        finally:
-            self._drawing = False
+            self.runs = tuple(self._make(**self.values))
+        except ValueError as error:
+            self.error = error
+            self.timeline.problem = "\n\n".join((str(error), *_grid(error)))
+        else:
+            self.error = None
+            self._show()
 
     def _show(self) -> None:
         runs, clock = self.runs, self.controls["moment"]

@@ -121,18 +121,15 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
     first = text or _spaced(str(one_f_one_b(3, 4)))
     lines = first.count("\n") + 1
 
-    def length(value: float, description: str) -> widgets.FloatSlider:
-        return widgets.FloatSlider(value=value, min=0.0, max=4.0, step=0.1, description=description)
-
     area = widgets.Textarea(first, description="one line per rank", rows=max(4, lines + 1), layout={"width": "100%"})
     area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
     return ScheduleTimeline(
         make_run,
         text=area,
-        forward=length(1.0, "F: forward (ms)"),
-        input_gradient=length(1.0, "I: input gradient (ms)"),
-        weight_gradient=length(1.0, "W: weight gradient (ms)"),
-        communication=length(0.0, "communication (ms)"),
+        forward=_length(1.0, "F: forward (ms)", 0.0),
+        input_gradient=_length(1.0, "I: input gradient (ms)", 0.0),
+        weight_gradient=_length(1.0, "W: weight gradient (ms)", 0.0),
+        communication=_length(0.0, "communication (ms)", 0.0),
     )
 
 

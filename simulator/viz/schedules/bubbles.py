@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure,
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
 from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
-from simulator.viz.schedules.sweep import Outcome
+from simulator.viz.schedules.run import ScheduleRun
 
 # Okabe and Ito's colours; a marker and a dash of its own each, to be told apart without colour.
 LOOKS = (
@@ -31,25 +32,24 @@ POINT = "#B04A00"
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.2, 0.95
 
 
-def draw_bubbles(
-    sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True, title: str | None = None
-) -> Figure:
+def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]], *, title: str | None = None) -> Figure:
     """Draw the idle share against the number of micro-batches, one line per schedule; equal lines share one.
+
+    Idle is a share of the whole step, which ends for all ranks when the last one ends: `ScheduleRun.bubble_fraction`.
 
     Args:
         sweep: what `sweep_microbatches` returned.
-        end_together: whether a step ends for all ranks when the last one ends; see `Outcome.idle_of_span`.
         title: replaces the takeaway.
 
     Raises:
         ValueError: the sweep is empty.
     """
-    lines = _lines(sweep, end_together)
+    lines = _lines(sweep)
     figure = new_figure(HEIGHT_IN)
     axes = frame(figure, left=0.95, right=3.4, top=TOP_IN, bottom=BOTTOM_IN)
     counts = sorted({count for points in lines.values() for count, _ in points})
     axes.set_xscale("log", base=2)
-    for (name, points), (colour, marker, dash) in zip(lines.items(), _looks(len(lines)), strict=True):
+    for (name, points), (colour, marker, dash) in zip(lines.items(), cycle(LOOKS), strict=False):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color=colour, marker=marker, linestyle=dash, linewidth=2.2, markersize=8, label=name)
     axes.axhline(GOOD, color=FAINT, linewidth=1, linestyle=(0, (2, 3)))
@@ -57,16 +57,16 @@ def draw_bubbles(
     axes.set_ylim(0, max(max(y for _, y in points) for points in lines.values()) * 1.06 + 0.01)
     mark_ticks(axes.xaxis, counts, lambda value: f"{value:,.0f}")
     name_axes(axes, "micro-batches of a step")
-    _label_idle(axes, end_together)
+    _label_idle(axes, "of the step")
     look: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
     axes.legend(fontsize=TEXT_PT - 1, handlelength=3.4, **look)
     put_title(figure, title or _microbatches_needed(lines), _gain_of_last_doubling(lines))
     return figure
 
 
-def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, end_together: bool = True) -> str:
+def describe_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]]) -> str:
     """Say in words what `draw_bubbles` shows."""
-    lines = _lines(sweep, end_together)
+    lines = _lines(sweep)
     told = [f"{_microbatches_needed(lines)}. {_gain_of_last_doubling(lines)}"]
     for name, points in lines.items():
         told.append(f"{name}: " + ", ".join(f"{percent(idle, 1)} with {count:,}" for count, idle in points) + ".")
@@ -74,27 +74,27 @@ def describe_bubbles(sweep: Mapping[str, Sequence[Outcome]], *, end_together: bo
 
 
 def draw_memory_against_bubble(
-    schedules: Mapping[str, Outcome],
-    automatic: Sequence[Outcome] = (),
+    schedules: Mapping[str, ScheduleRun],
+    automatic: Sequence[ScheduleRun] = (),
     *,
-    end_together: bool = False,
     title: str | None = None,
 ) -> Figure:
     """Draw one point per schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
 
+    A step may follow before the last rank has ended: the bubble is `ScheduleRun.idle_of_span`.
+
     Args:
         schedules: by name, and
         automatic: within rising memory limits: what `sweep_memory` returned.
-        end_together: whether a step ends for all ranks when the last one ends; see `Outcome.idle_of_span`.
         title: replaces the takeaway.
 
     Raises:
         ValueError: there is no schedule.
     """
-    points = _points(schedules, end_together)
+    points = _points(schedules)
     figure = new_figure(HEIGHT_IN)
     axes = frame(figure, left=0.95, right=5.3, top=TOP_IN, bottom=BOTTOM_IN)
-    curve = [(one.peak, one.bubble(end_together)) for one in automatic]
+    curve = [(one.peak, one.idle_of_span) for one in automatic]
     if curve:
         x, y = zip(*curve, strict=True)
         look: dict[str, Any] = {"color": "#0072B2", "linewidth": 2, "marker": ".", "markersize": 9, "zorder": 2}
@@ -106,36 +106,30 @@ def draw_memory_against_bubble(
     axes.set_ylim(-0.04 * top, top)
     _name_points(axes, points)
     name_axes(axes, "micro-batches of activations that a rank holds at its peak")
-    _label_idle(axes, end_together)
-    put_title(figure, title or _trade(schedules, end_together), _sizes(schedules))
+    _label_idle(axes, "of a rank's first to last action")
+    put_title(figure, title or _trade(schedules), _sizes(schedules))
     return figure
 
 
-def describe_memory_against_bubble(
-    schedules: Mapping[str, Outcome], automatic: Sequence[Outcome] = (), *, end_together: bool = False
-) -> str:
+def describe_memory_against_bubble(schedules: Mapping[str, ScheduleRun], automatic: Sequence[ScheduleRun] = ()) -> str:
     """Say in words what `draw_memory_against_bubble` shows."""
-    told = [f"{_trade(schedules, end_together)}. {_sizes(schedules)}"]
-    for (peak, idle), names in _points(schedules, end_together).items():
+    told = [f"{_trade(schedules)}. {_sizes(schedules)}"]
+    for (peak, idle), names in _points(schedules).items():
         told.append(f"{' and '.join(names)}: {count_of(peak)}, {percent(idle, 1)} idle.")
     for one in automatic:
-        told.append(f"Automatic: {count_of(one.peak)}, {percent(one.bubble(end_together), 1)} idle.")
+        told.append(f"Automatic: {count_of(one.peak)}, {percent(one.idle_of_span, 1)} idle.")
     return "\n".join(told)
 
 
-def _lines(sweep: Mapping[str, Sequence[Outcome]], end_together: bool) -> dict[str, tuple[tuple[int, float], ...]]:
+def _lines(sweep: Mapping[str, Sequence[ScheduleRun]]) -> dict[str, tuple[tuple[int, float], ...]]:
     """Return the lines by their title; schedules whose points are all equal share one."""
     lines: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for outcomes in sweep.values():
-        points = tuple((one.num_microbatches, round(one.bubble(end_together), 6)) for one in outcomes)
-        lines.setdefault(points, []).append(outcomes[0].title)
+    for runs in sweep.values():
+        points = tuple((one.schedule.num_microbatches, round(one.bubble_fraction, 6)) for one in runs)
+        lines.setdefault(points, []).append(runs[0].name)
     if not lines:
         raise ValueError("the sweep is empty; pass what sweep_microbatches returns")
     return {" and ".join(names): points for points, names in lines.items()}
-
-
-def _looks(count: int) -> list[tuple[str, str, Any]]:
-    return [LOOKS[place % len(LOOKS)] for place in range(count)]
 
 
 def _microbatches_needed(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
@@ -163,13 +157,13 @@ def _gain_of_last_doubling(lines: Mapping[str, Sequence[tuple[int, float]]]) -> 
     return f"From {before:,} to {after:,} micro-batches win, in points: {', '.join(wins)}" if wins else ""
 
 
-def _points(schedules: Mapping[str, Outcome], end_together: bool) -> dict[tuple[float, float], list[str]]:
+def _points(schedules: Mapping[str, ScheduleRun]) -> dict[tuple[float, float], list[str]]:
     """Return the names of the schedules at each place."""
     if not schedules:
         raise ValueError("there is no schedule; pass what sweep_memory returns")
     points: dict[tuple[float, float], list[str]] = {}
     for one in schedules.values():
-        points.setdefault((one.peak, round(one.bubble(end_together), 6)), []).append(one.title)
+        points.setdefault((one.peak, round(one.idle_of_span, 6)), []).append(one.name)
     return points
 
 
@@ -188,22 +182,21 @@ def _name_points(axes: Axes, points: Mapping[tuple[float, float], Sequence[str]]
         axes.text(1.065, at, f"{' and '.join(names)}: {peak:.4g} held, {percent(idle, 1)} idle", ha="left", **beside)
 
 
-def _trade(schedules: Mapping[str, Outcome], end_together: bool) -> str:
+def _trade(schedules: Mapping[str, ScheduleRun]) -> str:
     """Say what the least idle schedule holds and what the leanest one leaves idle."""
-    best = min(schedules.values(), key=lambda one: (one.bubble(end_together), one.peak))
-    lean = min(schedules.values(), key=lambda one: (one.peak, one.bubble(end_together)))
-    text = f"{best.title} is {percent(best.bubble(end_together), 1)} idle and holds {best.peak:.4g} micro-batches"
+    best = min(schedules.values(), key=lambda one: (one.idle_of_span, one.peak))
+    lean = min(schedules.values(), key=lambda one: (one.peak, one.idle_of_span))
+    text = f"{best.name} is {percent(best.idle_of_span, 1)} idle and holds {best.peak:.4g} micro-batches"
     if lean is best:
         return text
-    return f"{text}; {lean.title} holds {lean.peak:.4g} and is {percent(lean.bubble(end_together), 1)} idle"
+    return f"{text}; {lean.name} holds {lean.peak:.4g} and is {percent(lean.idle_of_span, 1)} idle"
 
 
-def _sizes(schedules: Mapping[str, Outcome]) -> str:
-    counts = sorted({one.num_microbatches for one in schedules.values()})
+def _sizes(schedules: Mapping[str, ScheduleRun]) -> str:
+    counts = sorted({one.schedule.num_microbatches for one in schedules.values()})
     return f"{' or '.join(map(str, counts))} micro-batches per step"
 
 
-def _label_idle(axes: Axes, end_together: bool) -> None:
+def _label_idle(axes: Axes, which: str) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    which = "of the step" if end_together else "of a rank's first to last action"
     axes.set_ylabel(f"idle share {which}", fontsize=TEXT_PT, color=INK)

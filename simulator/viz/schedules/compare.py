@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side, shaded
+from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.drawing.wording import capitalised, counted, percent
 from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.timeline.draw_rows import Heading, Scene, Words, draw_scene, limit_of, styles_of
@@ -106,14 +107,14 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
     top = 0.0
     for run in runs:
         num_ranks = run.schedule.num_ranks
-        drawn = np.unique(np.linspace(0, num_ranks - 1, min(num_ranks, MAX_RANKS)).round().astype(np.int64))
+        drawn = spread_evenly(num_ranks, MAX_RANKS)
         if len(runs) > 1:
             headings.append(Heading(top + HEADING / 2, heading(run)))
             top += HEADING
         place = np.full(num_ranks, -1, np.int64)
         place[drawn] = len(rows) + np.arange(len(drawn))
         gap = CLOSE_GAP if len(drawn) >= CLOSE_RANKS else RANK_GAP * 0.6
-        for rank in drawn.tolist():
+        for rank in drawn:
             rows.append(Row(rank, "compute", False, top, 1.0, 1))
             top += 1.0 + gap
         row_of.append(place[run.trace.rank])

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import Side
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.schedules.textbook import textbook_of
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import Facts, facts_of
-from simulator.viz.timeline.timeline import draw_rows
+from simulator.viz.timeline.timeline import draw_rows, ends_text
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
 
@@ -38,11 +38,9 @@ def draw_schedule(
     ends = f"ends at {format_s(facts.duration_s)}"
     if predicted is not None:
         sides.append(Side(_pipeline(predicted).from_zero(), True))
-        expected = facts_of(sides[1].trace)
-        error = percent(expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0, 1, "+")
-        ends = f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
+        ends = ends_text(facts, facts_of(sides[1].trace))
     words = Words(title or _bubble_title(facts), _textbook(work), ends)
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=("compute",))
+    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 
 def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:
@@ -84,5 +82,4 @@ def _textbook(work: Trace) -> str:
     if found is None:
         return ""
     share = percent(found.bubble_fraction, 1)
-    name = found.name[:1].upper() + found.name[1:]
-    return f"{name} with equal stages and free communication would leave {found.formula} = {share}"
+    return f"{capitalised(found.name)} with equal stages and free communication would leave {found.formula} = {share}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from distlab.plan import SCHEDULES, ActionTimes, make_schedule
 from simulator.viz.schedules.run import ScheduleRun, run_schedule
@@ -14,29 +13,6 @@ SHOWN = ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v")
 NAMES = tuple(SCHEDULES)
 COPIES = " (two copies of the model)"  # which the peak of activations does not show
 PIPELINED = tuple(name for name in NAMES[1:] if SCHEDULES[name].placement != "copies")  # what one model can run
-
-
-class Outcome(NamedTuple):
-    """How one schedule did.
-
-    Attributes:
-        title: what people call it.
-        num_microbatches: of the step.
-        idle: idle share of the step, from the first action of any rank to the last of any.
-        idle_of_span: idle share of the longest time that a rank takes from its own first action to its own last: what
-            is lost where steps need not end together. It is the bubble rate of the zero-bubble papers.
-        peak: the most that any rank holds, in micro-batches through all of its stages.
-    """
-
-    title: str
-    num_microbatches: int
-    idle: float
-    idle_of_span: float
-    peak: float
-
-    def bubble(self, end_together: bool) -> float:
-        """Return the one or the other idle share."""
-        return self.idle if end_together else self.idle_of_span
 
 
 def play(
@@ -71,26 +47,25 @@ def sweep_microbatches(
     schedules: Sequence[str] = SHOWN,
     microbatches: Sequence[int] = MICROBATCHES,
     *,
-    stages_per_rank: int = 2,
     times: ActionTimes = EQUAL,
-) -> dict[str, list[Outcome]]:
-    """Run each schedule with each number of micro-batches; the outcomes by name, leaving out sizes that it cannot have.
+) -> dict[str, list[ScheduleRun]]:
+    """Run each schedule with each number of micro-batches; the runs by name, leaving out sizes that it cannot have.
 
     Raises:
         ValueError: there is no schedule or no number, or a schedule has none of the sizes.
     """
     if not schedules or not microbatches:
         raise ValueError("there is nothing to sweep; pass at least one schedule and one number of micro-batches")
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ScheduleRun]] = {}
     for name in schedules:
         problem: ValueError | None = None
         for count in microbatches:
             try:
-                run = play(name, num_ranks, count, stages_per_rank=stages_per_rank, times=times)
+                run = play(name, num_ranks, count, times=times)
             except ValueError as error:
                 problem = error
             else:
-                found.setdefault(name, []).append(outcome_of(run))
+                found.setdefault(name, []).append(run)
         if name not in found:
             raise ValueError(f"{name} has none of these sizes: {problem}")
     return found
@@ -102,34 +77,25 @@ def sweep_memory(
     schedules: Sequence[str] = PIPELINED,
     *,
     limits: Sequence[float] = (),
-    times: ActionTimes = EQUAL,
-) -> tuple[dict[str, Outcome], list[Outcome]]:
+) -> tuple[dict[str, ScheduleRun], list[ScheduleRun]]:
     """Run each schedule, and the automatic one within each memory limit (by default 1 to 2 p micro-batches).
 
     Raises:
         ValueError: no schedule has this size.
     """
-    found: dict[str, Outcome] = {}
+    found: dict[str, ScheduleRun] = {}
     for name in schedules:
         if name == "automatic":
             continue
         try:
-            found[name] = outcome_of(play(name, num_ranks, num_microbatches, times=times))
+            found[name] = play(name, num_ranks, num_microbatches)
         except ValueError as error:
             problem = error
     if not found:
         raise ValueError(f"no schedule has this size: {problem}" if schedules else "there is no schedule; pass one")
     steps = limits or range(max(1, num_ranks // 2), 2 * num_ranks + 1)
-    curve = [
-        outcome_of(play("automatic", num_ranks, num_microbatches, times=times, memory_limit=float(limit)))
-        for limit in steps
-    ]
+    curve = [play("automatic", num_ranks, num_microbatches, memory_limit=float(limit)) for limit in steps]
     return found, curve
-
-
-def outcome_of(run: ScheduleRun) -> Outcome:
-    """Return what became of a run."""
-    return Outcome(run.name, run.schedule.num_microbatches, run.bubble_fraction, run.idle_of_span, run.peak)
 
 
 def _share(part: float | Sequence[float], stages: int) -> float | list[float]:

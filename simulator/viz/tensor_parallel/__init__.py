@@ -1,4 +1,4 @@
-"""A layer cut over ranks: which rank holds which slice, and its numbers step by step.
+"""A layer cut over ranks: which rank holds which slice.
 
-Read `shards` (with `shard_parts` and `shard_card`), then `mlp_case` and `mlp_shards`.
+Read `shard_parts` (whose is which part), then `shards` and `shard_card`, which draw it.
 """

@@ -1,4 +1,4 @@
-"""Whose is which part of a weight: what the ranks hold, put together again with an owner forevery row or column.
+"""Whose is which part of a weight: what the ranks hold, put together again with an owner for every row or column.
 
 Works on arrays and on anything that says how a tensor is cut: `distlab.tensor_parallel.Split` is such a thing.
 """

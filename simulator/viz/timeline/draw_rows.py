@@ -34,7 +34,7 @@ from simulator.viz.drawing.style import (
 )
 
 UNIT_IN = 0.36  # height of one lane where there is room
-MAX_ROWS_IN = 7.0
+MAX_ROWS_IN = 7.0  # a slide's height
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 
 
@@ -91,7 +91,9 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     lanes = len({(row.lane, row.predicted) for row in placement.rows})
     left = LEFT_IN if lanes > 1 else SHORT_LEFT_IN
     above = 1.22 if words.note else 0.95
-    figure, axes = _canvas(placement, left, above, 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes)))
+    below = 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes))
+    figure = new_figure(min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN) + above + below)
+    axes = frame(figure, left=left, right=RIGHT_IN, top=above, bottom=below, bare=True)
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
     if exact:
@@ -123,13 +125,6 @@ def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
         boxes["measured"] = LegendBox(FAINT, "white", "", "measured")
         boxes["predicted"] = LegendBox(pale(FAINT), FAINT, "", "predicted")
     return list(boxes.values())
-
-
-def _canvas(placement: Placement, left: float, top: float, bottom: float) -> tuple[Figure, Axes]:
-    """Make a figure high enough for the rows, up to a slide's height; margins are in inches."""
-    rows_in = min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN)
-    figure = new_figure(rows_in + top + bottom)
-    return figure, frame(figure, left=left, right=RIGHT_IN, top=top, bottom=bottom, bare=True)
 
 
 def _shade_idle(axes: Axes, placement: Placement) -> None:

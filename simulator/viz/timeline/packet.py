@@ -17,7 +17,7 @@ from simulator.viz.drawing.boxes import View, fill_of, filled_columns, heights_o
 from simulator.viz.drawing.lanes import Row, Side, lanes_of, place, shaded
 from simulator.viz.drawing.style import KindStyle, is_first_shade, pale, text_colour
 from simulator.viz.timeline.draw_rows import Scene, limit_of, styles_of
-from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS, chosen_ranks
+from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS, all_ranks, chosen_ranks
 
 MAX_LINES = 12  # of a row of pixel columns
 AROUND_PX = 66  # of the height: the words over the rows and the axis under them
@@ -38,7 +38,7 @@ def make_scene(first: Trace, second: Trace | None) -> Scene:
 
 def note_of(scene: Scene) -> str:
     """Return what the reader must know: that not all ranks are drawn."""
-    total = len(np.unique(np.concatenate([side.trace.rank for side in scene.sides])))
+    total = len(all_ranks(scene.sides))
     drawn = len({row.rank for row in scene.placement.rows})
     return f"{drawn} of {total} ranks" if drawn < total else ""
 

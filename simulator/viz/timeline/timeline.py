@@ -11,6 +11,7 @@ from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
+from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
@@ -26,7 +27,6 @@ def draw_timeline(
     title: str | None = None,
     time_range_s: View | None = None,
     max_ranks: int | None = None,
-    lanes: Sequence[str] | None = None,
 ) -> Figure:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
@@ -35,7 +35,7 @@ def draw_timeline(
     `max_ranks` ranks (64, or 16 with a prediction) some are drawn, spread evenly.
 
     Raises:
-        ValueError: a trace is empty, the range holds no time, max_ranks is below 1, or no span is in the lanes.
+        ValueError: a trace is empty, the range holds no time, or max_ranks is below 1.
     """
     facts = facts_of(measured)
     expected = None if predicted is None else facts_of(predicted)
@@ -43,7 +43,7 @@ def draw_timeline(
     if predicted is not None:
         sides.append(Side(predicted.from_zero(), True))
     words = Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks, lanes=lanes)
+    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 
 def draw_rows(
@@ -52,23 +52,19 @@ def draw_rows(
     *,
     time_range_s: View | None = None,
     max_ranks: int | None = None,
-    lanes: Sequence[str] | None = None,
 ) -> Figure:
     """Draw the rows of one or two traces that start at zero, with the words around them.
 
     Raises:
-        ValueError: the range holds no time, max_ranks is below 1, or no span is in the lanes.
+        ValueError: the range holds no time, or max_ranks is below 1.
     """
     view = view_of(time_range_s, limit_of(sides))
     sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
     most = MAX_RANKS[len(sides) - 1] if max_ranks is None else max_ranks
     ranks = chosen_ranks(sides, most)
-    wanted = tuple(lane for lane in lanes_of(sides) if lanes is None or lane in lanes)
-    if not wanted:
-        raise ValueError(f"no span is in lanes {list(lanes or ())}; the trace has {list(lanes_of(sides))}")
     seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
     exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
-    placement = place(sides, ranks, wanted, seen=seen, levels=exact)
+    placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
     scene = Scene(sides, placement, styles_of(sides), view[1])
     note = "; ".join(part for part in (words.note, _drawn(sides, ranks, exact)) if part)
     return draw_scene(scene, words._replace(note=note), view, exact=exact)
@@ -127,10 +123,14 @@ def chosen_ranks(sides: Sequence[Side], max_ranks: int) -> tuple[int, ...]:
     """
     if max_ranks < 1:
         raise ValueError(f"max_ranks is {max_ranks}; pass at least 1")
-    ranks = np.unique(np.concatenate([side.trace.rank for side in sides]))
-    if len(ranks) > max_ranks:
-        ranks = ranks[np.linspace(0, len(ranks) - 1, max_ranks).round().astype(np.int64)]
-    return tuple(ranks.tolist())
+    ranks = all_ranks(sides)
+    return tuple(ranks[index] for index in spread_evenly(len(ranks), max_ranks))
+
+
+def all_ranks(sides: Sequence[Side]) -> list[int]:
+    """Return the ranks of all traces, in order."""
+    found: list[int] = np.unique(np.concatenate([side.trace.rank for side in sides])).tolist()
+    return found
 
 
 def _error(facts: Facts, expected: Facts) -> float:
@@ -153,7 +153,7 @@ def view_of(time_range_s: View | None, limit_s: float) -> View:
 
 def _drawn(sides: Sequence[Side], ranks: Sequence[int], exact: bool) -> str:
     """Return what the reader must know about the drawing: how many of the ranks, and whether boxes are exact."""
-    total = len(np.unique(np.concatenate([side.trace.rank for side in sides])))
+    total = len(all_ranks(sides))
     notes = [f"{len(ranks)} of {total} ranks"] if len(ranks) < total else []
     if not exact:
         spans = sum(len(side.trace) for side in sides)

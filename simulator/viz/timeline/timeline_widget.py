@@ -31,13 +31,13 @@ SHORTEST_VIEW_S = 1e-8
 class Timeline(anywidget.AnyWidget):
     """A timeline to look into: measured spans, and what was predicted for them in a pale row under each.
 
-    Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 foreverything, Home and End for
+    Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 for everything, Home and End for
     the two ends; point at a box, or press n and p, to read it. Set `view` to move in code.
 
     Attributes:
         view: (start, end) in seconds from the first span; a view beyond the spans is moved onto them.
         summary: the text that says what the timeline shows.
-        until_s: show only what had happened by then, with a line where the clock stands; None foreverything.
+        until_s: show only what had happened by then, with a line where the clock stands; None for everything.
         problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:

@@ -4,13 +4,18 @@ import numpy as np
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from simulator.viz.drawing.words import HALF_CAPITAL, SIDES, Words, width_in, words_of
+from simulator.viz.drawing.words import HALF_CAPITAL, SIDES, Words, width_in
 
 MARGIN_IN = 0.005
 
 
 def drawn(figure, gid):
     return [artist for artist in figure.axes[0].collections if artist.get_gid() == gid]
+
+
+def words_of(axes):
+    """Return the texts that a Pen or the boxes of spans have on axes, in the order of drawing."""
+    return [word.text for artist in axes.get_children() if isinstance(artist, Words) for word in artist.words]
 
 
 def words(figure):

@@ -15,7 +15,7 @@ from simulator.viz import (
 
 def test_equal_lines_are_one_and_the_title_says_when_more_micro_batches_stop_helping():
     sweep = sweep_microbatches(4, ("naive", "gpipe", "one_f_one_b", "zb_h1"), (1, 4, 16, 64))
-    assert sweep["gpipe"][2].idle == pytest.approx(3 / 19)
+    assert sweep["gpipe"][2].bubble_fraction == pytest.approx(3 / 19)
     figure = draw_bubbles(sweep)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["naive model parallelism", "GPipe and 1F1B", "ZB-H1"]
@@ -37,7 +37,7 @@ def test_a_point_a_schedule_and_the_automatic_curve_falls_with_memory():
     assert len(points.get_xdata()) == 4
     text = describe_memory_against_bubble(schedules, curve)
     for one in schedules.values():
-        assert f"{one.title}: {one.peak:.4g} micro-batch" in text
+        assert f"{one.name}: {one.peak:.4g} micro-batch" in text
     assert text.count("Automatic: ") == 5
     assert draw_memory_against_bubble({"gpipe": schedules["gpipe"]}).texts[0].get_text().startswith("GPipe is")
 

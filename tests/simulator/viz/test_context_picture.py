@@ -77,17 +77,3 @@ def test_what_cannot_be_drawn_is_refused(options, message):
     for draw in (context_figure, describe_context):
         with pytest.raises(ValueError, match=message):
             draw(**options)
-
-
-def test_the_panel_plays_hops():
-    pytest.importorskip("ipywidgets")
-    from simulator.viz import context_panel
-
-    panel = context_panel()
-    texts = [panel.text]
-    for name, value in (("order", "zigzag"), ("hop", 2), ("ranks", 2), ("hop", "all")):
-        panel.controls[name].value = value
-        assert panel.error is None
-        texts.append(panel.text)
-    assert len(set(texts)) == len(texts)
-    assert "Hop 1" in texts[3]  # two ranks have no hop 2

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from pen_facts import words_of
 
 from distlab.plan import Plan, Sharding
 from simulator import gpt_workload, memory_of
@@ -17,7 +18,6 @@ from simulator.viz import (
     draw_memory_of_plans,
     to_png,
 )
-from simulator.viz.drawing.words import words_of
 from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
 
 WORKLOAD = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)

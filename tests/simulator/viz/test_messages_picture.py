@@ -41,12 +41,6 @@ def test_steps_of_cause_and_effect_do_not_depend_on_speed():
     assert text == "2 messages of 16 B together between 2 ranks.\nrank 0 -> rank 1: 8 B\nrank 1 -> rank 0: 8 B"
 
 
-def test_to_scale_puts_calls_where_the_clock_had_them():
-    diagram = read_diagram(ping(1_000_000), to_scale=True)
-    assert [event.start_x for event in diagram.events] == [0, 0.010, 0.012, 0.030]
-    assert diagram.last_x == diagram.duration_s == pytest.approx(0.045)
-
-
 def test_tags_cross():
     calls = [
         call(0, "send", 1, (0, 20, 30), channel=1, num_bytes=8),
@@ -103,7 +97,7 @@ def test_a_message_that_nobody_takes_is_marked():
 def test_of_too_many_calls_the_first_are_kept_and_the_last_of_a_hang():
     calls = [call(0, "send", 1, (n, n, n + 1), channel=n) for n in range(0, 50, 2)]
     assert read_diagram(calls, max_calls=10).num_left_out == 15
-    assert [event.start_x for event in read_diagram(calls, to_scale=True, max_calls=2).events] == [0, 2e-9]
+    assert [event.start_x for event in read_diagram(calls, max_calls=2).events] == [0, 2]
     stuck = [*calls, call(1, "recv", 0, (99, 99, 0), channel=1)]
     assert read_diagram(stuck, max_calls=2).waits_for == {1: (0,)}
     assert "16 calls are left out" in describe_message_diagram(stuck, max_calls=10)

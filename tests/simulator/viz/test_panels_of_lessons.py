@@ -78,10 +78,6 @@ def test_the_race_takes_links_of_ones_own():
     ("make", "message"),
     [
         (lambda: train_step_panel({}), "no trace"),
-        (
-            lambda: train_step_panel({"a": data_parallel(2), "b": data_parallel(2)}, ["x"]),
-            "names the all-reduces of one",
-        ),
         (lambda: ring_panel(data_parallel(2)), "no send"),
         (lambda: race_panel([]), "0 links"),
         (lambda: race_panel(["wire"]), "no preset 'wire'"),

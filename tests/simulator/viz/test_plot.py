@@ -5,12 +5,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from pen_facts import legend_of
+from pen_facts import legend_of, words_of
 
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import draw_scale, draw_time_scale, even_ticks, frame, new_figure, spread_apart
 from simulator.viz.drawing.style import DPI, LegendBox
-from simulator.viz.drawing.words import words_of
 
 
 def bare(low, high):

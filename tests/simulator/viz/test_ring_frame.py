@@ -34,7 +34,7 @@ def test_a_frame_has_an_arrow_a_rank_and_frames_what_arrived():
     assert words(last).count("sum") == 16 + 4  # every chunk, and what the arrows bring
     title = "Step 2 of 6: every rank sends 4 MB, and its neighbour adds its own part"
     assert second.texts[0].get_text() == title
-    assert "Sent so far: 8 MB of 24 MB a rank" in second.texts[1].get_text()
+    assert "Sent so far: 8 MB of 24 MB per rank" in second.texts[1].get_text()
     assert "finished sums" in last.texts[0].get_text()
     assert to_png(second) != to_png(last)
 

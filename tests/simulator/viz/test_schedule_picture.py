@@ -1,11 +1,11 @@
 """A schedule's picture: the boxes of the pipeline alone, the bubble in the title."""
 
 import pytest
+from pen_facts import words_of as letters_of
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_schedule, draw_schedule
-from simulator.viz.drawing.words import words_of as letters_of
 
 FORWARD, BACKWARD = 10 * MS, 20 * MS
 

@@ -1,15 +1,14 @@
-"""The picture of shards puts every number at its owner, and the cut feed-forward layer gives one process' numbers."""
+"""The picture of shards puts every number at its owner."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from pen_facts import clashes, shapes, words
+from pen_facts import clashes, words
 
-from simulator.viz import cut_weights, describe_mlp, describe_shards, mlp_figure, shards_figure, to_png
+from simulator.viz import cut_weights, describe_shards, shards_figure, to_png
 from simulator.viz.drawing.style import RANK_COLOURS
-from simulator.viz.tensor_parallel.mlp_case import STEPS, mlp_case
 from simulator.viz.tensor_parallel.shard_parts import shards_of
 
 H = 4
@@ -144,60 +143,3 @@ def test_names_and_splits_that_fit_no_weight_are_refused():
         shards_figure([weights()], {})
     with pytest.raises(ValueError, match=r"sections \(3,\) sum to 3; expected the 11 of dim 0"):
         cut_weights(weights(), {"token_embedding.weight": split(0, 3)}, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ranks_add_up_to_one_process_forward_and_backward(num_ranks):
-    case = mlp_case(num_ranks)
-    x, a, product, hidden, b, summand, y = case.stages
-    assert np.allclose(sum(summand.parts), y.whole, atol=1e-12)
-    assert (np.concatenate(product.parts, axis=1) == product.whole).all()
-    assert all((part == y.parts[0]).all() for part in y.parts)
-    step = 1e-6
-    for index in np.ndindex(x.whole.shape):
-        nudge = np.zeros_like(x.whole)
-        nudge[index] = step
-        ends = [mlp_case(1, x.whole + way * nudge, a.whole, b.whole).stages[-1].whole.sum() for way in (1, -1)]
-        assert case.gradient[index] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
-    assert hidden.step == 2
-
-
-@pytest.mark.parametrize(("num_ranks", "step"), [(2, 0), (2, 2), (2, 4), (4, 5), (1, 4)])
-def test_a_step_shows_what_ranks_have_by_then(num_ranks, step):
-    case, figure = mlp_case(num_ranks), mlp_figure(num_ranks, step)
-    known = sum(part.size for stage in case.stages for part in stage.parts if stage.step <= step)
-    whole = sum(stage.whole.size for stage in case.stages if stage.name != "summand")
-    numbers = [word for word in words(figure) if word.lstrip("-").replace(".", "").isdigit()]
-    assert len(numbers) == known + whole
-    new = 1 if step == len(STEPS) - 1 else sum(stage.step == step for stage in case.stages)
-    assert shapes(figure, "outlines") == num_ranks * new
-    assert clashes(figure) == []
-
-
-def test_the_panel_plays_the_layer():
-    pytest.importorskip("ipywidgets")
-    from simulator.viz import shards_panel
-
-    panel = shards_panel()
-    texts = [panel.text]
-    for name, value in (("step", 2), ("step", len(STEPS) - 1), ("ranks", 4)):
-        panel.controls[name].value = value
-        assert panel.error is None
-        texts.append(panel.text)
-    assert len(set(texts)) == len(texts)
-    assert texts[1].startswith("Step 2: GeLU")
-    assert "2 all-reduces of 4 numbers" in texts[3]
-    assert describe_mlp(4, 5) == texts[3]
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: mlp_figure(3), "3 ranks do not divide 4 hidden features"),
-        (lambda: mlp_figure(2, 6), "there is no step 6"),
-        (lambda: mlp_case(2, [[1.0]]), r"expected x \[B, H\]"),
-    ],
-)
-def test_a_layer_that_does_not_fit_is_refused(draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw()

@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+from pen_facts import words_of as letters_of
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import describe_timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.boxes import pixel_columns
 from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
-from simulator.viz.drawing.words import words_of as letters_of
 
 
 def artists(figure, gid):
@@ -177,7 +177,6 @@ def test_the_text_has_the_figures():
     [
         ({"time_range_s": (2.0, 1.0)}, "start before end"),
         ({"max_ranks": 0}, "max_ranks is 0"),
-        ({"lanes": ["gpu"]}, "compute"),
     ],
 )
 def test_bad_options_are_refused_in_words(options, message):
