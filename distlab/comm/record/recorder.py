@@ -32,23 +32,22 @@ MAX_KNOWN = 8192
 class Recorder:
     """Write this rank's calls to `folder/rank{rank}.rec` between start() and stop().
 
-    Several recorders may be on at once; each sees every call. Cost: about 30 us per call on gloo with complete=True,
-    which sees everything (DDP's C++ reducer, FSDP, functional collectives); about 20 us with complete=False, which sees
-    what Python code calls (benchmarks/recorder.py measures both).
+    It sees every call: those of Python code, of DDP's C++ reducer, of FSDP and of functional collectives. Several
+    recorders may be on at once. Cost: about 30 us per call on gloo (benchmarks/recorder.py measures it).
     """
 
     def __init__(self, folder: str | Path, rank: int, *, slots: int = 16384) -> None:
-        self.folder, self.rank, self.complete = Path(folder), rank, True
+        self.folder, self.rank = Path(folder), rank
         self._writer = RecordWriter(folder, rank, slots)
         self._known: dict[tuple[Any, ...], Known] = {}
         self._parameters: list[tuple[str, torch.nn.Parameter]] = []
         self._labels: dict[int, tuple[int, torch.nn.Parameter]] = {}
         self._on = False
 
-    def start(self, complete: bool = True) -> Recorder:
+    def start(self) -> Recorder:
         """Begin to record; when it is on already, nothing changes."""
         if not self._on:
-            self._on, self.complete = True, complete
+            self._on = True
             FrontEnd.add(self)
         return self
 
@@ -153,17 +152,16 @@ class Recording:
 
 
 @contextmanager
-def recorded(rank: int | None = None, *, complete: bool = True) -> Iterator[Recording]:
+def recorded(rank: int | None = None) -> Iterator[Recording]:
     """Record this rank's own calls inside a with block, for tests and grading.
 
     Args:
         rank: the rank to write down; torch.distributed's own by default.
-        complete: see Recorder.start.
     """
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
         recorder = Recorder(folder, dist.get_rank() if rank is None else rank)
         recording = Recording(recorder)
-        recorder.start(complete)
+        recorder.start()
         try:
             yield recording
         finally:
