@@ -62,11 +62,6 @@ class RankProcess:
             return "ended with its fork server, which was killed"
         return describe_exit(os.waitstatus_to_exitcode(self.wait_status))
 
-    @property
-    def exit_code(self) -> int | None:
-        """The exit status, minus the signal's number for a signal, or None where it is not known."""
-        return None if self.wait_status is None else os.waitstatus_to_exitcode(self.wait_status)
-
 
 @dataclass
 class Pool:

@@ -30,13 +30,12 @@ from typing import Any
 
 from distlab.comm.checks import check_timeout, check_world_size
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.launch.forkserver import children, kill_group, prctl
+from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
 REFUSED = 2  # of one that was asked for something that cannot be: one line is enough
 _STOPPED = -signal.SIGTERM  # how torchrun ends the ranks that are left when one has failed
 _HUNG = "raised RankTimeout: "
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LINE = re.compile(r"\[rank(\d+)\]:")
 _ENDED, _ERROR = "ended.json", "error.json"
 _GRACE_S = 5.0
@@ -240,7 +239,7 @@ def _exits(folder: Path) -> dict[int, int]:
 
 def follow_launcher() -> None:
     """Make the kernel kill this process when the one that started it ends (Linux; elsewhere nothing)."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launcher_folder() -> Path | None:
@@ -273,7 +272,7 @@ def _agent(parent: int, folder: Path, arguments: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
     threading.Thread(target=_end_with, args=(parent, folder), name="lifeline", daemon=True).start()
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))
