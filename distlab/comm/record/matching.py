@@ -126,13 +126,6 @@ def ledger_of(records: Records) -> Ledger:
     return ledger
 
 
-def find_mismatch(records: Records) -> str | None:
-    """Return the first calls that meet and do not agree, in words that name every rank's line; None if all agree."""
-    ledger = ledger_of(records)
-    found = ledger.disagreement()
-    return None if found is None else explain(ledger, *found)
-
-
 def find_hints(records: Records) -> list[str]:
     """Return calls that meet and agree, and yet look swapped: watched parameters differ.
 

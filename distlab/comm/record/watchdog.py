@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header, RecordReader
-from distlab.comm.record.matching import Ledger, explain, find_hints, find_mismatch, ledger_of
+from distlab.comm.record.matching import Ledger, explain, ledger_of
 from distlab.comm.record.read import Records, call_of, group_ranks
-
-__all__ = ["Watchdog", "describe", "find_deadlock", "find_hints", "find_mismatch"]
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
@@ -114,12 +112,8 @@ def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
     return f"{missing}: its last call was {call_of(rank, standing.last, standing.names)}"
 
 
-def find_deadlock(records: Records, finished_ranks: Collection[int] = ()) -> str | None:
-    """Return why no rank can ever move again, or None while one may."""
-    return _deadlock(standings_of(records), ledger_of(records), finished_ranks)
-
-
-def _deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int]) -> str | None:
+def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
+    """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned."""
     lines, now = [], time.monotonic_ns()
     for rank, standing in sorted(standings.items()):
         if rank in finished:
@@ -197,16 +191,15 @@ class _Follower:
 class Watchdog:
     """Look at the ranks' records again and again; reads only what is new (about 0.2 ms per look for four ranks).
 
-    Make one for each job. With `since_ns` (time.monotonic_ns before the job was handed out) a rank counts once its
-    record was begun after that; without it, ranks count whose record was begun as often as the newest.
+    Make one for each job. A rank counts once its record was begun after `since_ns` (time.monotonic_ns before the job
+    was handed out).
     """
 
-    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int | None = None) -> None:
+    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int) -> None:
         self.folder, self.world_size, self.since_ns = Path(folder), world_size, since_ns
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
         self._ledger = Ledger()
-        self._job = 0
         self._mismatch_at: float | None = None
         self._still: tuple[object, float] = (None, 0.0)
 
@@ -231,7 +224,7 @@ class Watchdog:
         if now - self._still[1] < STABLE_S:
             return None
         standings = {rank: follower.standing() for rank, follower in followers.items()}
-        return _deadlock(standings, self._ledger, finished)
+        return find_deadlock(standings, self._ledger, finished)
 
     def mismatch(self, *, patient: bool = False) -> str | None:
         """Read what is new and return calls that do not agree; patient: give the other members a moment to arrive."""
@@ -259,16 +252,10 @@ class Watchdog:
             if rank not in self._readers and path.exists() and RecordReader.is_ready(path):
                 self._readers[rank] = RecordReader(path)
         headers = {rank: reader.header() for rank, reader in self._readers.items()}
-        if self.since_ns is None:
-            job = max((header.job for header in headers.values()), default=0)
-            here = {rank for rank, header in headers.items() if header.job == job}
-            if job != self._job:
-                self._job, self._followers, self._ledger, self._mismatch_at = job, {}, Ledger(), None
-        else:
-            here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
-            if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
-                # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-                self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
+        here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
+        if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
+            # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
+            self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
 
