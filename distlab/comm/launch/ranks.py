@@ -248,9 +248,7 @@ class _Round:
             raise RankError("\n".join(["the call was interrupted", *standing(self._stacks(), self._words())]))
         if self.watchdog is None or self.failures:
             return
-        idle = set(range(self.pool.world_size)) - set(
-            self.ranks
-        )  # they have no job, so no other rank may wait for them
+        idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         message = self.watchdog.check(idle | set(self.replies))
         if message is not None:
             raise RankError("\n".join([message, *standing(self._stacks(), ())]))

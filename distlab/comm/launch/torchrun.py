@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,8 +46,6 @@ Echo = Callable[[int | None, str], None]
 
 def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] = ()) -> str:
     """Return what a user types to start the same without distlab."""
-    import shlex
-
     return shlex.join(["torchrun", "--nproc-per-node", str(num_ranks), str(script), *arguments])
 
 
@@ -101,7 +100,7 @@ def _terminable() -> Iterator[None]:
 @contextlib.contextmanager
 def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Start the agent in a session of its own, so that Ctrl-C reaches this process alone; take it down at the end."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -110,14 +109,12 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         errors="backslashreplace",
         env=_environment(),
         start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            _kill(process)
-        if process.stdout is not None:
-            process.stdout.close()
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                _kill(process)
 
 
 def _environment() -> dict[str, str]:

@@ -18,7 +18,6 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from distlab.comm.groups import choose_backend
@@ -240,16 +239,12 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
         verb = "" if what else "raised "
         summary = f"{what}{verb}{type(error).__name__}: {error}"[:MAX_TEXT]
     start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_ours(start.tb_frame):
+    while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start))
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
     return Failure(rank, summary, text, is_noise, now)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == __file__
 
 
 def flush_output() -> None:

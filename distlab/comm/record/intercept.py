@@ -76,13 +76,6 @@ class FrontEnd:
                 front._restore()
                 cls._active = None
 
-    @classmethod
-    def look(cls) -> None:
-        """Note the end of asynchronous calls that are over by now."""
-        front = cls._active
-        if front is not None:
-            front._look()
-
     def _install(self) -> None:
         dist.Work.wait = self._wait(dist.Work.wait)  # type: ignore[method-assign]
         library = torch.library.Library("c10d", "IMPL")
@@ -144,8 +137,6 @@ class FrontEnd:
             self._look()
         site = self.finder.find(frame)
         aside = threading.get_ident() != self._main and not blocks_rank()
-        if len(self.sinks) == 1:
-            return [self.sinks[0].call(operation, group, data, peer, tag, site, aside)]
         return [sink.call(operation, group, data, peer, tag, site, aside) for sink in self.sinks]
 
     def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:

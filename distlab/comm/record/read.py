@@ -116,7 +116,7 @@ def call_of(rank: int, row: Any, names: list[str]) -> Call:
 
 
 class RankRecord(NamedTuple):
-    """What one rank recorded: header, rows (oldest first), totals an operation, and the texts that rows name.
+    """What one rank recorded: header, rows (oldest first), totals per operation, and the texts that rows name.
 
     The totals count every call of the job, those whose rows were overwritten too.
     """
@@ -129,7 +129,7 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Records:
-    """Calls of some ranks, in columns a rank."""
+    """Calls of some ranks."""
 
     by_rank: Mapping[int, RankRecord]
 
@@ -194,17 +194,14 @@ class Records:
         A call without a wait, whose end was not seen, ends at the last look that found it unfinished.
         """
         spans = []
-        for call, row in zip(self, self._all_rows(), strict=True):
+        rows = [row for record in self.by_rank.values() for row in record.rows]
+        for call, row in zip(self, rows, strict=True):
             name = f"{call.op} #{call.number}" + (f" {call.label}" if call.label else "")
             end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
             spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
             if call.wait_ns and call.end_ns:
                 spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
         return Trace.from_spans(spans)
-
-    def _all_rows(self) -> Iterator[Any]:
-        for record in self.by_rank.values():
-            yield from record.rows
 
     def _of(self, rank: int) -> RankRecord:
         if rank not in self.by_rank:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header, RecordReader
 from distlab.comm.record.matching import Ledger, explain, ledger_of
-from distlab.comm.record.read import Records, call_of, group_ranks
+from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
@@ -80,23 +80,20 @@ def _line(rank: int, standings: Mapping[int, Standing], ledger: Ledger, now: int
     standing = standings.get(rank)
     if standing is None or standing.last is None:
         return f"rank {rank} has made no call to torch.distributed"
-    row = standing.blocked_in
-    if row is not None:
-        since = (now - int(row["wait"])) / 1e9
-        absent = waits_for(rank, row, standing.names, ledger)
-        text = f"rank {rank} waits in {call_of(rank, row, standing.names)} for {since:.1f} s"
-        reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in absent]
-        return "; ".join([text, *reasons]) if reasons else f"{text}; all that it needs have called it"
-    last = call_of(rank, standing.last, standing.names)
-    collectives = standing.unfinished[(standing.unfinished["op"] != SEND) & (standing.unfinished["op"] != RECV)]
-    if len(collectives):
+    row, names = standing.blocked_in, standing.names
+    is_blocked = row is not None
+    if not is_blocked:
+        collectives = standing.unfinished[~is_pair(standing.unfinished)]
+        if not len(collectives):
+            last, since = call_of(rank, standing.last, names), (now - int(standing.last["start"])) / 1e9
+            return f"rank {rank} waits in no call; its last was {last}, {since:.1f} s ago"
         row = collectives[0]
-        call, since = call_of(rank, row, standing.names), (now - int(row["start"])) / 1e9
-        absent = waits_for(rank, row, standing.names, ledger)
-        reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in absent]
+    call, since = call_of(rank, row, names), (now - int(row["wait" if is_blocked else "start"])) / 1e9
+    reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in waits_for(rank, row, names, ledger)]
+    if not is_blocked:
         return "; ".join([f"rank {rank} has called {call} {since:.1f} s ago and it is not known to be over", *reasons])
-    since = (now - int(standing.last["start"])) / 1e9
-    return f"rank {rank} waits in no call; its last was {last}, {since:.1f} s ago"
+    reasons = reasons or ["all that it needs have called it"]
+    return "; ".join([f"rank {rank} waits in {call} for {since:.1f} s", *reasons])
 
 
 def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
