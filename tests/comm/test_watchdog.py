@@ -9,7 +9,7 @@ import pytest
 from distlab.comm import read_records
 from distlab.comm.record import watchdog as module
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter, known_call
-from distlab.comm.record.matching import channel_of, find_hints, fingerprint_of, ledger_of
+from distlab.comm.record.matching import channel_of, fingerprint_of, ledger_of
 from distlab.comm.record.watchdog import Watchdog, describe, find_deadlock, standings_of
 
 
@@ -20,9 +20,7 @@ class Job:
         self.folder, self.world_size = folder, world_size
         self.writers = [RecordWriter(folder, rank, slots) for rank in range(world_size)]
 
-    def issue(
-        self, rank, op, shape=(4,), *, peer=-1, tag=0, group=None, dtype="torch.float32", line=1, label="", aside=False
-    ):
+    def issue(self, rank, op, shape=(4,), *, peer=-1, tag=0, group=None, dtype="torch.float32", line=1, aside=False):
         writer = self.writers[rank]
         members = list(range(self.world_size)) if group is None else list(group)
         text, pair = f"g{members} {members}", op in ("send", "recv")
@@ -36,7 +34,7 @@ class Job:
             peer=peer,
             parties=(2 if peer >= 0 else 0) if pair else len(members),
         )
-        return writer.begin(known, writer.text(label) if label else 0, aside)
+        return writer.begin(known, aside)
 
     def wait(self, rank, op, *args, **named):
         number = self.issue(rank, op, *args, **named)
@@ -293,17 +291,6 @@ def test_since_keeps_records_of_an_earlier_job_out(job, quick):
     job.writers[1].reset()
     job.whole(1, "all_reduce", (5,))
     assert "float32[5]" in watchdog.mismatch()
-
-
-def test_hints_name_calls_of_one_shape_that_move_different_parameters(job):
-    job = job()
-    for rank, names in enumerate((["weight", "bias"], ["bias", "weight"])):
-        for name in names:
-            job.whole(rank, "all_reduce", label=name)
-    assert mismatch(job) is None
-    (hint,) = find_hints(job.records)
-    assert "all_reduce #1 of weight" in hint
-    assert "all_reduce #1 of bias" in hint
 
 
 def test_overwritten_rows_lead_to_no_false_claim(job, quick):

@@ -39,8 +39,6 @@ class Recorder:
         self.folder, self.rank = Path(folder), rank
         self._writer = RecordWriter(folder, rank, slots)
         self._known: dict[tuple[Any, ...], Known] = {}
-        self._parameters: list[tuple[str, torch.nn.Parameter]] = []
-        self._labels: dict[int, tuple[int, torch.nn.Parameter]] = {}
         self._on = False
 
     def start(self) -> Recorder:
@@ -60,10 +58,6 @@ class Recorder:
         """Forget all calls and begin a new job, numbers from 1; on or off stays as it is."""
         self._known.clear()
         self._writer.reset()
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Tell calls of one line apart by the parameter of this model that they move."""
-        self._parameters, self._labels = list(model.named_parameters()), {}
 
     def close(self) -> None:
         """Stop, and close the files; they stay readable."""
@@ -93,8 +87,7 @@ class Recorder:
             if len(self._known) > MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._describe(operation, group, list(tensors_in(data)), peer, tag, site)
-        label = 0 if not self._parameters or first is None or sparse else self._label(first.data_ptr())
-        return self._writer, self._writer.begin(known, label, aside)
+        return self._writer, self._writer.begin(known, aside)
 
     def _describe(
         self, operation: Operation, group: Any, tensors: list[Tensor], peer: int, tag: int, site: Site
@@ -121,23 +114,6 @@ class Recorder:
             peer=other,
             parties=(2 if other >= 0 else 0) if is_pair else size,
         )
-
-    def _label(self, address: int) -> int:
-        """Return the text of the watched parameter whose data or gradient lies at this address, or 0."""
-        number, parameter = self._labels.get(address, (0, None))
-        if parameter is None or address not in _addresses(parameter):
-            self._labels = {
-                place: (self._writer.text(name), parameter)
-                for name, parameter in self._parameters
-                for place in _addresses(parameter)
-            }
-            number = self._labels.get(address, (0, None))[0]
-        return number
-
-
-def _addresses(parameter: torch.nn.Parameter) -> list[int]:
-    gradient = parameter.grad
-    return [t.data_ptr() for t in (parameter, gradient) if t is not None and t.layout is torch.strided]
 
 
 @dataclass
