@@ -2,7 +2,7 @@
 
 On and off take turns block by block in one process. The cost of a call is the difference of the two; on a busy machine
 single blocks may even come out negative. A step's share is the number of calls that it makes, times that cost, divided
-by the step's own time; the step timed with recording on and off stands beside it.
+by the step's own time. The step is also timed with recording on and off.
 """
 
 from __future__ import annotations

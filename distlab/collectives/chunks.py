@@ -134,7 +134,7 @@ def cut(values: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
 
 
 def num_pieces(chunk: torch.Tensor, piece_bytes: int) -> int:
-    """Return into how many messages of about `piece_bytes` a chunk is cut: at least one, at most one an element."""
+    """Return into how many messages of about `piece_bytes` a chunk is cut: at least one, at most one per element."""
     return max(1, min(chunk.numel(), -(-chunk.numel() * chunk.element_size() // piece_bytes)))
 
 

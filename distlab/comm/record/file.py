@@ -106,7 +106,7 @@ def known_call(
 
 
 def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Add the calls and bytes of rows to totals, an entry an operation."""
+    """Add the calls and bytes of rows to totals, one entry per operation."""
     for code in np.unique(rows["op"]).tolist():
         of_op = rows[rows["op"] == code]
         totals["calls"][code] += len(of_op)
@@ -147,7 +147,7 @@ class RecordWriter:
         with open(path, "w+b") as file:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
-        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open as long as the rank)
+        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
@@ -263,7 +263,7 @@ class RecordReader:
         return Header(*numbers)
 
     def totals(self) -> NDArray[Any]:
-        """Return calls, payload bytes and ring bytes an operation of the rows before header.counted."""
+        """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
         return self._bytes[TOTALS_AT : TOTALS_AT + len(OPS) * TOTALS.itemsize].view(TOTALS).copy()
 
     def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
