@@ -53,10 +53,7 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the bytes of every rank of the group; all ranks give equally many.
-
-    Cost: one all-gather of the bytes.
-    """
+    """Return the bytes of every rank of the group, by one all-gather; all ranks give equally many."""
     import torch
     import torch.distributed as dist
 
