@@ -1,8 +1,8 @@
-"""What recording costs: microseconds a call for each front end, and the share of a training step.
+"""What recording costs: microseconds per call, and the share of a training step.
 
 On and off take turns block by block in one process. The cost of a call is the difference of the two; on a busy machine
 single blocks may even come out negative. A step's share is the number of calls that it makes, times that cost, divided
-by the step's own time; the step timed with recording on and off stands beside it.
+by the step's own time. The step is also timed with recording on and off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, nois
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0
-FRONT_ENDS = {"operators (sees everything)": True, "methods (sees Python's calls)": False}
 
 
 def blocking(tensor: torch.Tensor) -> None:
@@ -49,9 +48,9 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
         recorder = Recorder(folder, 0)
         for call in (blocking, asynchronous):
 
-            def block(complete: bool | None, call: Callable[[torch.Tensor], None] = call) -> float:
-                if complete is not None:
-                    recorder.start(complete)
+            def block(on: bool, call: Callable[[torch.Tensor], None] = call) -> float:
+                if on:
+                    recorder.start()
                 for _ in range(20):
                     call(tensor)
                 start = time.perf_counter()
@@ -61,9 +60,12 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
                 recorder.stop()
                 return seconds
 
-            names = {"off": None, "off again": None} | FRONT_ENDS
-            programs = [lambda complete=complete: block(complete) for complete in names.values()]  # type: ignore[misc]
-            found[call.__name__] = dict(zip(names, interleave(programs, blocks), strict=True))
+            programs = {
+                "off": lambda: block(False),
+                "off again": lambda: block(False),
+                "on": lambda: block(True),
+            }
+            found[call.__name__] = dict(zip(programs, interleave(list(programs.values()), blocks), strict=True))
         recorder.close()
     dist.destroy_process_group()
     return found
@@ -112,7 +114,7 @@ def step_times(blocks: int, steps: int) -> dict[str, tuple[int, list[float], lis
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
-    """Yield the cost a call of each front end, then the share of a step."""
+    """Yield the cost per call, then the share of a step."""
     blocks, calls, steps = (4, 100, 1) if quick else (MIN_BLOCKS + 4, 500, 3)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     cost_us = 0.0
@@ -121,11 +123,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
     for kind, times in found.items():
         off = np.asarray(times["off"])
         yield noise(f"a {kind} all_reduce, not recorded", times["off again"], times["off"])
-        for name, complete in FRONT_ENDS.items():
-            costs = ((np.asarray(times[name]) - off) * 1e6).tolist()
-            cost_us = max(cost_us, float(np.median(costs))) if complete else cost_us
-            note = f"a call itself takes {np.median(off) * 1e6:.0f} us"
-            yield absolute(f"cost of recording a {kind} call by {name}", costs, bar=COST_BAR_US, unit="us", note=note)
+        costs = ((np.asarray(times["on"]) - off) * 1e6).tolist()
+        cost_us = max(cost_us, float(np.median(costs)))
+        note = f"a call itself takes {np.median(off) * 1e6:.0f} us"
+        yield absolute(f"cost of recording a {kind} call", costs, bar=COST_BAR_US, unit="us", note=note)
     with Ranks(2, timeout_s=600, record=False) as ranks:
         results = ranks.run(step_times, blocks, steps)
     for kind in results[0]:

@@ -18,7 +18,6 @@ from distlab.plan import split_evenly
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
-OPS = ("sum", "mean", "max", "min", "prod")
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -41,14 +40,6 @@ class Reduction(NamedTuple):
             tensor.div_(num_ranks)
 
 
-def _sum(own: torch.Tensor, received: torch.Tensor) -> object:
-    return own.add_(received)
-
-
-def _product(own: torch.Tensor, received: torch.Tensor) -> object:
-    return own.mul_(received)
-
-
 def _maximum(own: torch.Tensor, received: torch.Tensor) -> object:
     return torch.maximum(own, received, out=own)
 
@@ -57,7 +48,13 @@ def _minimum(own: torch.Tensor, received: torch.Tensor) -> object:
     return torch.minimum(own, received, out=own)
 
 
-_COMBINE: dict[str, Combine] = {"sum": _sum, "mean": _sum, "prod": _product, "max": _maximum, "min": _minimum}
+_COMBINE: dict[str, Combine] = {
+    "sum": torch.Tensor.add_,
+    "mean": torch.Tensor.add_,
+    "max": _maximum,
+    "min": _minimum,
+    "prod": torch.Tensor.mul_,
+}
 
 
 def make_reduction(op: str, dtype: torch.dtype, who: str) -> Reduction:
@@ -66,8 +63,8 @@ def make_reduction(op: str, dtype: torch.dtype, who: str) -> Reduction:
     Raises:
         ValueError: an unknown op, a dtype that has no such operation, or the mean of whole numbers.
     """
-    if op not in OPS:
-        raise ValueError(f"{who}: op={op!r} is unknown; pass one of {', '.join(OPS)}")
+    if op not in _COMBINE:
+        raise ValueError(f"{who}: op={op!r} is unknown; pass one of {', '.join(_COMBINE)}")
     if dtype not in REAL + WHOLE + COMPLEX:
         raise ValueError(f"{who}: {dtype} cannot be reduced; convert to float16, bfloat16, float32 or float64 first")
     if op == "mean" and dtype in WHOLE:
@@ -137,7 +134,7 @@ def cut(values: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
 
 
 def num_pieces(chunk: torch.Tensor, piece_bytes: int) -> int:
-    """Return into how many messages of about `piece_bytes` a chunk is cut: at least one, at most one an element."""
+    """Return into how many messages of about `piece_bytes` a chunk is cut: at least one, at most one per element."""
     return max(1, min(chunk.numel(), -(-chunk.numel() * chunk.element_size() // piece_bytes)))
 
 

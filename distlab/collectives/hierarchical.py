@@ -29,8 +29,8 @@ def hierarchical_all_reduce(
     group the ranks with the same place on the other machines. Every machine has the same number of ranks.
 
     Shapes: any shape, 0-dim and empty too; contiguous; returns `tensor`.
-    Cost: with g ranks a machine, m machines, S_c the bytes of chunk c of g chunks, i this rank's place on its machine,
-        and X_d the bytes of part d of chunk i cut into m, c this rank's place in the cross group: inside
+    Cost: with g ranks per machine, m machines, S_c the bytes of chunk c of g chunks, i this rank's place on its
+        machine, and X_d the bytes of part d of chunk i cut into m, c this rank's place in the cross group: inside
         2 S - S_i - S_(i+1) bytes sent per rank, across 2 S_i - X_c - X_(c+1), which is 2 (g-1)/g S inside and
         2 (m-1)/m S/g across where all divides. A flat ring sends 2 (gm-1)/(gm) S, all of it over the slow links
         where machines meet. Steps: 2 (g-1) inside and 2 (m-1) across, instead of 2 (gm-1).

@@ -26,18 +26,20 @@ def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = 
         ValueError: on every rank, when ranks differ or one has a value that JSON cannot hold; the text names the ranks
             and the values.
     """
+    import torch.distributed as dist
+
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:
         text = f"!{error}"  # no JSON text begins with "!"; tell the other ranks, or they would wait forever
     data = text.encode()
     mine = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
-    everyone = _all_gather(mine, group)
+    everyone = all_gather_bytes(mine, group)
     if text[0] != "!" and all(other == mine for other in everyone):
         return
     longest = max(int.from_bytes(other[32:], "big") for other in everyone)
-    texts = [other.rstrip(b"\0").decode() for other in _all_gather(data.ljust(longest, b"\0"), group)]
-    raise ValueError(_explain(texts, _names(group), what))
+    texts = [other.rstrip(b"\0").decode() for other in all_gather_bytes(data.ljust(longest, b"\0"), group)]
+    raise ValueError(_explain(texts, dist.get_process_group_ranks(group), what))
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -50,7 +52,8 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def _all_gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the bytes of every rank of the group, by one all-gather; all ranks give equally many."""
     import torch
     import torch.distributed as dist
 
@@ -60,15 +63,11 @@ def _all_gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [tensor.cpu().numpy().tobytes() for tensor in gathered]
 
 
-def _names(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of the group's members, which are what a user knows."""
-    import torch.distributed as dist
-
-    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-
 def _explain(texts: list[str], names: list[int], what: str) -> str:
-    """Say which ranks have which value, and for a long value where the first difference is."""
+    """Say which ranks have which value, and for a long value where the first difference is.
+
+    `names`: the global ranks of the group's members, which are what a user knows.
+    """
     refused = [(name, text[1:]) for name, text in zip(names, texts, strict=True) if text.startswith("!")]
     if refused:
         rank, reason = refused[0]

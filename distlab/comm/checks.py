@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import resource
+from typing import SupportsIndex
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 MAX_RANKS = 1024
@@ -17,12 +18,9 @@ def check_world_size(world_size: object) -> int:
     Raises:
         ValueError: it is not a whole number from 1 to what this process may start.
     """
-    if isinstance(world_size, bool | str):
+    if isinstance(world_size, bool) or not isinstance(world_size, SupportsIndex):
         raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, such as 4")
-    try:
-        number = operator.index(world_size)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, such as 4") from None
+    number = operator.index(world_size)
     if number < 1:
         raise ValueError(f"world_size is {number}; pass at least 1 rank")
     limit = max_ranks()

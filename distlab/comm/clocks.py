@@ -11,7 +11,7 @@ from time import monotonic_ns
 import torch
 import torch.distributed as dist
 
-from distlab.comm.agree import group_device
+from distlab.comm.agree import all_gather_bytes, group_device
 from distlab.comm.p2p import Receive, Send, exchange
 
 ROUNDS = 20
@@ -75,7 +75,5 @@ def _machine() -> int:
 
 
 def _gather(value: int, group: dist.ProcessGroup | None) -> list[int]:
-    mine = torch.tensor([value], dtype=torch.int64, device=group_device(group))
-    values = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(values, mine, group=group)
-    return [int(tensor.item()) for tensor in values]
+    data = value.to_bytes(8, "big", signed=True)
+    return [int.from_bytes(other, "big", signed=True) for other in all_gather_bytes(data, group)]

@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
+from distlab.comm.record.read import read_records
+from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
 from distlab.plan import Mesh
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
@@ -147,9 +149,6 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
     if trace_dir is None:
         yield
         return
-    from distlab.comm.record.read import read_records
-    from distlab.comm.record.recorder import Recorder
-
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if member.rank == 0:

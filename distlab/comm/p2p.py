@@ -12,6 +12,7 @@ Three facts are hidden here, so that an algorithm only says what goes where:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Receive(NamedTuple):
     from_: int
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """Messages on their way: wait for what arrives, or for everything.
 
@@ -42,14 +44,9 @@ class Pending:
     `wait_received()`.
     """
 
-    __slots__ = ("_landings", "_receives", "_sends")
-
-    def __init__(
-        self, receives: list[dist.Work], sends: list[dist.Work], landings: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self._receives = receives
-        self._sends = sends
-        self._landings = landings
+    _receives: list[dist.Work]
+    _sends: list[dist.Work]
+    _landings: list[tuple[torch.Tensor, torch.Tensor]]
 
     def wait_received(self) -> None:
         """Wait until everything that this rank receives is in place."""
@@ -129,15 +126,14 @@ def send_receive(
     Raises:
         ValueError: as `start`; or the two tensors lie on different devices, or share memory.
     """
+    rank = group_rank(group)
     if send.device != receive.device:
-        rank = group_rank(group)
         raise ValueError(
             f"rank {rank}: sends from {send.device} and receives on {receive.device}; put both on one device"
         )
     if send.data_ptr() == receive.data_ptr() and send.numel() and receive.numel():
-        rank = group_rank(group)
         raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into another tensor")
-    start(Receive(receive, from_), Send(send, to), group=group).wait()
+    exchange(Receive(receive, from_), Send(send, to), group=group)
 
 
 def require_same(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, what: str = "tensor") -> None:

@@ -58,8 +58,6 @@ class ThrottledLink:
         num_calls: calls so far.
     """
 
-    complete = True  # calls of autograd's threads and of torch's own C++ too
-
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
         if not 0 < bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s is {bytes_per_s!r}; pass the bytes of a second, above 0, such as 125e6")

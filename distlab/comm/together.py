@@ -51,7 +51,7 @@ def together(
     names = [0]
     if world_size > 1:
         dist.all_gather_object(outcomes, outcome, group=group)
-        names = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        names = dist.get_process_group_ranks(group)
     for kind, raised in (("refused", ValueError), ("failed", failure)):
         ranks: dict[str, list[str]] = {}
         for name, (its_kind, text) in zip(names, outcomes, strict=True):

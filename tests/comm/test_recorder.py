@@ -52,15 +52,14 @@ NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather", "reduc
 NAMES += ("all_to_all", "all_to_all", "gather", "scatter", "barrier")
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_stop_puts_back_exactly_what_was_there(tmp_path, complete):
+def test_stop_puts_back_exactly_what_was_there(tmp_path):
     before = patched()
     assert before[2] == [False] * 4
-    recorder = Recorder(tmp_path, 0).start(complete)
+    recorder = Recorder(tmp_path, 0).start()
     changed = patched()
     assert changed[1] is not before[1]
-    assert changed[2] == [complete] * 4
-    recorder.start(complete)
+    assert changed[2] == [True] * 4
+    recorder.start()
     recorder.stop()
     recorder.stop()
     assert patched() == before
@@ -71,9 +70,9 @@ def test_stop_puts_back_exactly_what_was_there(tmp_path, complete):
 
 def test_recorders_inside_each_other_each_see_their_part(tmp_path):
     before, x = patched(), torch.ones(2)
-    outer = Recorder(tmp_path, 0).start(complete=False)
+    outer = Recorder(tmp_path, 0).start()
     dist.all_reduce(x)
-    with recorded(complete=True) as inner:  # the outer one is served by the complete front end for this while
+    with recorded() as inner:
         dist.broadcast(x, 0)
         with recorded() as innermost:
             dist.barrier()
@@ -88,7 +87,7 @@ def test_recorders_inside_each_other_each_see_their_part(tmp_path):
 def test_recorders_may_stop_in_any_order(tmp_path):
     before = patched()
     (tmp_path / "b").mkdir()
-    first, second = Recorder(tmp_path, 0).start(), Recorder(tmp_path / "b", 0).start(complete=False)
+    first, second = Recorder(tmp_path, 0).start(), Recorder(tmp_path / "b", 0).start()
     first.stop()
     dist.all_reduce(torch.ones(1))
     second.stop()
@@ -97,9 +96,8 @@ def test_recorders_may_stop_in_any_order(tmp_path):
     assert read_records(tmp_path / "b").ops(0) == ("all_reduce",)
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_every_call_is_seen_once_by_its_name(complete):
-    with recorded(complete=complete) as seen:
+def test_every_call_is_seen_once_by_its_name():
+    with recorded() as seen:
         every_call()
     assert seen.records.ops(0) == NAMES
     assert all(call.state == "done" and call.end_ns >= call.start_ns for call in seen.records)
@@ -110,9 +108,8 @@ def helper_that_the_learner_wrote(x):
     dist.all_reduce(x)
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_the_call_site_is_the_learners_line(complete):
-    with recorded(complete=complete) as seen:
+def test_the_call_site_is_the_learners_line():
+    with recorded() as seen:
         line = inspect.currentframe().f_lineno + 1
         dist.all_reduce(torch.ones(1))
         helper_that_the_learner_wrote(torch.ones(1))
@@ -147,17 +144,6 @@ def test_calls_on_other_threads_and_in_backward_hooks_are_seen():
     assert all(call.site.startswith(__file__) for call in seen.records)
 
 
-def test_watched_parameters_name_the_calls_that_move_them():
-    model = torch.nn.Linear(3, 2)
-    model(torch.ones(1, 3)).sum().backward()
-    with recorded() as seen:
-        seen.recorder.watch(model)
-        dist.all_reduce(model.weight.grad)
-        dist.broadcast(model.bias.data, 0)
-        dist.all_reduce(torch.ones(3))
-    assert [call.label for call in seen.records] == ["weight", "bias", ""]
-
-
 BAD = {
     "all_reduce": lambda x: dist.all_reduce(x),
     "broadcast": lambda x: dist.broadcast(x, 0),
@@ -172,10 +158,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("op", BAD)
-def test_a_non_contiguous_tensor_is_refused_where_it_was_passed(op, complete):
-    with recorded(complete=complete) as seen:
+def test_a_non_contiguous_tensor_is_refused_where_it_was_passed(op):
+    with recorded() as seen:
         with pytest.raises(ValueError, match=rf"rank 0: {op} at .*test_recorder.py:\d+ .*non-contiguous") as error:
             BAD[op](torch.arange(8.0).reshape(4, 2)[:, 0])
         for part in ("shape [4]", "stride [2]", "expected stride [1]", "call .contiguous()"):

@@ -11,20 +11,20 @@ def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):
 
 def test_rows_come_back_in_words(tmp_path):
     writer = RecordWriter(tmp_path, 3, 16)
-    n = writer.begin(known(writer), writer.text("layers.0.weight"), False)
+    n = writer.begin(known(writer), False)
     writer.end(n, DONE)
     (call,) = read_records(tmp_path)
     assert call.end_ns >= call.start_ns > 0
     assert (call.rank, call.op, call.number, call.num_bytes, call.group) == (3, "all_reduce", 1, 8, (0, 1))
-    assert str(call) == "all_reduce #1 of layers.0.weight (float32[2], group [0, 1]) at train.py:3"
+    assert str(call) == "all_reduce #1 (float32[2], group [0, 1]) at train.py:3"
 
 
 def test_totals_count_what_the_ring_has_overwritten(tmp_path):
     writer = RecordWriter(tmp_path, 0, 8)
     for _ in range(30):
-        writer.begin(known(writer), 0, False)
+        writer.begin(known(writer), False)
     for _ in range(10):
-        writer.begin(known(writer, "send", num_bytes=5, ring_bytes=0), 0, False)
+        writer.begin(known(writer, "send", num_bytes=5, ring_bytes=0), False)
     records = read_records(tmp_path)
     assert records.num_calls() == 40
     assert records.num_calls("all_reduce") == 30
@@ -37,21 +37,21 @@ def test_totals_count_what_the_ring_has_overwritten(tmp_path):
 
 def test_an_end_that_comes_after_its_row_was_overwritten_touches_nothing(tmp_path):
     writer = RecordWriter(tmp_path, 0, 4)
-    first = writer.begin(known(writer), 0, False)
+    first = writer.begin(known(writer), False)
     for _ in range(4):
-        writer.begin(known(writer), 0, False)
+        writer.begin(known(writer), False)
     writer.end(first, DONE)
     assert [call.state for call in read_records(tmp_path)] == ["issued"] * 4
 
 
 def test_reset_begins_anew_and_forgets_calls_under_way(tmp_path):
     writer = RecordWriter(tmp_path, 0, 8)
-    old = writer.begin(known(writer), 0, False)
+    old = writer.begin(known(writer), False)
     writer.reset()
     writer.end(old, DONE)
     assert len(read_records(tmp_path)) == 0
     assert read_records(tmp_path).num_calls() == 0
-    writer.begin(known(writer), 0, False)
+    writer.begin(known(writer), False)
     (call,) = read_records(tmp_path)
     assert call.number == 1
 
@@ -59,7 +59,7 @@ def test_reset_begins_anew_and_forgets_calls_under_way(tmp_path):
 def test_half_written_rows_are_left_out(tmp_path):
     writer = RecordWriter(tmp_path, 0, 8)
     for _ in range(2):
-        writer.begin(known(writer), 0, False)
+        writer.begin(known(writer), False)
     reader = RecordReader(tmp_path / "rank0.rec")
     with open(tmp_path / "rank0.rec", "r+b") as file:  # the second row without its state
         file.seek(ROWS_AT + 2 * reader._rows.itemsize + reader._rows.itemsize - 8)
@@ -80,7 +80,7 @@ def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path)
 
 def test_trace_has_the_calls_and_the_time_blocked_in_wait(tmp_path):
     writer = RecordWriter(tmp_path, 1, 8)
-    waited, never = writer.begin(known(writer), 0, False), writer.begin(known(writer, "send", channel=2), 0, False)
+    waited, never = writer.begin(known(writer), False), writer.begin(known(writer, "send", channel=2), False)
     writer.wait(waited, 2)
     writer.end(waited, DONE)
     assert never == 2

@@ -20,14 +20,7 @@ from distlab.comm.launch.forkserver import send_request
 
 SERVE_RANK = ("distlab.comm.launch.worker", "serve_rank")  # what runs inside a rank
 # torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once per rank.
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "cloudpickle",
-    "distlab.comm.launch.worker",
-    "distlab.comm.record.recorder",
-)
+PRELOAD = ("torch._dynamo", "cloudpickle", "distlab.comm.launch.worker")
 
 
 class ForkServer:

@@ -35,7 +35,7 @@ from pathlib import Path
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
 JOB_VARIABLE = "DISTLAB_JOB"  # in each rank's environment: the name of its set's folder
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def send_request(control: socket.socket, request: dict[str, object], fds: Sequence[int] = ()) -> None:
@@ -183,7 +183,7 @@ class Server:
     def become_rank(self, output_fd: int, status_fd: int) -> None:
         """In the child: drop what is the server's, take a session of its own, and write to the launcher's pipe."""
         os.setsid()
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -263,7 +263,7 @@ def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     load(preload)
     wake, waker = socket.socketpair()
     wake.setblocking(False)

@@ -114,9 +114,9 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
         with _sent_by_value([fn, *args]):
             return pickle.dumps((_dump((fn, tuple(args))), sources_not_on_disk()))
     except Exception as error:
-        culprit = _culprit(fn, args)
+        name, culprit = getattr(fn, "__qualname__", None) or repr(fn), _culprit(fn, args)
         raise ValueError(
-            f"{_name(fn)} cannot be sent to the ranks: {culprit or 'it'} cannot be pickled "
+            f"{name} cannot be sent to the ranks: {culprit or 'it'} cannot be pickled "
             f"({type(error).__name__}: {error}); make such an object inside the function instead"
         ) from error
 
@@ -218,7 +218,3 @@ def _contents(cell: Any) -> object:
         return cell.cell_contents
     except ValueError:  # not yet assigned
         return None
-
-
-def _name(fn: Callable[..., object]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)

@@ -56,17 +56,6 @@ class RankProcess:
         if status >= 0:
             self.wait_status, self.ended_ns, self.is_gone = status, now, True
 
-    def how_it_ended(self) -> str:
-        """Say in words how the process ended."""
-        if self.wait_status is None:
-            return "ended with its fork server, which was killed"
-        return describe_exit(os.waitstatus_to_exitcode(self.wait_status))
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit status, minus the signal's number for a signal, or None where it is not known."""
-        return None if self.wait_status is None else os.waitstatus_to_exitcode(self.wait_status)
-
 
 @dataclass
 class Pool:
@@ -179,10 +168,13 @@ class Pool:
     def failure_of_exit(self, rank: int) -> Failure:
         """Describe the death of a rank's process, with the stack that a crash left or its last output."""
         process = self.ranks[rank]
+        summary = "ended with its fork server, which was killed"
+        if process.wait_status is not None:
+            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status))
         text = self._stack_text(rank)
         if not text and process.output.last:
             text = "its last output:\n" + "\n".join(f"    {line}" for line in process.output.last)
-        return Failure(rank, process.how_it_ended(), text, False, process.ended_ns)
+        return Failure(rank, summary, text, False, process.ended_ns)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to some ranks (all if None); SIGKILL goes to everything that they have started too."""

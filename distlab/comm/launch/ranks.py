@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
 from distlab.comm.launch.messages import Body, Job, pack_call
 from distlab.comm.launch.pool import Pool
-
-if TYPE_CHECKING:
-    from distlab.comm.record.read import Records
-    from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.launch.settled import is_settled
+from distlab.comm.record.read import Records, read_records
+from distlab.comm.record.watchdog import Watchdog, describe
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
@@ -96,8 +96,6 @@ class Ranks:
         Raises:
             RuntimeError: nothing has been run, or record is False.
         """
-        from distlab.comm.record.read import read_records
-
         if self._pool is not None and self.record:
             return read_records(self._pool.folder)
         if self._failed_records is not None:
@@ -167,12 +165,8 @@ class Ranks:
     def _keep_records(self) -> None:
         """Read the records before the folder goes."""
         if self.record and self._pool is not None:
-            try:
-                from distlab.comm.record.read import read_records
-
+            with contextlib.suppress(Exception):  # a failure is being reported already
                 self._failed_records = read_records(self._pool.folder)
-            except Exception:  # a failure is being reported already
-                self._failed_records = None
 
 
 class _Round:
@@ -184,11 +178,8 @@ class _Round:
         self.replies: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
-        self.watchdog: Watchdog | None = None
-        if owner.record:
-            from distlab.comm.record.watchdog import Watchdog
-
-            self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=time.monotonic_ns())
+        since_ns = time.monotonic_ns()
+        self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=since_ns) if owner.record else None
 
     def results(self) -> list[bytes]:
         """Wait for every reply; return the results, or raise the error that explains what happened."""
@@ -215,8 +206,6 @@ class _Round:
             return False
         if any(failure.is_noise or "has not been initialized" in failure.summary for failure in self.failures):
             return False
-        from distlab.comm.launch.settled import is_settled
-
         return is_settled(records, self.ranks)
 
     def _give_up_at(self) -> float:
@@ -248,9 +237,7 @@ class _Round:
             raise RankError("\n".join(["the call was interrupted", *standing(self._stacks(), self._words())]))
         if self.watchdog is None or self.failures:
             return
-        idle = set(range(self.pool.world_size)) - set(
-            self.ranks
-        )  # they have no job, so no other rank may wait for them
+        idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         message = self.watchdog.check(idle | set(self.replies))
         if message is not None:
             raise RankError("\n".join([message, *standing(self._stacks(), ())]))
@@ -266,11 +253,8 @@ class _Round:
         """Who waits for whom, from the recorded calls."""
         if self.watchdog is None:
             return []
-        from distlab.comm.record.read import read_records
-        from distlab.comm.record.watchdog import describe
-
         try:
-            return list(describe(read_records(self.pool.folder), self.pool.world_size))
+            return describe(read_records(self.pool.folder), self.pool.world_size)
         except Exception as error:
             return [f"(the recorded calls could not be read: {error})"]
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,13 +31,12 @@ from typing import Any
 
 from distlab.comm.checks import check_timeout, check_world_size
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.launch.forkserver import children, kill_group, prctl
+from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
 REFUSED = 2  # of one that was asked for something that cannot be: one line is enough
 _STOPPED = -signal.SIGTERM  # how torchrun ends the ranks that are left when one has failed
 _HUNG = "raised RankTimeout: "
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LINE = re.compile(r"\[rank(\d+)\]:")
 _ENDED, _ERROR = "ended.json", "error.json"
 _GRACE_S = 5.0
@@ -46,8 +46,6 @@ Echo = Callable[[int | None, str], None]
 
 def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] = ()) -> str:
     """Return what a user types to start the same without distlab."""
-    import shlex
-
     return shlex.join(["torchrun", "--nproc-per-node", str(num_ranks), str(script), *arguments])
 
 
@@ -102,7 +100,7 @@ def _terminable() -> Iterator[None]:
 @contextlib.contextmanager
 def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Start the agent in a session of its own, so that Ctrl-C reaches this process alone; take it down at the end."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -111,14 +109,12 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         errors="backslashreplace",
         env=_environment(),
         start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            _kill(process)
-        if process.stdout is not None:
-            process.stdout.close()
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                _kill(process)
 
 
 def _environment() -> dict[str, str]:
@@ -240,7 +236,7 @@ def _exits(folder: Path) -> dict[int, int]:
 
 def follow_launcher() -> None:
     """Make the kernel kill this process when the one that started it ends (Linux; elsewhere nothing)."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launcher_folder() -> Path | None:
@@ -273,7 +269,7 @@ def _agent(parent: int, folder: Path, arguments: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
     threading.Thread(target=_end_with, args=(parent, folder), name="lifeline", daemon=True).start()
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))

@@ -18,17 +18,17 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
 
 from distlab.comm.groups import choose_backend
 from distlab.comm.launch.failures import PEER_NOISE, Failure
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings
+from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
-
-if TYPE_CHECKING:
-    from distlab.comm.record.recorder import Recorder
 
 MAX_TEXT = 20_000
 
@@ -151,9 +151,6 @@ class _Rank:
 
     def join(self) -> None:
         """Join the default process group through a file in the private folder."""
-        import torch
-        import torch.distributed as dist
-
         settings = self.settings
         torch.set_num_threads(1)
         backend = settings.backend or choose_backend(settings.world_size)
@@ -167,8 +164,6 @@ class _Rank:
             timeout=datetime.timedelta(seconds=settings.group_timeout_s),
         )
         if settings.record:
-            from distlab.comm.record.recorder import Recorder
-
             self.recorder = Recorder(settings.folder, settings.rank)
             self.recorder.start()
         self.namespace |= {"rank": settings.rank, "world_size": settings.world_size, "torch": torch, "dist": dist}
@@ -216,8 +211,6 @@ class _Rank:
         A gloo group goes with the process: a rank ends by os._exit, which runs no destructor that could abort, and
         every rank has replied by now. Destroying it would take longer than all else at the end.
         """
-        import torch.distributed as dist
-
         if dist.is_initialized() and "nccl" in dist.get_backend():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -240,16 +233,12 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
         verb = "" if what else "raised "
         summary = f"{what}{verb}{type(error).__name__}: {error}"[:MAX_TEXT]
     start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_ours(start.tb_frame):
+    while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start))
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
     return Failure(rank, summary, text, is_noise, now)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == __file__
 
 
 def flush_output() -> None:

@@ -23,7 +23,7 @@ _LOOKING = threading.Lock()
 
 
 # The learner's file and line ("?" where no frame is theirs), and the file and line of distlab that made the call for
-# them ("" where they made it). A plain tuple: one is made a call.
+# them ("" where they made it). A plain tuple: one is made per call.
 Site = tuple[str, int, str, int]
 
 

@@ -34,8 +34,7 @@ ROW = np.dtype(
         ("end", "i8"),  # 0 while unknown
         ("open", "i8"),  # the last look that found the call unfinished
         ("wait", "i8"),  # when wait() was entered, or 0
-        ("seq", "u4"),  # number of the call on its channel, from 1
-        ("label", "u4"),  # text: the parameter that was moved (0: unknown)
+        ("seq", "u8"),  # number of the call on its channel, from 1
         ("bytes", "u8"),  # payload; from here to `op` the same for every call from one line with one shape
         ("ring", "u8"),  # bytes that the rank would have sent in a ring
         ("channel", "u8"),  # group, or group, source, destination and tag: calls of one channel meet in order
@@ -53,16 +52,15 @@ ROW = np.dtype(
 )
 ROW_BYTES = ROW.itemsize
 _KNOWN = struct.Struct("<QQQIIIIIiHHI")
-_PACK = struct.Struct(f"<QqqqqII{_KNOWN.size}sQ")
+_PACK = struct.Struct(f"<QqqqqQ{_KNOWN.size}sQ")
 _TIMES = struct.Struct("<qq")
 _COUNT = struct.Struct("<q")
 _KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
-# magic, slots, job (how many times the record was begun), n of the job's first row, n of the newest row,
-# start of the job, whether a thread that need not block the rank made a call, n of the first row not in the totals
+# a magic text, then what Header holds
 HEADER = struct.Struct("<8sQQQQqQQ")
-MAGIC = b"distrec1"
+MAGIC = b"distrec2"
 _COUNT_AT, _ASIDE_AT, _COUNTED_AT = HEADER.size - 32, HEADER.size - 16, HEADER.size - 8
 TOTALS_AT = 128
 TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
@@ -108,7 +106,7 @@ def known_call(
 
 
 def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Add the calls and bytes of rows to totals, an entry an operation."""
+    """Add the calls and bytes of rows to totals, one entry per operation."""
     for code in np.unique(rows["op"]).tolist():
         of_op = rows[rows["op"] == code]
         totals["calls"][code] += len(of_op)
@@ -149,7 +147,7 @@ class RecordWriter:
         with open(path, "w+b") as file:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
-        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open as long as the rank)
+        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
@@ -178,7 +176,7 @@ class RecordWriter:
                 self._ids[text] = number
         return number
 
-    def begin(self, known: Known, label: int, aside: bool) -> int:
+    def begin(self, known: Known, aside: bool) -> int:
         """Write the row of a call that starts now and return its number."""
         key, packed = known
         with self._lock:
@@ -189,7 +187,7 @@ class RecordWriter:
             at = ROWS_AT + n % self.slots * ROW_BYTES
             if n - self._counted >= self.slots:
                 self._drop()
-            _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, 0, sequence, label, packed, ISSUED)
+            _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, 0, sequence, packed, ISSUED)
             _COUNT.pack_into(self._map, _COUNT_AT, n)
             if aside:
                 self._map[_ASIDE_AT] = 1
@@ -261,11 +259,11 @@ class RecordReader:
 
     def header(self) -> Header:
         """Return the header as it stands."""
-        _, slots, job, first, newest, start_ns, aside, counted = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
-        return Header(slots, job, first, newest, start_ns, bool(aside), counted)
+        _, *numbers = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
+        return Header(*numbers)
 
     def totals(self) -> NDArray[Any]:
-        """Return calls, payload bytes and ring bytes an operation of the rows before header.counted."""
+        """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
         return self._bytes[TOTALS_AT : TOTALS_AT + len(OPS) * TOTALS.itemsize].view(TOTALS).copy()
 
     def rows(self, header: Header, after: int = 0) -> NDArray[Any]:

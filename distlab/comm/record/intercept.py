@@ -1,9 +1,8 @@
 """Watch every call to torch.distributed in this process, and hand it to the recorders that are on.
 
-Two ways in. Kernels for the `c10d::*` operators see every call on every thread, those of DDP's C++ reducer, FSDP and
-functional collectives included. Wrapped methods of ProcessGroup cost less and see what Python calls. Both patch
-something that the whole process shares. So there is one FrontEnd per process, however many recorders are on, and the
-last one to stop puts back exactly what was there.
+Kernels for the `c10d::*` operators see every call on every thread, those of DDP's C++ reducer, FSDP and functional
+collectives included. They patch something that the whole process shares. So there is one FrontEnd per process, however
+many recorders are on, and the last one to stop puts back exactly what was there.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block
 MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
 Token = tuple[RecordWriter, int]
-Patch = tuple[object, str, Any]
 
 
 class Sink(Protocol):
     """What records calls: a recorder, or a throttled link."""
-
-    complete: bool
 
     def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
         """Write down a call that is about to be made."""
@@ -55,18 +51,17 @@ class FrontEnd:
         self._addresses: dict[Any, int] = {}
         self._head: Any = None
         self._looked_ns = 0
-        self._patches: list[Patch] = []
-        self._library: Any = None
-        self._functional: Any = None
-        self._complete: bool | None = None
+        self._real_wait = vars(dist.Work)["wait"]
+        self._libraries: list[Any] = []
 
     @classmethod
     def add(cls, sink: Sink) -> None:
         """Hand calls to this recorder from now on."""
         with cls._guard:
-            front = cls._active = cls._active or FrontEnd()
-            front.sinks += (sink,)
-            front._choose()
+            if cls._active is None:
+                cls._active = FrontEnd()
+                cls._active._install()
+            cls._active.sinks += (sink,)
 
     @classmethod
     def remove(cls, sink: Sink) -> None:
@@ -77,58 +72,27 @@ class FrontEnd:
                 return
             front._look()
             front.sinks = tuple(other for other in front.sinks if other is not sink)
-            front._choose()
             if not front.sinks:
+                front._restore()
                 cls._active = None
 
-    @classmethod
-    def look(cls) -> None:
-        """Note the end of asynchronous calls that are over by now."""
-        front = cls._active
-        if front is not None:
-            front._look()
-
-    def _choose(self) -> None:
-        """Install the way in that the recorders ask for: operators as soon as one wants to see everything."""
-        wanted = any(sink.complete for sink in self.sinks) if self.sinks else None
-        if wanted == self._complete:
-            return
-        self._restore()
-        self._complete = wanted
-        if wanted is None:
-            return
-        self._patch(dist.Work, "wait", self._wait(dist.Work.wait))
-        if wanted:
-            self._install_operators()
-        else:
-            for operation in OPERATIONS:
-                for name in operation.methods:
-                    if name in dist.ProcessGroup.__dict__:
-                        self._patch(dist.ProcessGroup, name, self._method(name, operation))
-
-    def _patch(self, owner: Any, name: str, value: Any) -> None:
-        self._patches.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
-
-    def _restore(self) -> None:
-        for owner, name, value in reversed(self._patches):
-            setattr(owner, name, value)
-        self._patches.clear()
-        for library in (self._library, self._functional):
-            if library is not None:
-                library._destroy()
-        self._library = self._functional = None
-
-    def _install_operators(self) -> None:
-        self._library = torch.library.Library("c10d", "IMPL")
+    def _install(self) -> None:
+        dist.Work.wait = self._wait(dist.Work.wait)  # type: ignore[method-assign]
+        library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
             if packet is not None:
                 kernel = self._operator(packet.default, operation)
-                self._library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
-        self._functional = torch.library.Library("_c10d_functional", "IMPL")
+                library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
+        functional = torch.library.Library("_c10d_functional", "IMPL")
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
-        self._functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+        self._libraries = [library, functional]
+
+    def _restore(self) -> None:
+        dist.Work.wait = self._real_wait  # type: ignore[method-assign]
+        for library in self._libraries:
+            library._destroy()
 
     def _operator(self, op: Any, operation: Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
@@ -159,32 +123,6 @@ class FrontEnd:
 
         return kernel
 
-    def _method(self, name: str, operation: Operation) -> Callable[..., Any]:
-        """Wrap one method of ProcessGroup."""
-        real = getattr(dist.ProcessGroup, name)
-        here = sys._getframe
-        is_pair = operation.operator in ("send", "recv_")
-
-        def method(group: Any, *args: Any, **named: Any) -> Any:
-            values = args + tuple(named.values())
-            options = values[-1] if values else None
-            root = getattr(options, "rootRank", named.get("root", -1))
-            peer = (
-                values[1] if is_pair else root if operation.op in ("broadcast", "reduce", "gather", "scatter") else -1
-            )
-            tag = values[-1] if operation.op in ("send", "recv") else 0
-            tokens = self._begin(operation, group, values, peer, tag, here().f_back)
-            try:
-                work = real(group, *args, **named)
-            except BaseException:
-                for writer, number in tokens:
-                    writer.withdraw(number)
-                raise
-            self._follow(operation, work, tokens, values, not getattr(options, "asyncOp", True))
-            return work
-
-        return method
-
     def _begin(
         self, operation: Operation, group: Any, args: Any, peer: int, tag: int, frame: FrameType | None
     ) -> list[Token]:
@@ -199,8 +137,6 @@ class FrontEnd:
             self._look()
         site = self.finder.find(frame)
         aside = threading.get_ident() != self._main and not blocks_rank()
-        if len(self.sinks) == 1:
-            return [self.sinks[0].call(operation, group, data, peer, tag, site, aside)]
         return [sink.call(operation, group, data, peer, tag, site, aside) for sink in self.sinks]
 
     def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
@@ -214,11 +150,10 @@ class FrontEnd:
                 self._forget(next(iter(self._live)))
         elif not waits_itself:
             self._unwaited.append(work)
-            if self._library is not None:
-                first = next(tensors_in(args[0]), None)
-                if first is not None and first.layout is torch.strided:
-                    address = first.data_ptr()
-                    self._works[address], self._addresses[work] = work, address
+            first = next(tensors_in(args[0]), None)
+            if first is not None and first.layout is torch.strided:
+                address = first.data_ptr()
+                self._works[address], self._addresses[work] = work, address
             if len(self._unwaited) > MAX_UNWAITED:
                 self._forget(self._unwaited.popleft())
 

@@ -78,7 +78,7 @@ class Ledger:
     def disagreement(self) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
         """Return rows and ranks of the earliest calls that meet and do not agree; forget those that all agree."""
         while len(self._rows):
-            keys = self._rows["channel"] * _SPREAD + self._rows["seq"].astype(np.uint64)
+            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
             order = np.argsort(keys, kind="stable")
             keys, rows, ranks = keys[order], self._rows[order], self._ranks[order]
             starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
@@ -124,28 +124,3 @@ def ledger_of(records: Records) -> Ledger:
         rows = record.rows if record.header.job == job else record.rows[:0]
         ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0)
     return ledger
-
-
-def find_mismatch(records: Records) -> str | None:
-    """Return the first calls that meet and do not agree, in words that name every rank's line; None if all agree."""
-    ledger = ledger_of(records)
-    found = ledger.disagreement()
-    return None if found is None else explain(ledger, *found)
-
-
-def find_hints(records: Records) -> list[str]:
-    """Return calls that meet and agree, and yet look swapped: watched parameters differ.
-
-    Two collectives of one shape, made in swapped order, give wrong numbers that no comparison of shapes can find. Where
-    `Recorder.watch(model)` was called, the parameter's name can. It is a hint: tied weights have two names.
-    """
-    seen: dict[tuple[int, int], tuple[str, str, int]] = {}
-    found: dict[int, str] = {}
-    for rank, record in records.by_rank.items():
-        for row in record.rows[~is_pair(record.rows) & (record.rows["label"] > 0)]:
-            call = call_of(rank, row, record.names)
-            key = (int(row["channel"]), call.number)
-            label, text, first = seen.setdefault(key, (call.label, str(call), rank))
-            if label != call.label:
-                found.setdefault(key[0], f"perhaps swapped: rank {first}: {text}; rank {rank}: {call}")
-    return list(found.values())

@@ -1,7 +1,7 @@
 """What each call of torch.distributed is: its plain name, which argument holds the data, and what it costs.
 
-torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...) and as many methods of ProcessGroup.
-The table names them for torch 2.11 to 2.15; a name that a version lacks is left out when the recorder starts.
+torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...). The table names them for torch 2.11 to
+2.15; a name that a version lacks is left out when the recorder starts.
 """
 
 from __future__ import annotations
@@ -24,49 +24,35 @@ class Operation(NamedTuple):
         op: its plain name.
         data: which argument is what the rank contributes, or -1.
         raw: arguments whose memory the backend reads or writes as it lies; not the lists that it copies first.
-        methods: methods of ProcessGroup that lead to it.
     """
 
     operator: str
     op: str
     data: int
     raw: tuple[int, ...]
-    methods: tuple[str, ...]
 
 
 OPERATIONS = (
-    Operation("allreduce_", "all_reduce", 0, (0,), ("allreduce",)),
-    Operation("allreduce_coalesced_", "all_reduce", 0, (0,), ("allreduce_coalesced",)),
-    Operation("reduce_", "reduce", 0, (0,), ("reduce",)),
-    Operation("broadcast_", "broadcast", 0, (0,), ("broadcast",)),
-    Operation("allgather_", "all_gather", 1, (1,), ("allgather",)),
-    Operation("_allgather_base_", "all_gather", 1, (0, 1), ("_allgather_base", "all_gather_single")),
-    Operation("allgather_coalesced_", "all_gather", 1, (1,), ("allgather_coalesced",)),
-    Operation(
-        "allgather_into_tensor_coalesced_",
-        "all_gather",
-        1,
-        (0, 1),
-        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    ),
-    Operation("reduce_scatter_", "reduce_scatter", 1, (0,), ("reduce_scatter",)),
-    Operation("_reduce_scatter_base_", "reduce_scatter", 1, (0, 1), ("_reduce_scatter_base", "reduce_scatter_single")),
-    Operation(
-        "reduce_scatter_tensor_coalesced_",
-        "reduce_scatter",
-        1,
-        (0, 1),
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    ),
-    Operation("alltoall_", "all_to_all", 1, (), ("alltoall",)),
-    Operation("alltoall_base_", "all_to_all", 1, (0, 1), ("alltoall_base", "all_to_all_single")),
-    Operation("gather_", "gather", 1, (1,), ("gather",)),
-    Operation("scatter_", "scatter", 0, (0, 1), ("scatter",)),
-    Operation("barrier", "barrier", -1, (), ("barrier",)),
-    Operation("monitored_barrier_", "barrier", -1, (), ("monitored_barrier",)),
-    Operation("send", "send", 0, (0,), ("send",)),
-    Operation("recv_", "recv", 0, (0,), ("recv",)),
-    Operation("recv_any_source_", "recv", 0, (0,), ("recv_anysource",)),
+    Operation("allreduce_", "all_reduce", 0, (0,)),
+    Operation("allreduce_coalesced_", "all_reduce", 0, (0,)),
+    Operation("reduce_", "reduce", 0, (0,)),
+    Operation("broadcast_", "broadcast", 0, (0,)),
+    Operation("allgather_", "all_gather", 1, (1,)),
+    Operation("_allgather_base_", "all_gather", 1, (0, 1)),
+    Operation("allgather_coalesced_", "all_gather", 1, (1,)),
+    Operation("allgather_into_tensor_coalesced_", "all_gather", 1, (0, 1)),
+    Operation("reduce_scatter_", "reduce_scatter", 1, (0,)),
+    Operation("_reduce_scatter_base_", "reduce_scatter", 1, (0, 1)),
+    Operation("reduce_scatter_tensor_coalesced_", "reduce_scatter", 1, (0, 1)),
+    Operation("alltoall_", "all_to_all", 1, ()),
+    Operation("alltoall_base_", "all_to_all", 1, (0, 1)),
+    Operation("gather_", "gather", 1, (1,)),
+    Operation("scatter_", "scatter", 0, (0, 1)),
+    Operation("barrier", "barrier", -1, ()),
+    Operation("monitored_barrier_", "barrier", -1, ()),
+    Operation("send", "send", 0, (0,)),
+    Operation("recv_", "recv", 0, (0,)),
+    Operation("recv_any_source_", "recv", 0, (0,)),
 )
 
 

@@ -47,7 +47,6 @@ class Call(NamedTuple):
         num_bytes: payload.
         site: the learner's file:line.
         via: the line of distlab that made the call for it, or "".
-        label: the watched parameter that it moves, or "".
         start_ns: when it was made (time.monotonic_ns).
         wait_ns: when the rank began to wait for it, or 0.
         end_ns: when it was first known to be over, or 0.
@@ -64,7 +63,6 @@ class Call(NamedTuple):
     num_bytes: int
     site: str
     via: str
-    label: str
     start_ns: int
     wait_ns: int
     end_ns: int
@@ -76,9 +74,8 @@ class Call(NamedTuple):
         to += str(self.peer) if to else ""
         to = " from anyone" if self.op == "recv" and self.peer < 0 else to
         root = f", root {self.peer}" if self.peer >= 0 and self.op not in ("send", "recv") else ""
-        label = f" of {self.label}" if self.label else ""
         what = f"{self.what}, " if self.what else ""
-        return f"{self.op}{to} #{self.number}{label} ({what}group {list(self.group)}{root}) at {short(self.site)}"
+        return f"{self.op}{to} #{self.number} ({what}group {list(self.group)}{root}) at {short(self.site)}"
 
 
 def short(site: str) -> str:
@@ -95,7 +92,7 @@ def group_ranks(text: str) -> tuple[int, ...]:
 
 def call_of(rank: int, row: Any, names: list[str]) -> Call:
     """Put one row in words."""
-    at = {field: names[row[field]] if row[field] < len(names) else "?" for field in ("site", "via", "label", "what")}
+    at = {field: names[row[field]] if row[field] < len(names) else "?" for field in ("site", "via", "what")}
     return Call(
         rank,
         OPS[row["op"]],
@@ -106,7 +103,6 @@ def call_of(rank: int, row: Any, names: list[str]) -> Call:
         int(row["bytes"]),
         at["site"],
         at["via"],
-        at["label"],
         int(row["start"]),
         int(row["wait"]),
         int(row["end"]),
@@ -116,7 +112,7 @@ def call_of(rank: int, row: Any, names: list[str]) -> Call:
 
 
 class RankRecord(NamedTuple):
-    """What one rank recorded: header, rows (oldest first), totals an operation, and the texts that rows name.
+    """What one rank recorded: header, rows (oldest first), totals per operation, and the texts that rows name.
 
     The totals count every call of the job, those whose rows were overwritten too.
     """
@@ -129,7 +125,7 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Records:
-    """Calls of some ranks, in columns a rank."""
+    """Calls of some ranks."""
 
     by_rank: Mapping[int, RankRecord]
 
@@ -194,17 +190,14 @@ class Records:
         A call without a wait, whose end was not seen, ends at the last look that found it unfinished.
         """
         spans = []
-        for call, row in zip(self, self._all_rows(), strict=True):
-            name = f"{call.op} #{call.number}" + (f" {call.label}" if call.label else "")
+        rows = [row for record in self.by_rank.values() for row in record.rows]
+        for call, row in zip(self, rows, strict=True):
+            name = f"{call.op} #{call.number}"
             end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
             spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
             if call.wait_ns and call.end_ns:
                 spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
         return Trace.from_spans(spans)
-
-    def _all_rows(self) -> Iterator[Any]:
-        for record in self.by_rank.values():
-            yield from record.rows
 
     def _of(self, rank: int) -> RankRecord:
         if rank not in self.by_rank:

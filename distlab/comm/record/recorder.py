@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,23 +31,20 @@ MAX_KNOWN = 8192
 class Recorder:
     """Write this rank's calls to `folder/rank{rank}.rec` between start() and stop().
 
-    Several recorders may be on at once; each sees every call. Cost: about 30 us per call on gloo with complete=True,
-    which sees everything (DDP's C++ reducer, FSDP, functional collectives); about 20 us with complete=False, which sees
-    what Python code calls (benchmarks/recorder.py measures both).
+    It sees every call: those of Python code, of DDP's C++ reducer, of FSDP and of functional collectives. Several
+    recorders may be on at once. Cost: about 30 us per call on gloo (benchmarks/recorder.py measures it).
     """
 
     def __init__(self, folder: str | Path, rank: int, *, slots: int = 16384) -> None:
-        self.folder, self.rank, self.complete = Path(folder), rank, True
+        self.folder, self.rank = Path(folder), rank
         self._writer = RecordWriter(folder, rank, slots)
         self._known: dict[tuple[Any, ...], Known] = {}
-        self._parameters: list[tuple[str, torch.nn.Parameter]] = []
-        self._labels: dict[int, tuple[int, torch.nn.Parameter]] = {}
         self._on = False
 
-    def start(self, complete: bool = True) -> Recorder:
+    def start(self) -> Recorder:
         """Begin to record; when it is on already, nothing changes."""
         if not self._on:
-            self._on, self.complete = True, complete
+            self._on = True
             FrontEnd.add(self)
         return self
 
@@ -63,10 +59,6 @@ class Recorder:
         self._known.clear()
         self._writer.reset()
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Tell calls of one line apart by the parameter of this model that they move."""
-        self._parameters, self._labels = list(model.named_parameters()), {}
-
     def close(self) -> None:
         """Stop, and close the files; they stay readable."""
         self.stop()
@@ -75,9 +67,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def call(
@@ -97,8 +87,7 @@ class Recorder:
             if len(self._known) > MAX_KNOWN:
                 self._known.clear()
             known = self._known[key] = self._describe(operation, group, list(tensors_in(data)), peer, tag, site)
-        label = 0 if not self._parameters or first is None or sparse else self._label(first.data_ptr())
-        return self._writer, self._writer.begin(known, label, aside)
+        return self._writer, self._writer.begin(known, aside)
 
     def _describe(
         self, operation: Operation, group: Any, tensors: list[Tensor], peer: int, tag: int, site: Site
@@ -126,23 +115,6 @@ class Recorder:
             parties=(2 if other >= 0 else 0) if is_pair else size,
         )
 
-    def _label(self, address: int) -> int:
-        """Return the text of the watched parameter whose data or gradient lies at this address, or 0."""
-        number, parameter = self._labels.get(address, (0, None))
-        if parameter is None or address not in _addresses(parameter):
-            self._labels = {
-                place: (self._writer.text(name), parameter)
-                for name, parameter in self._parameters
-                for place in _addresses(parameter)
-            }
-            number = self._labels.get(address, (0, None))[0]
-        return number
-
-
-def _addresses(parameter: torch.nn.Parameter) -> list[int]:
-    gradient = parameter.grad
-    return [t.data_ptr() for t in (parameter, gradient) if t is not None and t.layout is torch.strided]
-
 
 @dataclass
 class Recording:
@@ -153,17 +125,16 @@ class Recording:
 
 
 @contextmanager
-def recorded(rank: int | None = None, *, complete: bool = True) -> Iterator[Recording]:
+def recorded(rank: int | None = None) -> Iterator[Recording]:
     """Record this rank's own calls inside a with block, for tests and grading.
 
     Args:
         rank: the rank to write down; torch.distributed's own by default.
-        complete: see Recorder.start.
     """
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
         recorder = Recorder(folder, dist.get_rank() if rank is None else rank)
         recording = Recording(recorder)
-        recorder.start(complete)
+        recorder.start()
         try:
             yield recording
         finally:

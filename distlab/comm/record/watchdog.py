@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header, RecordReader
-from distlab.comm.record.matching import Ledger, explain, find_hints, find_mismatch, ledger_of
-from distlab.comm.record.read import Records, call_of, group_ranks
-
-__all__ = ["Watchdog", "describe", "find_deadlock", "find_hints", "find_mismatch"]
+from distlab.comm.record.matching import Ledger, explain, ledger_of
+from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
@@ -82,23 +80,20 @@ def _line(rank: int, standings: Mapping[int, Standing], ledger: Ledger, now: int
     standing = standings.get(rank)
     if standing is None or standing.last is None:
         return f"rank {rank} has made no call to torch.distributed"
-    row = standing.blocked_in
-    if row is not None:
-        since = (now - int(row["wait"])) / 1e9
-        absent = waits_for(rank, row, standing.names, ledger)
-        text = f"rank {rank} waits in {call_of(rank, row, standing.names)} for {since:.1f} s"
-        reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in absent]
-        return "; ".join([text, *reasons]) if reasons else f"{text}; all that it needs have called it"
-    last = call_of(rank, standing.last, standing.names)
-    collectives = standing.unfinished[(standing.unfinished["op"] != SEND) & (standing.unfinished["op"] != RECV)]
-    if len(collectives):
+    row, names = standing.blocked_in, standing.names
+    is_blocked = row is not None
+    if not is_blocked:
+        collectives = standing.unfinished[~is_pair(standing.unfinished)]
+        if not len(collectives):
+            last, since = call_of(rank, standing.last, names), (now - int(standing.last["start"])) / 1e9
+            return f"rank {rank} waits in no call; its last was {last}, {since:.1f} s ago"
         row = collectives[0]
-        call, since = call_of(rank, row, standing.names), (now - int(row["start"])) / 1e9
-        absent = waits_for(rank, row, standing.names, ledger)
-        reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in absent]
+    call, since = call_of(rank, row, names), (now - int(row["wait" if is_blocked else "start"])) / 1e9
+    reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in waits_for(rank, row, names, ledger)]
+    if not is_blocked:
         return "; ".join([f"rank {rank} has called {call} {since:.1f} s ago and it is not known to be over", *reasons])
-    since = (now - int(standing.last["start"])) / 1e9
-    return f"rank {rank} waits in no call; its last was {last}, {since:.1f} s ago"
+    reasons = reasons or ["all that it needs have called it"]
+    return "; ".join([f"rank {rank} waits in {call} for {since:.1f} s", *reasons])
 
 
 def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
@@ -114,12 +109,8 @@ def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
     return f"{missing}: its last call was {call_of(rank, standing.last, standing.names)}"
 
 
-def find_deadlock(records: Records, finished_ranks: Collection[int] = ()) -> str | None:
-    """Return why no rank can ever move again, or None while one may."""
-    return _deadlock(standings_of(records), ledger_of(records), finished_ranks)
-
-
-def _deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int]) -> str | None:
+def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
+    """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned."""
     lines, now = [], time.monotonic_ns()
     for rank, standing in sorted(standings.items()):
         if rank in finished:
@@ -197,16 +188,15 @@ class _Follower:
 class Watchdog:
     """Look at the ranks' records again and again; reads only what is new (about 0.2 ms per look for four ranks).
 
-    Make one for each job. With `since_ns` (time.monotonic_ns before the job was handed out) a rank counts once its
-    record was begun after that; without it, ranks count whose record was begun as often as the newest.
+    Make one for each job. A rank counts once its record was begun after `since_ns` (time.monotonic_ns before the job
+    was handed out).
     """
 
-    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int | None = None) -> None:
+    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int) -> None:
         self.folder, self.world_size, self.since_ns = Path(folder), world_size, since_ns
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
         self._ledger = Ledger()
-        self._job = 0
         self._mismatch_at: float | None = None
         self._still: tuple[object, float] = (None, 0.0)
 
@@ -231,7 +221,7 @@ class Watchdog:
         if now - self._still[1] < STABLE_S:
             return None
         standings = {rank: follower.standing() for rank, follower in followers.items()}
-        return _deadlock(standings, self._ledger, finished)
+        return find_deadlock(standings, self._ledger, finished)
 
     def mismatch(self, *, patient: bool = False) -> str | None:
         """Read what is new and return calls that do not agree; patient: give the other members a moment to arrive."""
@@ -259,16 +249,10 @@ class Watchdog:
             if rank not in self._readers and path.exists() and RecordReader.is_ready(path):
                 self._readers[rank] = RecordReader(path)
         headers = {rank: reader.header() for rank, reader in self._readers.items()}
-        if self.since_ns is None:
-            job = max((header.job for header in headers.values()), default=0)
-            here = {rank for rank, header in headers.items() if header.job == job}
-            if job != self._job:
-                self._job, self._followers, self._ledger, self._mismatch_at = job, {}, Ledger(), None
-        else:
-            here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
-            if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
-                # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-                self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
+        here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
+        if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
+            # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
+            self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
 
