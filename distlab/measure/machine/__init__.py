@@ -1,5 +1,5 @@
-"""This machine: how fast it is, what it is, and ratios measured on it.
+"""This machine: how fast it is, what it is, and programs compared on it.
 
-Read `speed` (calibrate), `saved` (keep the result), `facts` (processor, versions), `ratio` (benchmark rows), `ranks`
-(devices, clocks, and numbers that are the same on every rank).
+Read `speed` (calibrate), `saved` (keep the result), `facts` (processor, versions), `blocks` (programs that take turns),
+`ranks` (devices, clocks, and numbers that are the same on every rank).
 """
