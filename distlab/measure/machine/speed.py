@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.fit import fit_nonnegative, median_of
 from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
@@ -113,16 +115,7 @@ def measure_round(
 
 def median_round(rounds: Sequence[Round]) -> Round:
     """Combine rounds taken one after the other into one."""
-    observations = [
-        Observation(rows[0].what, rows[0].work, float(np.median([row.seconds for row in rows])))
-        for rows in zip(*(r.observations for r in rounds), strict=True)
-    ]
-    times = tuple(float(t) for t in np.median([r.all_reduce_s for r in rounds], axis=0))
-    contention = Contention(
-        float(np.median([r.contention.compute_slowdown for r in rounds])),
-        float(np.median([r.contention.communication_slowdown for r in rounds])),
-    )
-    return Round(tuple(observations), times, contention)
+    return cast(Round, median_of(rounds))
 
 
 def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", memory_bytes: float = 1e9) -> Cluster:
@@ -140,31 +133,21 @@ def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:
     """Fit seconds = kernels x kernel_s + flops / flops_per_s + bytes / bytes_per_s, none negative.
 
-    Minimises the relative error, over every choice of terms that are left out, so that no term goes negative.
+    Minimises the relative error.
 
     Returns:
         kernel_s, flops_per_s, bytes_per_s.
     """
     works = [(o.work.num_kernels, o.work.matmul_flops, o.work.memory_bytes) for o in observations]
     seconds = np.array([o.seconds for o in observations])
-    relative = np.array(works, dtype=float) / seconds[:, None]
-    scale = relative.max(axis=0)
-    best, best_error = None, np.inf
-    for terms in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        solved, *_ = np.linalg.lstsq(relative[:, terms] / scale[list(terms)], np.ones(len(seconds)), rcond=None)
-        if (solved <= 0).any():
-            continue
-        full = np.zeros(3)
-        full[list(terms)] = solved / scale[list(terms)]
-        error = float(((relative @ full - 1) ** 2).sum())
-        if error < best_error:
-            best, best_error = full, error
-    if best is None:
+    found = fit_nonnegative(np.array(works, dtype=float) / seconds[:, None], np.ones(len(seconds)))
+    if not found.any():
         raise RuntimeError(
             "calibration: the measured times fit no positive speed; run it again with nothing else running"
         )
+    kernel_s, s_per_flop, s_per_byte = found.tolist()
     limit = 1e18  # a term that fits as zero costs nothing
-    return float(best[0]), float(min(1 / best[1], limit) if best[1] else limit), 1 / best[2] if best[2] else limit
+    return kernel_s, min(1 / s_per_flop, limit) if s_per_flop else limit, 1 / s_per_byte if s_per_byte else limit
 
 
 def _count_references(device: torch.device) -> dict[str, Work]:

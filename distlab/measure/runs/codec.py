@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
+from distlab.measure.machine.fit import fit_nonnegative
 from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
@@ -116,10 +117,5 @@ def _time_bucket(
 def _fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = fixed + bytes x rate, neither negative, with the least relative error."""
     x, y = np.array(sizes, float), np.maximum(np.array(seconds), 1e-9)
-    rows = np.stack([1 / y, x / y], axis=1)
-    (fixed, rate), *_ = np.linalg.lstsq(rows, np.ones(len(y)), rcond=None)
-    if fixed < 0:
-        return 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
-    if rate < 0:
-        return float((1 / y).sum() / ((1 / y) ** 2).sum()), 0.0
-    return float(fixed), float(rate)
+    fixed, rate = fit_nonnegative(np.stack([1 / y, x / y], axis=1), np.ones(len(y))).tolist()
+    return fixed, rate
