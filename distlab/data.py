@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distlab.plan import split_evenly
 from distlab.rng import derive_seed
 
 
@@ -128,8 +129,7 @@ def rank_slice(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
         raise ValueError(
             f"a batch of {batch_size} leaves some of {world_size} ranks without a sample; use a larger batch"
         )
-    share, longer = divmod(batch_size, world_size)
-    return rank * share + min(rank, longer), (rank + 1) * share + min(rank + 1, longer)
+    return split_evenly(batch_size, world_size)[rank]
 
 
 class Digits(NamedTuple):
