@@ -1,8 +1,8 @@
 """Real text as bytes, cut into batches that any rank can find by step number alone.
 
-The order of the samples is a function of (seed, epoch), the batch a function of the step, and a rank takes its slice of
-the batch that one process would take whole. So nothing has to be sent, the data position of a checkpoint is one number,
-and training on 4 ranks sees exactly the samples that training on 1 sees.
+The order of the samples is a function of (seed, epoch), and the batch is a function of the step. A rank takes its slice
+of the batch that one process would take whole. So nothing has to be sent. The data position of a checkpoint is one
+number, and training on 4 ranks sees exactly the samples that training on 1 sees.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ third more compute for a small part of the memory.
 3. `recompute_blocks`: a model's blocks.
 
 Attention needs no recompute of its own where torch runs its fused kernel: that keeps query, key, value, output and one
-number a row, no score matrix [S, S]. On CPU this is so without dropout; with dropout torch falls back to a plain
+number per row, no score matrix [S, S]. On CPU this is so without dropout; with dropout torch falls back to a plain
 product and keeps three matrices of scores, and `recompute_blocks(model, part="attention")` is worth its time.
 
 Symbols: L blocks, X bytes of a block's input, A bytes of all that it keeps.
@@ -57,8 +57,8 @@ class RecomputePlainly(torch.autograd.Function):
 def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Call `function(*inputs, **options)` and keep only tensors among its inputs for backward.
 
-    The function must compute the same again: what it reads beside its inputs must not change before backward, and it
-    may draw from torch's own generators (their state is kept), not from one of its own.
+    The function must compute the same again. What it reads in addition to its inputs must not change before backward.
+    It may draw from torch's own generators (their state is kept), not from one of its own.
 
     Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done.
     Error: exact, bit for bit, dropout and autocast included.

@@ -27,8 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Bucket(GradientSlots):
     """One buffer, and a view of it for each parameter.
 
-    With an all-reduce gradients are divided by the number of ranks as they are copied in, and the buffer ends in
-    `num_flags` further elements and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
+    With an all-reduce, gradients are divided by the number of ranks as they are copied in. The buffer then ends in
+    `num_flags` further elements, and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
 
     Attributes:
         flags: the further elements, with which a rank tells the others more.
@@ -125,7 +125,7 @@ class Bucket(GradientSlots):
             self.views[slot].zero_()
 
     def _not_finite(self) -> list[int]:
-        """Return the slots without another fault whose view is not finite; only a sum that is not finite raises suspicion."""
+        """Return the slots that have no other fault and whose view is not finite; the sums tell where to look."""
         sums = {slot: one for slot, one in enumerate(self._sums) if one is not None}
         if not sums:
             return []

@@ -16,6 +16,7 @@ then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -117,10 +118,8 @@ class TrainingRun:
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
         corpus = ByteCorpus(data, self.model.context)
-        step = 0
-        while True:
+        for step in itertools.count():
             yield corpus.batch(step, self.batch_size, self.seed)
-            step += 1
 
 
 @dataclass
