@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-
-from distlab.measure import Row, format_rows
+from _rows import Row
 
 
 def run_script(doc: str | None, rows: Callable[..., Iterator[Row]], *, devices: bool = False) -> None:
@@ -25,7 +24,7 @@ def run_script(doc: str | None, rows: Callable[..., Iterator[Row]], *, devices: 
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     try:
         for row in rows(**vars(parser.parse_args())):
-            print(format_rows([row]), flush=True)
+            print(row, flush=True)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

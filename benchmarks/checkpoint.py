@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute
 from _script import run_script
 
 from distlab.checkpoint import load, newest, save
@@ -36,7 +37,6 @@ from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure import Row, absolute
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
 from distlab.plan import one_f_one_b

@@ -19,10 +19,11 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, compare, noise
 
 from distlab import collectives
 from distlab.comm import Ranks
-from distlab.measure import MIN_BLOCKS, Row, compare, format_rows, interleave, noise
+from distlab.measure import MIN_BLOCKS, interleave
 
 WORLD_SIZES = (2, 4)
 JUDGED_MIB = (16, 64)
@@ -132,7 +133,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         for row in rows(arguments.quick, arguments.device):
-            print(format_rows([row]), flush=True)
+            print(row, flush=True)
         for line in table(arguments.quick, arguments.device):
             print(line, flush=True)
     except ValueError as error:

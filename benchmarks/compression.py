@@ -25,6 +25,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -33,7 +34,7 @@ from distlab.comm import Ranks
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
 from distlab.gradient_hook import GradientHook
-from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20

@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.experimental._context_parallel._attention as torch_ring
 import torch.nn.functional as F
+from _rows import Row, compare, compare_counts, noise, without_bar
 from torch import Tensor
 
 from distlab.comm import Ranks, Records, recorded
 from distlab.context_parallel import all_to_all_attention, ring_attention, scatter_sequence
-from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 
 SIZES = {"2,048 positions": (1, 8, 2048, 64), "512 positions": (2, 8, 512, 32)}
 PEERS = {"torch's ring": "ALL_GATHER", "torch's ring again": "ALL_GATHER", "torch's ring, all-to-all": "ALL_TO_ALL"}
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     for row in rows(arguments.quick):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

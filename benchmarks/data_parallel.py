@@ -23,6 +23,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
 
@@ -39,7 +40,7 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure import MIN_BLOCKS, Row, compare, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25

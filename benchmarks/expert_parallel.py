@@ -23,11 +23,12 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, compare, compare_counts, noise, without_bar
 from torch import Tensor, nn
 
 from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
-from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import FeedForward, GPTConfig
 from distlab.rng import generator
 
@@ -164,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     for row in rows(parser.parse_args().quick):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from _rows import Row, absolute, compare, noise
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from distlab.measure import Row, absolute, compare, format_rows, interleave, noise
+from distlab.measure import interleave
 from distlab.trace import Trace
 from simulator.viz import draw_schedule, draw_timeline, to_png
 
@@ -82,7 +83,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 def main() -> None:
     """Print the rows."""
-    print(format_rows(list(rows())))
+    print(*rows(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute
 
 from distlab.comm import run
 from distlab.comm.launch.fork_client import shut_down
 from distlab.grading import Evidence, Exercise, Fault, Report
 from distlab.grading.check import examine
-from distlab.grading.values import explain_sum, seeded
-from distlab.measure import Row, absolute, format_rows
+from distlab.grading.provenance import explain_sum
+from distlab.grading.values import seeded
 
 SIZE = 100
 
@@ -71,7 +72,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 def main() -> None:
     """Print each row as it comes."""
     for row in rows(quick="--quick" in sys.argv):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from functools import partial
 
 import pytorch_optimizer
 import torch
+from _rows import Row, compare, noise
 from _script import backend_of, run_script
 from torch import Tensor, nn
 
 from distlab.large_batch import LAMB, LARS, Trust
-from distlab.measure import MIN_BLOCKS, Row, compare, interleave, noise
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -25,11 +25,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from _rows import Row
 from torch import Tensor, nn
 
 from distlab.data import ByteCorpus, digits, python_documentation
 from distlab.large_batch import LAMB, LARS, LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
-from distlab.measure import Row, this_machine
+from distlab.measure import this_machine
 from distlab.models import GPT, GPTConfig
 from distlab.rng import derive_seed, generator
 

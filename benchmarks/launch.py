@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from _rows import Row, absolute
 from _script import run_script
 
 from distlab.comm import RankError, Ranks, run
 from distlab.comm.launch.fork_client import shut_down
-from distlab.measure import Row, absolute
 
 MARK = "DISTLAB_ORPHANS"
 KINDS = ("exception", "segfault", "SIGKILL", "SIGSTOP", "endless loop", "blocked in a collective", "SIGTERM ignored")

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 
 from _memory_run import Job, RankMemory, measure_memory, workload_of
+from _rows import Row
 
 from distlab.comm import Ranks
-from distlab.measure import KINDS, Row, format_rows
+from distlab.measure import KINDS
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator import Memory, memory_of
@@ -75,4 +76,4 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 if __name__ == "__main__":
     for row in rows(quick="--quick" in sys.argv):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)

@@ -24,11 +24,12 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch import Tensor, nn
 
 from distlab.comm import Ranks
-from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import Block, GPTConfig
 from distlab.pipeline import Pipeline, layers
 from distlab.pipeline.backward import SplitBackward, full_backward

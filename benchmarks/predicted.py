@@ -23,9 +23,10 @@ from dataclasses import replace
 from statistics import median
 
 from _replay import pipeline_replay_errors
+from _rows import Row, median_interval
 
 from distlab.cli.tour import prepare
-from distlab.measure import Row, TrainingRun, Window, format_rows, judge, median_interval, time_on_new_ranks
+from distlab.measure import TrainingRun, Window, judge, time_on_new_ranks
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding, make_schedule
 from distlab.plan.compression import Compression
@@ -120,4 +121,4 @@ def _row(words: str, windows: Sequence[Window], num_ranks: int = NUM_RANKS) -> R
 if __name__ == "__main__":
     chosen = layout_rows if "--layouts" in sys.argv else rows
     for row in chosen("--quick" in sys.argv):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)

@@ -17,10 +17,11 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 
 from distlab.comm import Ranks, Recorder, recorded
-from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 
 COST_BAR_US = 25.0
 SHARE_BAR = 2.0

@@ -25,13 +25,14 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure import MIN_BLOCKS, Row, absolute, compare, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import ShardedOptimizer
 

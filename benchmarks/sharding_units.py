@@ -23,6 +23,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, compare, compare_counts, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.comm import Ranks
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+from _rows import Row, absolute
 
-from distlab.measure import Row, absolute, format_rows
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, make_schedule, one_f_one_b
 from simulator import CompiledSchedule, Jitter, arrays_of, cluster, gpt_workload, simulate, simulate_schedule
 from simulator.pipeline.schedule_arrays import F
@@ -182,7 +182,7 @@ def _steps(repeats: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    print(format_rows(list(rows())))
+    print(*rows(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _rows import Row, compare, compare_counts, noise, without_bar
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -38,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from distlab.comm import Ranks, recorded
 from distlab.data import ByteCorpus, python_documentation
-from distlab.measure import MIN_BLOCKS, Row, compare, compare_counts, format_rows, interleave, noise, without_bar
+from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 
@@ -243,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     for row in rows(parser.parse_args().quick):
-        print(format_rows([row]), flush=True)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _rows import Row, absolute, median_interval
 
 from distlab.comm import Ranks, process_group, throttled
 from distlab.comm.throttle import link_s
@@ -38,15 +39,11 @@ from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, train_step
 from distlab.measure import (
     Round,
-    Row,
-    absolute,
     fit_cluster,
-    format_rows,
     interleave,
     measure_codec,
     measure_round,
     median_codec,
-    median_interval,
     median_round,
     workload_from_module,
 )
@@ -297,4 +294,4 @@ if __name__ == "__main__":
     if "--here" in sys.argv:
         here(*((2, 1) if "--quick" in sys.argv else (9, 3)))
     else:
-        print(format_rows(list(rows("--quick" in sys.argv))))
+        print(*rows("--quick" in sys.argv), sep="\n")

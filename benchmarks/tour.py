@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from _replay import replica_replay_errors
+from _rows import Row, median_interval
 
 from distlab.cli.findings import STEP_BAR
 from distlab.cli.tour import prepare, run_training
-from distlab.measure import Row, RunResult, format_rows, median_interval
+from distlab.measure import RunResult
 
 MAX_REPLAY_ERROR = 0.03
 
@@ -58,4 +59,4 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    print(format_rows(list(rows(quick="--quick" in sys.argv))))
+    print(*rows(quick="--quick" in sys.argv), sep="\n")

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.measure import Row, absolute, format_rows
+from _rows import Row, absolute
 
 HARNESS = Path(__file__).resolve().parents[1] / "tests" / "browser"
 REPEATS, QUICK_REPEATS = 20, 4
@@ -46,7 +46,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 def main() -> None:
     """Print the rows."""
-    print(format_rows(list(rows())))
+    print(*rows(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from distlab.measure import Row, absolute, format_rows
+from _rows import Row, absolute
+
 from distlab.plan import SCHEDULES, ActionTimes, automatic
 from simulator import PipelineRun, simulate_schedule
 
@@ -116,4 +117,4 @@ def _search_s(limit: float) -> float:
 
 
 if __name__ == "__main__":
-    print(format_rows(list(rows())))
+    print(*rows(), sep="\n")

@@ -1,8 +1,8 @@
 """Real text as bytes, cut into batches that any rank can find by step number alone.
 
-The order of the samples is a function of (seed, epoch), the batch a function of the step, and a rank takes its slice of
-the batch that one process would take whole. So nothing has to be sent, the data position of a checkpoint is one number,
-and training on 4 ranks sees exactly the samples that training on 1 sees.
+The order of the samples is a function of (seed, epoch), and the batch is a function of the step. A rank takes its slice
+of the batch that one process would take whole. So nothing has to be sent. The data position of a checkpoint is one
+number, and training on 4 ranks sees exactly the samples that training on 1 sees.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distlab.plan import split_evenly
 from distlab.rng import derive_seed
 
 
@@ -128,8 +129,7 @@ def rank_slice(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
         raise ValueError(
             f"a batch of {batch_size} leaves some of {world_size} ranks without a sample; use a larger batch"
         )
-    share, longer = divmod(batch_size, world_size)
-    return rank * share + min(rank, longer), (rank + 1) * share + min(rank + 1, longer)
+    return split_evenly(batch_size, world_size)[rank]
 
 
 class Digits(NamedTuple):

@@ -11,7 +11,7 @@ third more compute for a small part of the memory.
 3. `recompute_blocks`: a model's blocks.
 
 Attention needs no recompute of its own where torch runs its fused kernel: that keeps query, key, value, output and one
-number a row, no score matrix [S, S]. On CPU this is so without dropout; with dropout torch falls back to a plain
+number per row, no score matrix [S, S]. On CPU this is so without dropout; with dropout torch falls back to a plain
 product and keeps three matrices of scores, and `recompute_blocks(model, part="attention")` is worth its time.
 
 Symbols: L blocks, X bytes of a block's input, A bytes of all that it keeps.
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class RecomputePlainly(torch.autograd.Function):
@@ -56,8 +57,8 @@ class RecomputePlainly(torch.autograd.Function):
 def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Call `function(*inputs, **options)` and keep only tensors among its inputs for backward.
 
-    The function must compute the same again: what it reads beside its inputs must not change before backward, and it
-    may draw from torch's own generators (their state is kept), not from one of its own.
+    The function must compute the same again. What it reads in addition to its inputs must not change before backward.
+    It may draw from torch's own generators (their state is kept), not from one of its own.
 
     Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done.
     Error: exact, bit for bit, dropout and autocast included.
@@ -128,8 +129,11 @@ class _Run:
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.function = function
-        tensors: list[Tensor] = []
-        self.structure = _take_out((inputs, options), tensors)  # the same, with places in a list for tensors
+        self.values, self.structure = tree_flatten((inputs, options))
+        self.places = [place for place, value in enumerate(self.values) if isinstance(value, Tensor)]
+        tensors = [self.values[place] for place in self.places]
+        for place in self.places:
+            self.values[place] = None  # autograd keeps the tensors
         self.wants_gradient = [tensor.requires_grad for tensor in tensors]
         empty = torch.empty(0, requires_grad=True)
         self.kept = _Keep.apply(empty, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
@@ -155,7 +159,10 @@ class _Run:
             tensor.detach().requires_grad_(wanted)
             for tensor, wanted in zip(self.kept.grad_fn.saved_tensors, self.wants_gradient, strict=True)
         ]
-        inputs, options = _put_back(self.structure, saved)
+        values = list(self.values)
+        for place, tensor in zip(self.places, saved, strict=True):
+            values[place] = tensor
+        inputs, options = tree_unflatten(values, self.structure)
         caught: list[Tensor] = []
 
         def catch(tensor: Tensor) -> int:
@@ -173,36 +180,6 @@ class _Run:
         if found != self.promised:
             raise RuntimeError(_explain(self.function, self.promised, found))
         self.caught = dict(enumerate(caught))
-
-
-def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Replace each tensor in nested tuples, lists and dicts by its place in `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    return _rebuild(value, lambda inner: _take_out(inner, tensors))
-
-
-def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    """Undo `_take_out`."""
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    return _rebuild(value, lambda inner: _put_back(inner, tensors))
-
-
-class _Place:
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(change, value))
-    if type(value) is dict:
-        return {key: change(inner) for key, inner in value.items()}
-    return value
 
 
 def _autocast_mode(device_type: str) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from distlab.measure import Row, format_rows, this_machine
+from distlab.measure import this_machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -44,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         for row in load_rows(name, quick=arguments.quick):
             results[name].append(row.as_dict())
             if not arguments.json:
-                print(format_rows([row]), flush=True)
+                print(row, flush=True)
         if arguments.save:
             save(arguments.save, {name: results[name]})
     rows = [row for part in results.values() for row in part]
@@ -67,8 +68,8 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
-def load_rows(name: str, *, quick: bool = False) -> Iterator[Row]:
-    """Load benchmarks/NAME.py by path and yield its rows as they are measured."""
+def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
+    """Load benchmarks/NAME.py by path and yield its rows (`Row` of benchmarks/_rows.py) as they are measured."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
     spec = importlib.util.spec_from_file_location(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")

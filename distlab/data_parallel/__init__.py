@@ -1,6 +1,6 @@
 """Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
 
-Read `steps` first (the ladder, from one all-reduce per parameter to buckets that travel during backward), then
+Read `steps` first: the ladder, from one all-reduce per parameter to buckets that travel during backward. Then read
 `bucketed` (`DataParallel`, the same with everything that real models need) and `bucket` (one bucket of it).
 """
 

@@ -27,8 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Bucket(GradientSlots):
     """One buffer, and a view of it for each parameter.
 
-    With an all-reduce gradients are divided by the number of ranks as they are copied in, and the buffer ends in
-    `num_flags` further elements and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
+    With an all-reduce, gradients are divided by the number of ranks as they are copied in. The buffer then ends in
+    `num_flags` further elements, and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
 
     Attributes:
         flags: the further elements, with which a rank tells the others more.
@@ -115,24 +115,25 @@ class Bucket(GradientSlots):
 
         A sum can overflow where no gradient did; then the mean is finite, and on every rank, since it is the same bits.
         """
-        for slot in self._suspects():
-            if not self.views[slot].isfinite().all():
-                self.statuses[slot] = NOT_FINITE
+        for slot in self._not_finite():
+            self.statuses[slot] = NOT_FINITE
 
     def _leave_out_not_finite(self) -> None:
         # What a hook remembers between steps must not be spoiled by a step that is going to be refused.
-        for slot in self._suspects():
-            if not self.views[slot].isfinite().all():
-                self.statuses[slot] = NOT_FINITE
-                self.views[slot].zero_()
+        for slot in self._not_finite():
+            self.statuses[slot] = NOT_FINITE
+            self.views[slot].zero_()
 
-    def _suspects(self) -> list[int]:
-        slots = [slot for slot, one in enumerate(self._sums) if one is not None]
-        if not slots:
+    def _not_finite(self) -> list[int]:
+        """Return the slots that have no other fault and whose view is not finite; the sums tell where to look."""
+        sums = {slot: one for slot, one in enumerate(self._sums) if one is not None}
+        if not sums:
             return []
-        finite = torch.stack([one for one in self._sums if one is not None]).isfinite().tolist()
-        known = (USED, UNUSED)
-        return [slot for slot, fine in zip(slots, finite, strict=True) if not fine and self.statuses[slot] in known]
+        finite = torch.stack(list(sums.values())).isfinite().tolist()
+        suspects = [slot for slot, fine in zip(sums, finite, strict=True) if not fine]
+        return [
+            slot for slot in suspects if self.statuses[slot] in (USED, UNUSED) and not self.views[slot].isfinite().all()
+        ]
 
     def note_end(self) -> None:
         """Remember when the exchange was first seen to be over."""

@@ -1,8 +1,12 @@
 """DataParallel: the top of the ladder, made fit for real models.
 
-What it adds to `Overlapped`: gradients *are* views of the buckets after the first copy (no unpacking, no second copy
-in memory), ranks prove at the start that they hold the same model, micro-batches can be accumulated, and whatever goes
-wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank and hangs none.
+It adds to `Overlapped`:
+
+- After the first copy gradients *are* views of the buckets: no unpacking, no second copy in memory.
+- Ranks prove at the start that they hold the same model.
+- Micro-batches can be accumulated.
+- What goes wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank. No rank
+  hangs.
 
 `SendInBackward` (`distlab.flat_gradients`) sends the buckets. Read `bucket` for what one of them does, and
 `distlab.gradient_status` for how ranks tell each other what is wrong.

@@ -1,8 +1,8 @@
 """HorovodOptimizer: the other classic design, in which the *optimizer* averages gradients and the model knows nothing.
 
-`DataParallel` stands between a model and its backward pass. Here the optimizer is wrapped: hooks on its parameters copy
-each gradient into a fusion buffer as backward produces it, a full buffer goes on the wire, and `step()` waits for all
-buffers before it updates. A training loop keeps its shape:
+`DataParallel` stands between a model and its backward pass. Here the optimizer is wrapped. Hooks on its parameters fill
+fusion buffers while backward produces the gradients. A full buffer goes on the wire, and `step()` waits for all buffers
+before it updates. A training loop keeps its shape:
 
     broadcast_parameters(model)
     optimizer = HorovodOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from distlab.large_batch.tensors import Group, add_scaled, batches, check_group, norms, ratios, trust_of
+from distlab.large_batch.tensors import Group, LayerwiseOptimizer, add_scaled, norms, ratios, trust_of
 from distlab.large_batch.trust import Trust, check_number
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(LayerwiseOptimizer):
     """Layer-wise adaptive moments.
 
     A parameter group may set any of the arguments, and any field of `Trust` by its name (`adapt="none"`).
@@ -59,10 +57,7 @@ class LAMB(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction} | (trust or Trust()).as_dict())
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters; what it does not set is as in the constructor."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def _check(self, group: Group) -> None:
         check_number("LAMB: lr", group["lr"])
         check_number("LAMB: eps", group["eps"], above_zero=True)
         check_number("LAMB: weight_decay", group["weight_decay"])
@@ -70,20 +65,6 @@ class LAMB(torch.optim.Optimizer):
             raise ValueError(f"LAMB: betas are {group['betas']!r}; pass two numbers, such as (0.9, 0.999)")
         for beta in group["betas"]:
             check_number("LAMB: one of betas", beta, below=1.0)
-        trust_of(group)
-        check_group(group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update; return what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters in batches(group):
-                self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: Group) -> None:
         trust, decay, lr = trust_of(group), float(group["weight_decay"]), float(group["lr"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from distlab.large_batch.tensors import Group, add_scaled, batches, check_group, norms, ratios, trust_of
+from distlab.large_batch.tensors import Group, LayerwiseOptimizer, add_scaled, norms, ratios, trust_of
 from distlab.large_batch.trust import Trust, check_number
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(LayerwiseOptimizer):
     """Layer-wise adaptive rate scaling.
 
     A parameter group may set any of the arguments, and any field of `Trust` by its name (`adapt="none"`).
@@ -55,29 +52,12 @@ class LARS(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults | {"lr_in_buffer": lr_in_buffer} | trust.as_dict())
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters; what it does not set is as in the constructor."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def _check(self, group: Group) -> None:
         check_number("LARS: lr", group["lr"])
         check_number("LARS: momentum", group["momentum"], below=1.0)
         check_number("LARS: weight_decay", group["weight_decay"])
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("LARS: nesterov looks ahead along the momentum, which is 0; pass a momentum above 0")
-        trust_of(group)
-        check_group(group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update; return what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters in batches(group):
-                self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: Group) -> None:
         trust = trust_of(group)

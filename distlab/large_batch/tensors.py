@@ -1,8 +1,8 @@
-"""What both optimizers do with their tensors: gather those that have a gradient, take all norms at once."""
+"""What both optimizers share: their groups and steps, tensors gathered by kind, all norms taken at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +14,46 @@ Group = dict[str, Any]
 LARGE = 1 << 18  # elements; on a CPU such a tensor goes alone, so that the next one reuses its temporaries' memory
 
 
-def check_group(group: Group) -> None:
-    """Refuse parameters that the formulas do not cover, before the first update.
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameter groups may set the fields of `Trust`, and which updates many tensors at once."""
 
-    Raises:
-        ValueError: names the parameter's shape and dtype.
-    """
-    for parameter in group["params"]:
-        if not parameter.is_floating_point():
-            shape = list(parameter.shape)
-            raise ValueError(
-                f"a parameter of shape {shape} is {parameter.dtype}; LARS and LAMB take real floating point: "
-                "give it to another optimizer"
-            )
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters; what it does not set is as in the constructor.
+
+        Raises:
+            ValueError: an argument is out of range, or a parameter is not real.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check(group)
+        trust_of(group)
+        for parameter in group["params"]:
+            if not parameter.is_floating_point():
+                shape = list(parameter.shape)
+                raise ValueError(
+                    f"a parameter of shape {shape} is {parameter.dtype}; LARS and LAMB take real floating point: "
+                    "give it to another optimizer"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update; return what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in batches(group):
+                self._update(parameters, group)
+        return loss
+
+    def _check(self, group: Group) -> None:
+        """Refuse arguments of a group that are out of range."""
+        raise NotImplementedError
+
+    def _update(self, parameters: list[Tensor], group: Group) -> None:
+        """Update tensors of one dtype on one device, all of which have a gradient."""
+        raise NotImplementedError
 
 
 def trust_of(group: Group) -> Trust:

@@ -2,9 +2,8 @@ import sys
 
 import pytest
 import torch
+from _rows import absolute
 from _script import backend_of, run_script
-
-from distlab.measure import absolute
 
 
 def test_rows_are_printed_as_they_come(capsys, monkeypatch):

@@ -10,8 +10,9 @@ from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 from distlab.data import python_documentation
 from distlab.measure import CalibrationRound, Round, TrainingRun, measure_round, predict_step, time_training
 from distlab.measure.count.gpt import without_accumulation
+from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import MESSAGE_BYTES, Observation
-from distlab.measure.runs.calls import CallTimes, links_of, measure_sharding_calls, median_calls
+from distlab.measure.runs.calls import CallTimes, links_of, measure_sharding_calls
 from distlab.measure.runs.overhead import ReplicaOverhead, phases_of, share_among_calls
 from distlab.measure.runs.predict import Overhead
 from distlab.measure.runs.replicas import make_replica
@@ -63,7 +64,7 @@ def test_links_are_fitted_to_each_kind_of_call():
     fast = tuple(1e-4 + size / 2 / 1e9 for size in MESSAGE_BYTES)
     ring = reduce_scatter_steps(2)
     calls = {"all_gather": timed(ring, fast), "reduce_scatter": timed(ring, slow)}
-    links = links_of(median_calls([calls] * 3))
+    links = links_of(median_of([calls] * 3))
     for kind, want in (("all_gather", fast), ("reduce_scatter", slow)):
         for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
             assert all_gather_s(size, 2, links[kind]) == pytest.approx(seconds, rel=0.02)
@@ -74,7 +75,7 @@ def test_links_are_fitted_to_each_kind_of_call():
 def test_what_calls_cost_the_computing_rank_is_fitted_as_one_piece_of_work():
     start, added = (tuple(1e-5 + size / rate for size in MESSAGE_BYTES) for rate in (1e10, 2e9))
     parts = {"all_gather start": start, "reduce_scatter start": start, "reduce_scatter sum": added}
-    links = links_of(median_calls([{name: timed(Steps(1, 1.0), each) for name, each in parts.items()}] * 3))
+    links = links_of(median_of([{name: timed(Steps(1, 1.0), each) for name, each in parts.items()}] * 3))
     for part, want in parts.items():
         for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
             assert message_s(size, links[part]) == pytest.approx(seconds, rel=0.02)

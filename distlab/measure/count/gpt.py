@@ -66,8 +66,7 @@ def count_gpt(
     sizes = _Sizes(samples, config)
     axes = dict(_parameter_axes(model))
     layers = [_declared(layer, sizes, parts, axes.get(layer.name, ())) for layer in whole.layers]
-    if num_experts:
-        layers = [_with_experts(layer, sizes, parts, num_experts, top_k) for layer in layers]
+    layers = [_with_experts(layer, sizes, parts, num_experts, top_k) for layer in layers]
     return replace(whole, layers=tuple(layers))
 
 

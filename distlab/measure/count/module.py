@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distlab.plan import Layer, Work, Workload
@@ -200,8 +201,8 @@ class _Counter(TorchDispatchMode):
         with ExitStack() as hooks:
             for name, child in _children(module):
                 enter = self._enter(name, is_listed=id(child) in listed)
-                hooks.enter_context(_removing(child.register_forward_pre_hook(enter)))
-                hooks.enter_context(_removing(child.register_forward_hook(self._leave(name))))
+                hooks.callback(child.register_forward_pre_hook(enter).remove)
+                hooks.callback(child.register_forward_hook(self._leave(name)).remove)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 return loss()
 
@@ -249,27 +250,8 @@ class _Counter(TorchDispatchMode):
         return any(tuple(t.shape) in counts.weight_shapes() for t in _tensors(result))
 
 
-class _removing:
-    """Remove a hook at the end of a block."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        self.handle.remove()
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _work(func: Any, args: Any, kwargs: Any, result: Any) -> Work:

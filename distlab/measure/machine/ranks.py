@@ -8,7 +8,6 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.measure.machine.facts import num_cores
@@ -43,28 +42,28 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def mean_over_ranks(values: Sequence[float], device: torch.device, group: ProcessGroup | None = None) -> list[float]:
-    """Return each value's mean over the group's ranks; every rank calls this.
+def mean_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return each value's mean over all ranks; every rank calls this.
 
     Cost: one all-reduce of 8 bytes per value.
     """
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return [float(value) for value in total / dist.get_world_size(group)]
+    dist.all_reduce(total)
+    return [float(value) for value in total / dist.get_world_size()]
 
 
-def largest_over_ranks(values: Sequence[float], device: torch.device, group: ProcessGroup | None = None) -> list[float]:
-    """Return the largest of each value over the group's ranks; every rank calls this.
+def largest_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of each value over all ranks; every rank calls this.
 
     Cost: one all-reduce of 8 bytes per value.
     """
     largest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     return [float(value) for value in largest]
 
 
-def on_first_rank(make: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
-    """Call `make` on the group's first rank only, and return its result on all; every rank calls this.
+def on_first_rank(make: Callable[[], Result]) -> Result:
+    """Call `make` on the first rank only, and return its result on all; every rank calls this.
 
     Ranks that share cores would only wait for each other if each of them computed the same.
 
@@ -74,13 +73,12 @@ def on_first_rank(make: Callable[[], Result], group: ProcessGroup | None = None)
         Exception: on every rank, what `make` raised on the first.
     """
     made: list[object] = [None]
-    if dist.get_rank(group) == 0:
+    if dist.get_rank() == 0:
         try:
             made[0] = make()
         except Exception as error:  # the other ranks wait for this one, so they must receive the error
             made[0] = error
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(made, src=first, group=group, device=group_device(group))
+    dist.broadcast_object_list(made, src=0, device=group_device())
     if isinstance(made[0], Exception):
         raise made[0]
     return cast(Result, made[0])

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def calibrate(
         progress: called on rank 0 with the whole seconds that have passed.
     """
     start = time.monotonic()
-    rounds = run(_Rounds(device, seconds, progress), num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
+    job = partial(_measure_rounds, device, seconds, progress)
+    rounds = run(job, num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
     middle = median_round(rounds)
     memory = memory_bytes() / num_ranks if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
     cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
@@ -86,28 +88,21 @@ def load_calibration(path: Path) -> Calibration:
         ) from None
 
 
-@dataclass(frozen=True)
-class _Rounds:
-    """What each rank runs."""
-
-    device: str
-    seconds: float
-    progress: Callable[[int], None] | None
-
-    def __call__(self) -> list[Round]:
-        device = device_of(self.device, dist.get_rank())
-        start = time.monotonic()
-        rounds: list[Round] = []
-        works: dict[str, Work] = {}
-        more = torch.tensor(1, device=device)
-        while more:
-            rounds.append(measure_round(device, works=works))
-            passed = time.monotonic() - start
-            if self.progress is not None and dist.get_rank() == 0:
-                self.progress(min(int(passed), int(self.seconds)))
-            more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < self.seconds)
-            dist.broadcast(more, 0)  # clocks differ; one rank decides
-        return rounds
+def _measure_rounds(device_kind: str, seconds: float, progress: Callable[[int], None] | None) -> list[Round]:
+    """Run on every rank: take rounds until `seconds` have passed."""
+    device = device_of(device_kind, dist.get_rank())
+    start = time.monotonic()
+    rounds: list[Round] = []
+    works: dict[str, Work] = {}
+    more = torch.tensor(1, device=device)
+    while more:
+        rounds.append(measure_round(device, works=works))
+        passed = time.monotonic() - start
+        if progress is not None and dist.get_rank() == 0:
+            progress(min(int(passed), int(seconds)))
+        more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < seconds)
+        dist.broadcast(more, 0)  # clocks differ; one rank decides
+    return rounds
 
 
 def _error(row: Observation, cluster: Cluster) -> float:

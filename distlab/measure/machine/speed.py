@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
+from distlab.measure.machine.fit import fit_nonnegative, median_of
 from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
@@ -26,6 +28,7 @@ from simulator import fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 OVERLAP_MESSAGE_BYTES = 1_048_576
+REPEATS = 3  # of each reference model's step in a round
 
 Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
 
@@ -85,27 +88,21 @@ class Round:
 def measure_round(
     device: torch.device,
     *,
-    group: dist.ProcessGroup | None = None,
-    repeats: int = 3,
     works: dict[str, Work] | None = None,
 ) -> Round:
-    """Take one round of measurements. Every rank of the group calls it at the same time.
+    """Take one round of measurements. Every rank calls it at the same time.
 
     Args:
         device: where the rank computes.
-        group: the ranks that measure together; all by default.
-        repeats: how often each reference model's step is timed.
         works: counts of an earlier round, to save counting again; filled in by the first.
     """
     works = {} if works is None else works
     if not works:
-        works |= on_first_rank(lambda: _count_references(device), group)
-    observations = [
-        row for reference in REFERENCES for row in _time_reference(reference, device, group, repeats, works)
-    ]
-    times = [_time_all_reduce(size, device, group) for size in MESSAGE_BYTES]
-    speeds = _time_contention(device, group)
-    means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device, group)
+        works |= on_first_rank(lambda: _count_references(device))
+    observations = [row for reference in REFERENCES for row in _time_reference(reference, device, works)]
+    times = [_time_all_reduce(size, device) for size in MESSAGE_BYTES]
+    speeds = _time_contention(device)
+    means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device)
     observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
     contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
     return Round(tuple(observations), tuple(means[len(observations) : -2]), contention)
@@ -113,16 +110,7 @@ def measure_round(
 
 def median_round(rounds: Sequence[Round]) -> Round:
     """Combine rounds taken one after the other into one."""
-    observations = [
-        Observation(rows[0].what, rows[0].work, float(np.median([row.seconds for row in rows])))
-        for rows in zip(*(r.observations for r in rounds), strict=True)
-    ]
-    times = tuple(float(t) for t in np.median([r.all_reduce_s for r in rounds], axis=0))
-    contention = Contention(
-        float(np.median([r.contention.compute_slowdown for r in rounds])),
-        float(np.median([r.contention.communication_slowdown for r in rounds])),
-    )
-    return Round(tuple(observations), times, contention)
+    return cast(Round, median_of(rounds))
 
 
 def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", memory_bytes: float = 1e9) -> Cluster:
@@ -140,31 +128,21 @@ def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:
     """Fit seconds = kernels x kernel_s + flops / flops_per_s + bytes / bytes_per_s, none negative.
 
-    Minimises the relative error, over every choice of terms that are left out, so that no term goes negative.
+    Minimises the relative error.
 
     Returns:
         kernel_s, flops_per_s, bytes_per_s.
     """
     works = [(o.work.num_kernels, o.work.matmul_flops, o.work.memory_bytes) for o in observations]
     seconds = np.array([o.seconds for o in observations])
-    relative = np.array(works, dtype=float) / seconds[:, None]
-    scale = relative.max(axis=0)
-    best, best_error = None, np.inf
-    for terms in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        solved, *_ = np.linalg.lstsq(relative[:, terms] / scale[list(terms)], np.ones(len(seconds)), rcond=None)
-        if (solved <= 0).any():
-            continue
-        full = np.zeros(3)
-        full[list(terms)] = solved / scale[list(terms)]
-        error = float(((relative @ full - 1) ** 2).sum())
-        if error < best_error:
-            best, best_error = full, error
-    if best is None:
+    found = fit_nonnegative(np.array(works, dtype=float) / seconds[:, None], np.ones(len(seconds)))
+    if not found.any():
         raise RuntimeError(
             "calibration: the measured times fit no positive speed; run it again with nothing else running"
         )
+    kernel_s, s_per_flop, s_per_byte = found.tolist()
     limit = 1e18  # a term that fits as zero costs nothing
-    return float(best[0]), float(min(1 / best[1], limit) if best[1] else limit), 1 / best[2] if best[2] else limit
+    return kernel_s, min(1 / s_per_flop, limit) if s_per_flop else limit, 1 / s_per_byte if s_per_byte else limit
 
 
 def _count_references(device: torch.device) -> dict[str, Work]:
@@ -179,15 +157,13 @@ def _count_references(device: torch.device) -> dict[str, Work]:
     return works
 
 
-def _time_reference(
-    reference: Reference, device: torch.device, group: dist.ProcessGroup | None, repeats: int, works: dict[str, Work]
-) -> list[Observation]:
+def _time_reference(reference: Reference, device: torch.device, works: dict[str, Work]) -> list[Observation]:
     """Time forward, backward and update of one reference."""
     _, optimizer, loss = reference.build(device)
 
     def step() -> Phases:
         optimizer.zero_grad(set_to_none=False)
-        dist.barrier(group)
+        dist.barrier()
         start = now(device)
         value = loss()
         forward = now(device)
@@ -196,13 +172,11 @@ def _time_reference(
         optimizer.step()
         return forward - start, backward - forward, now(device) - backward
 
-    phases = time_phases(step, repeats, device, group)
+    phases = time_phases(step, REPEATS, device)
     return [Observation(key, works[key], value) for key, value in zip(reference.phases, phases, strict=True)]
 
 
-def time_phases(
-    step: Callable[[], Phases], repeats: int, device: torch.device, group: dist.ProcessGroup | None = None
-) -> Phases:
+def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) -> Phases:
     """Time a step several times, after one that warms up; return this rank's median seconds of each phase.
 
     Each step is stretched to the length that it had on the slowest rank, which is when a synchronous step ends. Each
@@ -210,24 +184,24 @@ def time_phases(
     """
     rows = np.array([step() for _ in range(repeats + 1)][1:])  # [repeats, phases]
     own = rows.sum(axis=1)
-    slowest = np.array(largest_over_ranks(own.tolist(), device, group))
+    slowest = np.array(largest_over_ranks(own.tolist(), device))
     forward, backward, update = np.median(rows * (slowest / own)[:, None], axis=0).tolist()
     return forward, backward, update
 
 
-def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
+def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
     """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
     repeats = max(3, min(8, 8_000_000 // num_bytes))
-    dist.all_reduce(tensor, group=group)
-    dist.barrier(group)
+    dist.all_reduce(tensor)
+    dist.barrier()
     start = now(device)
     for _ in range(repeats):
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
     return (now(device) - start) / repeats
 
 
-def _time_contention(device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
+def _time_contention(device: torch.device) -> tuple[float, float]:
     """Compute and all-reduce at the same time; return the speed of each, relative to its speed alone."""
     _, _, loss = REFERENCES[2].build(device)
     tensor = torch.zeros(OVERLAP_MESSAGE_BYTES // 4, device=device)
@@ -237,21 +211,21 @@ def _time_contention(device: torch.device, group: dist.ProcessGroup | None) -> t
             loss().backward()
 
     def communicate(count: int) -> list[dist.Work]:
-        return [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(count)]
+        return [dist.all_reduce(tensor, async_op=True) for _ in range(count)]
 
     compute()
-    dist.barrier(group)
+    dist.barrier()
     start = now(device)
     compute()
     compute_s = now(device) - start
-    dist.barrier(group)
+    dist.barrier()
     start = now(device)
     for work in communicate(4):
         work.wait()
     one_s = (now(device) - start) / 4
-    (agreed,) = largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device, group)
+    (agreed,) = largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device)
     count = int(agreed)
-    dist.barrier(group)
+    dist.barrier()
     start = now(device)
     works = communicate(count)
     compute()

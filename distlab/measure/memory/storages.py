@@ -13,13 +13,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from simulator.memory.memory import KINDS
 
@@ -163,9 +163,4 @@ _CERTAINTY = {_INDEX[kind]: rank for rank, kind in enumerate((*CERTAINTY, "error
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(tensors_in, value))
-    elif isinstance(value, dict):
-        yield from chain.from_iterable(map(tensors_in, value.values()))
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

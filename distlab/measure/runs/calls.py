@@ -57,14 +57,6 @@ class CallTimes(NamedTuple):
 Calls = Mapping[str, CallTimes]  # by kind of call, under the names that `simulate` takes
 
 
-def median_calls(rounds: Sequence[Calls]) -> Calls:
-    """Combine what was measured one after the other."""
-    return {
-        kind: times._replace(seconds=tuple(np.median([each[kind].seconds for each in rounds], axis=0).tolist()))
-        for kind, times in rounds[0].items()
-    }
-
-
 def links_of(calls: Calls) -> dict[str, Link]:
     """Fit a line to each kind's times."""
     return {

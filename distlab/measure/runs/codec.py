@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from distlab.compression import make_hook
 from distlab.gradient_hook import GradientBucket, GradientHook
+from distlab.measure.machine.fit import fit_nonnegative
 from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster
 from distlab.plan.compression import Compression, exchanges
@@ -37,27 +38,25 @@ def measure_codec(
     cluster: Cluster,
     *,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
     repeats: int = 3,
 ) -> MeasuredCodec:
-    """Time encoding and decoding. Every rank of the group calls it at the same time and gets the same result.
+    """Time encoding and decoding. Every rank calls it at the same time and gets the same result.
 
     Args:
         compression: what to time.
         cluster: the calibrated machine: how long an exchange takes.
         device: where the rank computes.
-        group: the ranks that exchange; all by default.
         repeats: how often each bucket is timed, after one that warms up.
     """
     hook = make_hook(compression)
     rows = [
-        _time_bucket(hook, compression, cluster, size=(index, rows), device=device, group=group, repeats=repeats)
+        _time_bucket(hook, compression, cluster, size=(index, rows), device=device, repeats=repeats)
         for index, rows in enumerate(ROWS)
     ]
-    means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device, group)
+    means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device)
     encode, decode = means[: len(ROWS)], means[len(ROWS) :]
     sizes = [rows * COLUMNS * 4 for rows in ROWS]
-    return MeasuredCodec(compression, dist.get_world_size(group), *_fit_line(sizes, encode), *_fit_line(sizes, decode))
+    return MeasuredCodec(compression, dist.get_world_size(), *_fit_line(sizes, encode), *_fit_line(sizes, decode))
 
 
 def median_codec(codecs: Sequence[MeasuredCodec]) -> MeasuredCodec:
@@ -76,20 +75,19 @@ def _time_bucket(
     *,
     size: tuple[int, int],
     device: torch.device,
-    group: dist.ProcessGroup | None,
     repeats: int,
 ) -> tuple[float, float]:
     """Return the median seconds of encoding and decoding one bucket, a square-ish matrix and a vector."""
     index, rows = size
     shapes = ((rows - 1, COLUMNS), (COLUMNS,))
-    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    generator = torch.Generator().manual_seed(dist.get_rank())
     values = torch.randn(rows * COLUMNS, generator=generator).to(device)
     buckets = []
     for place in range(IN_A_ROW):
         buffer = torch.empty_like(values)
         gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
         buckets.append(GradientBucket(index * IN_A_ROW + place, buffer, gradients))
-    replicas = group_of(cluster, range(dist.get_world_size(group)))
+    replicas = group_of(cluster, range(dist.get_world_size()))
     *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
     later_s = last if first else 0.0
     settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * (sum(first) or last))
@@ -97,12 +95,12 @@ def _time_bucket(
     for repeat in range(repeats + 1):
         for bucket in buckets:
             bucket.buffer.copy_(values)
-        dist.barrier(group)
+        dist.barrier()
         begin = now(device)
-        pending = [hook.start(bucket, group) for bucket in buckets]
+        pending = [hook.start(bucket, None) for bucket in buckets]
         encoded = now(device)
         time.sleep(settle_s)
-        dist.barrier(group)
+        dist.barrier()
         come = now(device)
         for one in pending:
             one.wait()
@@ -116,10 +114,5 @@ def _time_bucket(
 def _fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = fixed + bytes x rate, neither negative, with the least relative error."""
     x, y = np.array(sizes, float), np.maximum(np.array(seconds), 1e-9)
-    rows = np.stack([1 / y, x / y], axis=1)
-    (fixed, rate), *_ = np.linalg.lstsq(rows, np.ones(len(y)), rcond=None)
-    if fixed < 0:
-        return 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
-    if rate < 0:
-        return float((1 / y).sum() / ((1 / y) ** 2).sum()), 0.0
-    return float(fixed), float(rate)
+    fixed, rate = fit_nonnegative(np.stack([1 / y, x / y], axis=1), np.ones(len(y))).tolist()
+    return fixed, rate

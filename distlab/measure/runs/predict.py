@@ -10,14 +10,15 @@ by the cores; the time when each of them waits is not modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from distlab.measure.machine.speed import Round, fit_cluster, median_round
-from distlab.measure.runs.calls import Calls, links_of, median_calls
+from distlab.measure.machine.fit import fit_nonnegative, median_of
+from distlab.measure.machine.speed import Round, fit_cluster
+from distlab.measure.runs.calls import Calls, links_of
 from distlab.measure.runs.codec import median_codec
 from distlab.measure.runs.programs import is_pipeline_alone
 from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
@@ -78,25 +79,9 @@ class CalibrationRound:
 
 def median_calibration(rounds: Sequence[CalibrationRound]) -> CalibrationRound:
     """Combine rounds taken one after the other into one."""
-
-    def middle(value: Callable[[CalibrationRound], float]) -> float:
-        return float(np.median([value(each) for each in rounds]))
-
     codecs = [each.codec for each in rounds if each.codec is not None]
-    passes = zip(*(each.overhead.passes for each in rounds), strict=True)
-    return CalibrationRound(
-        median_round([each.compute for each in rounds]),
-        median_calls([each.calls for each in rounds]),
-        median_codec(codecs) if codecs else None,
-        middle(lambda each: each.alone_speedup),
-        Overhead(
-            middle(lambda each: each.overhead.gather_s),
-            middle(lambda each: each.overhead.scatter_s),
-            middle(lambda each: each.overhead.codec_slowdown),
-            middle(lambda each: each.overhead.action_s),
-            tuple(PassCost(rows[0].row_bytes, float(np.median([row.seconds for row in rows]))) for rows in passes),
-        ),
-    )
+    middle: CalibrationRound = median_of([replace(each, codec=None) for each in rounds])
+    return replace(middle, codec=median_codec(codecs) if codecs else None)
 
 
 def between_windows(rounds: Sequence[CalibrationRound], whole: CalibrationRound) -> CalibrationRound:
@@ -174,15 +159,8 @@ def fit_passes(passes: Sequence[PassCost]) -> tuple[float, float]:
     if not passes:
         return 0.0, 0.0
     x, y = np.array(passes, np.float64).T
-    slope = 0.0 if np.ptp(x) == 0 else float(np.cov(x, y, bias=True)[0, 1] / x.var())
-    fits = (
-        (float(y.mean()) - slope * float(x.mean()), slope),
-        (float(y.mean()), 0.0),
-        (0.0, float((x @ y) / (x @ x))),
-        (0.0, 0.0),
-    )
-    allowed = [fit for fit in fits if min(fit) >= 0]
-    return min(allowed, key=lambda fit: float(((fit[0] + fit[1] * x - y) ** 2).sum()))
+    fixed, rate = fit_nonnegative(np.stack([np.ones_like(x), x], axis=1), y).tolist()
+    return fixed, rate
 
 
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,24 +58,15 @@ def make_replica(
         )
     if plan is not None and sharding.stage == 3:
         return _fully_sharded(module, plan, make_optimizer, spans)
+    weights = partial(copy_weights, module)
     if plan is not None and sharding.stage:
         states = ShardedOptimizer(
             module, make_optimizer, stage=sharding.stage, bucket_bytes=plan.bucket_bytes, spans=spans
         )
-        return Replica(
-            module, states.zero_grad, states.no_sync, states.synchronize, states.step, lambda: copy_weights(module)
-        )
-    optimizer: torch.optim.Optimizer
+        return Replica(module, states.zero_grad, states.no_sync, states.synchronize, states.step, weights)
     if plan is None:
         optimizer = make_optimizer(list(module.parameters()))
-        return Replica(
-            module,
-            optimizer.zero_grad,
-            contextlib.nullcontext,
-            lambda: None,
-            optimizer.step,
-            lambda: copy_weights(module),
-        )
+        return Replica(module, optimizer.zero_grad, contextlib.nullcontext, lambda: None, optimizer.step, weights)
     replica = DataParallel(
         module,
         bucket_bytes=plan.bucket_bytes,
@@ -83,9 +75,7 @@ def make_replica(
         hook=None if plan.compression is None else make_hook(plan.compression),
     )
     optimizer = make_optimizer(list(module.parameters()))
-    return Replica(
-        module, replica.zero_grad, replica.no_sync, replica.synchronize, optimizer.step, lambda: copy_weights(module)
-    )
+    return Replica(module, replica.zero_grad, replica.no_sync, replica.synchronize, optimizer.step, weights)
 
 
 def _fully_sharded(module: nn.Module, plan: Plan, make_optimizer: MakeOptimizer, spans: SpanWriter | None) -> Replica:

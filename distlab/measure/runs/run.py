@@ -16,9 +16,10 @@ then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -117,10 +118,8 @@ class TrainingRun:
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
         corpus = ByteCorpus(data, self.model.context)
-        step = 0
-        while True:
+        for step in itertools.count():
             yield corpus.batch(step, self.batch_size, self.seed)
-            step += 1
 
 
 @dataclass
@@ -237,18 +236,16 @@ def windows_of(
     middle = median_calibration(report.rounds)
     cores = shared_cores(torch.device(run.device))
 
-    def predicted_s(loaded: Workload, first: int, stop: int) -> float:
+    @cache  # the two rounds after a window are those before the next but one
+    def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
+        loaded = with_expert_loads(counted, load, run.plan, alone_speedup=middle.alone_speedup)
         measured = between_windows(report.rounds[first:stop], middle)
         return predicted_step_s(predict_step(loaded, measured, run.plan, order=run.order), cores)
 
-    if not any(report.expert_loads):
-        return windows_between(report.measured_s, partial(predicted_s, counted), start=start)
-    windows = []
-    for index in range(start, len(report.measured_s)):
-        loads = report.expert_loads[index]
-        loaded = with_expert_loads(counted, loads, run.plan, alone_speedup=middle.alone_speedup)
-        windows += windows_between(report.measured_s[: index + 1], partial(predicted_s, loaded), start=index)
-    return windows
+    loads = report.expert_loads or [()] * len(report.measured_s)
+    return windows_between(
+        report.measured_s, lambda window, first, stop: predicted_s(loads[window], first, stop), start=start
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -84,20 +83,20 @@ class Verdict:
 
 
 def windows_between(
-    measured_s: Sequence[float], predicted_s: Callable[[int, int], float], *, start: int = 0
+    measured_s: Sequence[float], predicted_s: Callable[[int, int, int], float], *, start: int = 0
 ) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
     Args:
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
-        predicted_s: what the rounds from a first to a stop predict together.
+        predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
         start: the window to begin with.
     """
-    predicted = cache(predicted_s)  # the two rounds after a window are those before the next but one
     windows = []
     for index, seconds in enumerate(measured_s[start:], start):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
-        windows.append(Window(seconds, predicted(first, stop), predicted(first, middle), predicted(middle, stop)))
+        each = (predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop)))
+        windows.append(Window(seconds, *each))
     return windows
 
 

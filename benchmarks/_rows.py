@@ -8,12 +8,12 @@ itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-MIN_BLOCKS = 20
+from distlab.measure import MIN_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ class Row:
     bar: str
     holds: bool | None
     note: str = ""
+
+    def __str__(self) -> str:
+        """Two lines for a terminal: the verdict, then the figures."""
+        verdict = {True: "holds", False: "FALLS SHORT", None: "info"}[self.holds]
+        peer = "" if self.peer is None else f", peer {self.peer:.4g} {self.unit}"
+        ratio = "" if self.ratio is None else f", ratio {self.ratio:.3f}"
+        interval = f"95 % {self.interval[0]:.3g} to {self.interval[1]:.3g}"
+        figures = f"ours {self.ours:.4g} {self.unit}{peer}{ratio}, {interval}{'  ' + self.note if self.note else ''}"
+        return f"{verdict:<11} {self.claim}  [bar {self.bar}]\n            {figures}"
 
     def as_dict(self) -> dict[str, object]:
         """Return the row as JSON-ready values."""
@@ -125,26 +134,3 @@ def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note
     middle = float(np.median(values))
     interval = median_interval(values) if len(values) > 1 else (middle, middle)
     return Row(claim, middle, None, None, interval, unit, f"<= {bar:g} {unit}", middle <= bar, note)
-
-
-def interleave(programs: Sequence[Callable[[], float]], blocks: int = MIN_BLOCKS) -> list[list[float]]:
-    """Run the programs in turn, every second block in reverse order; each call returns its own time in seconds."""
-    times: list[list[float]] = [[] for _ in programs]
-    for block in range(blocks):
-        order = range(len(programs)) if block % 2 == 0 else reversed(range(len(programs)))
-        for index in order:
-            times[index].append(programs[index]())
-    return times
-
-
-def format_rows(rows: Sequence[Row]) -> str:
-    """Lay rows out for a terminal, two lines per row: the verdict, then the figures."""
-    lines = []
-    for row in rows:
-        verdict = {True: "holds", False: "FALLS SHORT", None: "info"}[row.holds]
-        peer = "" if row.peer is None else f", peer {row.peer:.4g} {row.unit}"
-        ratio = "" if row.ratio is None else f", ratio {row.ratio:.3f}"
-        lines.append(f"{verdict:<11} {row.claim}  [bar {row.bar}]")
-        figures = f"ours {row.ours:.4g} {row.unit}{peer}{ratio}, 95 % {row.interval[0]:.3g} to {row.interval[1]:.3g}"
-        lines.append(f"            {figures}{'  ' + row.note if row.note else ''}")
-    return "\n".join(lines)

@@ -1,15 +1,7 @@
 import pytest
+from _rows import absolute, compare, compare_counts, median_interval, noise, paired_ratio, ratio_holds
 
-from distlab.measure import (
-    absolute,
-    compare,
-    compare_counts,
-    interleave,
-    median_interval,
-    noise,
-    paired_ratio,
-    ratio_holds,
-)
+from distlab.measure import interleave
 
 
 def test_ratio_of_blocks_not_of_medians():

@@ -1,0 +1,56 @@
+"""What turns repeated measurements into numbers: the median of whole records, and a fit without negative terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def median_of(records: Sequence[Any]) -> Any:
+    """Combine records of one shape into one: each number becomes its median, all else is as in the first record.
+
+    Records are numbers, or dataclasses, mappings and tuples of records.
+    """
+    first = records[0]
+    if isinstance(first, int | float):
+        middle = float(np.median(records))
+        return first if middle == first else middle  # a count stays an int
+    if isinstance(first, Mapping):
+        return {key: median_of([record[key] for record in records]) for key in first}
+    if isinstance(first, tuple):
+        parts = [median_of(each) for each in zip(*records, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first) if field.init]
+        return replace(first, **{name: median_of([getattr(record, name) for record in records]) for name in names})
+    return first
+
+
+def fit_nonnegative(rows: Floats, wanted: Floats) -> Floats:
+    """Return coefficients, none negative, for which `rows @ coefficients` is nearest to `wanted` (least squares).
+
+    It tries every choice of columns and keeps the best whose coefficients are all positive; the other columns get 0.
+
+    Shapes: rows [m, k], wanted [m] -> [k]
+    """
+    num_columns = rows.shape[1]
+    scale = rows.max(axis=0)
+    best, best_error = np.zeros(num_columns), float(wanted @ wanted)
+    for count in range(1, num_columns + 1):
+        for columns in map(list, combinations(range(num_columns), count)):
+            solved, _, rank, _ = np.linalg.lstsq(rows[:, columns] / scale[columns], wanted, rcond=None)
+            if rank < count or (solved <= 0).any():
+                continue
+            full = np.zeros(num_columns)
+            full[columns] = solved / scale[columns]
+            error = float(((rows @ full - wanted) ** 2).sum())
+            if error < best_error:
+                best, best_error = full, error
+    return best
