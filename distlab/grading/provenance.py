@@ -91,7 +91,7 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         answer = solved.solution[:, 0]
         if int(solved.rank) == n:
             fits = float((answer @ parts - found).abs().max()) <= max(tolerance, 1e-10) * scale * n
-            return _rounded(answer) if fits else None
+            return torch.round(answer, decimals=9) if fits else None  # without the last digits of least squares
     if 4**n * 3 > MAX_PATTERNS:
         return None
     unit = float(wanted.abs().max()) or 1.0
@@ -102,11 +102,6 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         fitting += [row * factor for row in times[close]]
     distinct = {tuple(row.tolist()) for row in fitting}
     return torch.tensor(distinct.pop(), dtype=torch.float64) if len(distinct) == 1 else None
-
-
-def _rounded(numbers: Tensor) -> Tensor:
-    """Take away the last digits that least squares leaves."""
-    return torch.round(numbers, decimals=9)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
