@@ -67,7 +67,7 @@ def find_lab(name: str) -> tuple[str, Path]:
 
 
 def default_num_ranks() -> int:
-    """Return one rank a GPU where there are any; else up to four, two a core."""
+    """Return one rank per GPU; on a machine without GPUs two ranks per core, four at most."""
     import torch
 
     from distlab.measure import num_cores

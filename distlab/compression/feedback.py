@@ -37,7 +37,7 @@ class FeedbackHook:
         description: of the compressor, the same on all ranks.
         error_feedback: keep a memory.
 
-    Cost: in memory one element a gradient (of float32 for shorter types); on a bucket's first step one `agree()`.
+    Cost: in memory one element per gradient (of float32 for shorter types); on a bucket's first step one `agree()`.
     """
 
     def __init__(self, description: str, error_feedback: bool) -> None:

@@ -121,7 +121,7 @@ class Quantize(_GatherHook):
 
 
 class Sign(_GatherHook):
-    """Send one bit an element, and the mean size of each block of 1,024.
+    """Send one bit per element, and the mean size of each block of 1,024.
 
     Args:
         error_feedback: send later what is not sent now. Without it elements smaller than their block's mean size are

@@ -52,7 +52,7 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
 
     Args:
         got: the result.
-        parts: the ranks' tensors, flat, one a row.
+        parts: the ranks' tensors, flat, one per row.
         wanted: how often each should be in it.
         what: a name for the result.
         rank: whose result it is, or None.

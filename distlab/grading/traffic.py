@@ -85,7 +85,7 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
 
     Args:
         evidence: the run.
-        wanted_bytes: how many bytes a rank needs to send.
+        wanted_bytes: how many bytes each rank needs to send.
         what: what needs so many, such as "a ring".
         slack: how much more passes, relative.
     """

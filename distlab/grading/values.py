@@ -89,7 +89,7 @@ def first_difference_between_ranks(values: Sequence[Any], what: str = "the resul
     """Say which rank's value first differs from rank 0's, bit for bit, or return None where all are equal.
 
     Args:
-        values: one a rank: a tensor, or a list or dict of tensors.
+        values: one per rank: a tensor, or a list or dict of tensors.
         what: a name for it, such as "weights after one step".
     """
     first = _leaves(values[0])

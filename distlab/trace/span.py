@@ -1,6 +1,6 @@
 """Span and Trace: what happened, or should happen, on each rank and when.
 
-A Trace holds columns (one numpy array a field); a Span is a view of one row. The simulator returns a Trace, a
+A Trace holds columns (one numpy array per field); a Span is a view of one row. The simulator returns a Trace, a
 measured run returns a Trace, and every timeline is drawn from one.
 """
 
@@ -82,7 +82,7 @@ class Trace:
 
     @classmethod
     def from_columns(cls, **columns: object) -> Trace:
-        """Build a trace from one sequence a field of Span.
+        """Build a trace from one sequence per field of Span.
 
         A scalar stands for a whole column; num_bytes, stage and microbatch may be left out. `lane`, `name` and `kind`
         are sequences of strings.
