@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,14 +95,9 @@ def student_cell(exercise: Exercise, folder: Path) -> str:
         return _cell(exercise, f'{text.head}\n    raise NotYet("{exercise.name}")')
     # The wrong version's own docstring may name its fault: show what the function is meant to do.
     docstring = text.head.partition('\n    """')[2]
-    if ":" not in exercise.broken:
-        mutant = mutant_named(exercise, exercise.broken)
-        signature, body = signature_and_body(wrong_text(mutant, reference_of(exercise)))
-        return _cell(exercise, f'{signature}\n    """{docstring}\n{body}')
-    broken = function_text(exercise.broken, folder)
-    signature, name = broken.head.partition('\n    """')[0], exercise.broken.rpartition(":")[2]
-    shown = f'{signature}\n    """{docstring}\n{broken.body}'
-    return _cell(exercise, re.sub(rf"\b{re.escape(name)}\b", exercise.function, shown))
+    mutant = mutant_named(exercise, exercise.broken)
+    signature, body = signature_and_body(wrong_text(mutant, reference_of(exercise)))
+    return _cell(exercise, f'{signature}\n    """{docstring}\n{body}')
 
 
 def solution_cell(exercise: Exercise, folder: Path) -> str:

@@ -1,9 +1,13 @@
-"""Kinds of arguments that several commands take, each with an error that says what to pass."""
+"""What several commands share: numbers as arguments, and scripts that are loaded by their path."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 MAX_RANKS = 1024
 
@@ -22,3 +26,14 @@ def whole_number(what: str, *, least: int = 1, most: int | None = None) -> Calla
         return value
 
     return convert
+
+
+def load_script(name: str, path: Path) -> Any:
+    """Load a .py file as the module `name`, which need not be importable."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -7,13 +7,13 @@ ratio with its interval, the bar, and whether it holds. Run it with nothing else
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distlab.cli.arguments import load_script
 from distlab.measure import this_machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -72,13 +72,7 @@ def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
     """Load benchmarks/NAME.py by path and yield its rows (`Row` of benchmarks/_rows.py) as they are measured."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
-    spec = importlib.util.spec_from_file_location(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{FOLDER / name}.py cannot be loaded as Python; restore it from the repository")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield from module.rows(quick=quick)
+    yield from load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py").rows(quick=quick)
 
 
 def save(path: Path, results: dict[str, list[dict[str, object]]]) -> None:

@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check, print a report an exercise, and return 0 when all are right, else 1."""
+    """Check, print one report per exercise, and return 0 when all are right, else 1."""
     lesson = load_lesson(arguments.lesson)
     exercises = _chosen(lesson, arguments.lesson, arguments.exercise)
     impl = arguments.impl or str(_working_copy(lesson))

@@ -10,9 +10,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distlab.cli.arguments import MAX_RANKS, whole_number
+from distlab.cli.arguments import MAX_RANKS, load_script, whole_number
 
 if TYPE_CHECKING:
     from distlab.lab import CommonSettings
@@ -67,7 +67,7 @@ def find_lab(name: str) -> tuple[str, Path]:
 
 
 def default_num_ranks() -> int:
-    """Return one rank a GPU where there are any; else up to four, two a core."""
+    """Return one rank per GPU; on a machine without GPUs two ranks per core, four at most."""
     import torch
 
     from distlab.measure import num_cores
@@ -95,15 +95,7 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
 
 def load_settings(number: str, script: Path) -> type[CommonSettings]:
     """Load a lab's script without running it, and return the dataclass of its settings."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(f"distlab_lab_{number}", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module.Settings  # type: ignore[no-any-return]
+    return load_script(f"distlab_lab_{number}", script).Settings  # type: ignore[no-any-return]
 
 
 def _checked(settings: CommonSettings) -> CommonSettings:

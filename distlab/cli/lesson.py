@@ -31,28 +31,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Do one action; exit 0 when it was done."""
     from distlab.grading.lesson import lessons_folder
+    from distlab.notebook.copies import reset
+    from distlab.notebook.course import text_table
 
     lessons = lessons_folder()
     work = (arguments.work or lessons.parent / "work").expanduser().absolute()
+    if arguments.action == "start":
+        return _start(lessons, work, arguments.port, browser=not arguments.no_browser)
     if arguments.action == "list":
-        return _list(lessons, work)
-    if arguments.action == "reset":
-        return _reset(arguments.lesson, lessons, work)
-    return _start(lessons, work, arguments.port, browser=not arguments.no_browser)
-
-
-def _list(lessons: Path, work: Path) -> int:
-    from distlab.notebook.course import text_table
-
-    print(text_table(lessons, work))
-    return 0
-
-
-def _reset(number: str, lessons: Path, work: Path) -> int:
-    from distlab.notebook.copies import reset
-
-    aside, fresh = reset(number, lessons, work)
-    print(f"your copy is kept as {_short(aside)}\na fresh one is    {_short(fresh)}")
+        print(text_table(lessons, work))
+    else:
+        aside, fresh = reset(arguments.lesson, lessons, work)
+        print(f"your copy is kept as {_short(aside)}\na fresh one is    {_short(fresh)}")
     return 0
 
 

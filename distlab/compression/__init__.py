@@ -8,7 +8,7 @@ Read `sparse` first (send few elements), then `quantize` (send few bits of each)
 
 from distlab.compression.bits import pack_bits, unpack_bits
 from distlab.compression.cast import Cast
-from distlab.compression.feedback import Feedback
+from distlab.compression.feedback import FeedbackHook
 from distlab.compression.hooks import Quantize, RandomK, Sign, TopK
 from distlab.compression.make import make_hook
 from distlab.compression.powersgd import orthogonalize
@@ -18,7 +18,7 @@ from distlab.compression.sparse import random_indices, scatter, top_k
 
 __all__ = [
     "Cast",
-    "Feedback",
+    "FeedbackHook",
     "PowerSGD",
     "Quantize",
     "Quantized",

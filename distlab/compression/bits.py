@@ -1,4 +1,4 @@
-"""Codes of 1 to 7 bits laid end to end: three bits an element cost three bits on the wire, not eight.
+"""Codes of 1 to 7 bits laid end to end: three bits per element cost three bits on the wire, not eight.
 
 Eight codes, a byte each, are one 64-bit word; eight codes of `bits` bits are `bits` bytes. Packing closes the gaps in
 three rounds, each on all words at once: pairs of bytes, pairs of pairs, then the two halves. For 3 bits, from low to

@@ -44,7 +44,7 @@ class Cast(FeedbackHook):
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Divide, shorten and begin to add up."""
         self.end_last(bucket)
-        self.feedback.begin(bucket, group)
+        self.begin(bucket, group)
         small = self._small.get(bucket.index)
         if small is None or small.numel() != bucket.buffer.numel() or small.device != bucket.buffer.device:
             small = self._small[bucket.index] = torch.empty_like(bucket.buffer, dtype=self._dtype)

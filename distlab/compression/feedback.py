@@ -27,8 +27,8 @@ from distlab.comm import agree
 from distlab.gradient_hook import GradientBucket
 
 
-class Feedback:
-    """What a hook remembers of each bucket on this rank: the memory, and the number of steps.
+class FeedbackHook:
+    """A hook that remembers of each bucket on this rank: what it did not send, and the number of steps.
 
     Before a bucket's first step the ranks agree that they compress alike and continue from the same step; payloads of
     different lengths would hang, and random indices that differ would add up to garbage without a word.
@@ -37,7 +37,7 @@ class Feedback:
         description: of the compressor, the same on all ranks.
         error_feedback: keep a memory.
 
-    Cost: in memory one element a gradient (of float32 for shorter types); on a bucket's first step one `agree()`.
+    Cost: in memory one element per gradient (of float32 for shorter types); on a bucket's first step one `agree()`.
     """
 
     def __init__(self, description: str, error_feedback: bool) -> None:
@@ -46,6 +46,7 @@ class Feedback:
         self._memories: dict[int, Tensor] = {}
         self._num_steps: dict[int, int] = {}
         self._agreed: dict[int, tuple[Any, ...]] = {}
+        self._works: dict[int, Any] = {}  # last call of each bucket; waiting twice costs nothing
 
     def num_steps(self, bucket: GradientBucket) -> int:
         """Return how many steps of this bucket have begun."""
@@ -78,8 +79,14 @@ class Feedback:
         """Return this rank's memory of a bucket, to be written to when the step succeeds; None without feedback."""
         return self._memories.get(bucket.index) if self.error_feedback else None
 
+    def end_last(self, bucket: GradientBucket) -> None:
+        """Wait for a call whose step failed in another bucket before its own wait: it writes into the same memory."""
+        work = self._works.pop(bucket.index, None)
+        if work is not None and not work.is_completed():
+            work.wait()
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's memories and steps, copied."""
+        """Return this rank's error memories and numbers of steps, copied."""
         memories = {index: memory.clone() for index, memory in self._memories.items()}
         return {"compressor": self.description, "num_steps": dict(self._num_steps), "memories": memories}
 
@@ -112,35 +119,17 @@ class Feedback:
             )
 
 
-class FeedbackHook:
-    """A hook whose only state is its feedback."""
-
-    def __init__(self, description: str, error_feedback: bool) -> None:
-        self.feedback = Feedback(description, error_feedback)
-        self._works: dict[int, Any] = {}  # last call of each bucket; waiting twice costs nothing
-
-    def end_last(self, bucket: GradientBucket) -> None:
-        """Wait for a call whose step failed in another bucket before its own wait: it writes into the same memory."""
-        work = self._works.pop(bucket.index, None)
-        if work is not None and not work.is_completed():
-            work.wait()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error memories and numbers of steps."""
-        return self.feedback.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned on this rank.
-
-        Raises:
-            ValueError: it is the state of another compressor.
-        """
-        self.feedback.load_state_dict(state_dict)
-
-
 def members_not_finite(vector: Tensor, group: ProcessGroup | None) -> list[int]:
     """Return the members of the group whose vectors hold NaN or inf; every rank calls this."""
-    mine = (~vector.isfinite().all()).to(torch.uint8).view(1)
+    return members_where(~vector.isfinite().all(), group)
+
+
+def members_where(flag: Tensor, group: ProcessGroup | None) -> list[int]:
+    """Return the members of the group whose flag is true; every rank calls this.
+
+    Shapes: flag [] bool
+    """
+    mine = flag.to(torch.uint8).view(1)
     flags = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(flags, mine, group=group)
     return [member for member, flag in enumerate(flags) if flag.item()]

@@ -38,10 +38,10 @@ class _GatherHook(FeedbackHook):
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Encode gradient + memory and begin to gather."""
         self.end_last(bucket)
-        vector = self.feedback.begin(bucket, group)
+        vector = self.begin(bucket, group)
         chance = None
         if self._seed is not None:
-            purpose = f"quantize bucket {bucket.index} step {self.feedback.num_steps(bucket)}"
+            purpose = f"quantize bucket {bucket.index} step {self.num_steps(bucket)}"
             chance = generator(self._seed, dist.get_rank(group), purpose, vector.device)
         payload = self.codec.encode(vector, bucket.buffer.dtype, chance)
         size = dist.get_world_size(group) * payload.numel()
@@ -73,7 +73,7 @@ class _Gathering:
         not_finite = [member for member in range(num_ranks) if not is_finite(opened[member])]
         if not_finite:
             refuse_not_finite(self.bucket, self.group, not_finite)
-        average_(vector, opened, rank, self.hook.feedback.memory_of(self.bucket))
+        average_(vector, opened, rank, self.hook.memory_of(self.bucket))
         if vector is not self.bucket.buffer:
             self.bucket.buffer.copy_(vector)
 
@@ -121,7 +121,7 @@ class Quantize(_GatherHook):
 
 
 class Sign(_GatherHook):
-    """Send one bit an element, and the mean size of each block of 1,024.
+    """Send one bit per element, and the mean size of each block of 1,024.
 
     Args:
         error_feedback: send later what is not sent now. Without it elements smaller than their block's mean size are
@@ -157,12 +157,12 @@ class RandomK(FeedbackHook):
 
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Draw indices and begin to add up the values that lie there."""
-        vector = self.feedback.begin(bucket, group)
+        vector = self.begin(bucket, group)
         size = vector.numel()
         k = num_kept(size, self._ratio)
-        purpose = f"random_k bucket {bucket.index} step {self.feedback.num_steps(bucket)}"
+        purpose = f"random_k bucket {bucket.index} step {self.num_steps(bucket)}"
         indices = random_indices(size, k, generator(self._seed, 0, purpose, vector.device))  # of no rank: alike
-        scale = 1.0 if self.feedback.error_feedback else size / k
+        scale = 1.0 if self.error_feedback else size / k
         values = vector[indices] * (scale / dist.get_world_size(group))
         values += vector.sum() * 0  # NaN if there is NaN or inf anywhere: no rank must miss one that was not drawn
         values = values.to(bucket.buffer.dtype)
@@ -187,7 +187,7 @@ class _Reducing:
         self.work.wait()
         if not self.values.isfinite().all():
             refuse_not_finite(self.bucket, self.group, members_not_finite(self.vector, self.group))
-        memory = self.hook.feedback.memory_of(self.bucket)
+        memory = self.hook.memory_of(self.bucket)
         if memory is not None:
             memory.copy_(self.vector).index_fill_(0, self.indices, 0)
         self.bucket.buffer.zero_()

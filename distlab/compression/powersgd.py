@@ -92,17 +92,3 @@ def first_right(columns: int, rank: int, generator: torch.Generator, dtype: torc
     Shapes: -> [columns, rank]
     """
     return torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def relative_error(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return |M - left right^T| / |M| (Frobenius norms), and 0 for a matrix of zeros."""
-    norm = torch.linalg.matrix_norm(matrix)
-    difference = torch.linalg.matrix_norm(matrix - decompress(left, right))
-    return torch.where(norm > 0, difference / norm, torch.zeros_like(norm))
-
-
-def best_error(matrix: Tensor, rank: int) -> Tensor:
-    """Return the smallest relative error that any factors of this rank can have (Eckart and Young 1936)."""
-    values = torch.linalg.svdvals(matrix)
-    norm = torch.linalg.vector_norm(values, dim=-1)
-    return torch.where(norm > 0, torch.linalg.vector_norm(values[..., rank:], dim=-1) / norm, torch.zeros_like(norm))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.compression.feedback import members_where
 from distlab.compression.powersgd import orthogonalize, unit_columns
 from distlab.compression.powersgd_layout import Layout
 from distlab.gradient_hook import GradientBucket
@@ -101,10 +102,8 @@ class WholeExchange:
 
         All ranks saw the same sum, so all of them come here and make this one more call.
         """
-        mine = torch.tensor([finite], dtype=torch.uint8, device=self.bucket.buffer.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, mine, group=self.group)
-        ranks = [str(rank) for rank, flag in enumerate(gathered) if not flag.item()]
+        is_sound = torch.tensor(finite, device=self.bucket.buffer.device)
+        ranks = [str(rank) for rank in members_where(~is_sound, self.group)]
         found = f"NaN or infinite gradients on rank {', '.join(ranks)}" if ranks else "a sum too large for its dtype"
         raise RuntimeError(
             f"rank {dist.get_rank(self.group)}: {found} in bucket {self.bucket.index} at step {self.memory.steps}; "
@@ -113,14 +112,7 @@ class WholeExchange:
 
 
 class LowRankExchange(WholeExchange):
-    """A bucket under way as factors.
-
-    Args:
-        bucket: this rank's gradients.
-        memory: of the bucket; `right` holds the factors to begin with.
-        group: the replicas.
-        advance: brings all buckets that were started to their second message.
-    """
+    """A bucket under way as factors; the memory's `right` holds the factors to begin with."""
 
     def send_first(self) -> None:
         """Send what goes whole, and M right."""

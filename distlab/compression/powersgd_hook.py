@@ -126,7 +126,7 @@ class PowerSGD:
             exchange.send_second()
 
     def _drop(self, index: int) -> None:
-        """Let go of a step that was given up after start: its calls end, its answers are not used."""
+        """Drop a step that was given up after start: its calls end, its answers are not used."""
         if any(exchange.bucket.index == index for exchange in self._under_way):
             for exchange in self._under_way:
                 exchange.work.wait()

@@ -143,7 +143,8 @@ def sign(vector: Tensor) -> Quantized:
     Raises:
         ValueError: the vector is not flat.
 
-    Source: Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 2; there one scale a layer, here a block.
+    Source: Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 2; there one scale per
+        layer, here one per block.
     """
     check_vector(vector)
     scales = per_block(vector, lambda part: torch.linalg.vector_norm(part, ord=1, dim=1) / part.shape[1])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distlab.comm import RankError, Records
 
 
-class NotYet(Exception):  # noqa: N818 (a state of the exercise, not an error of anybody)
+class NotYet(Exception):  # noqa: N818 (a state of the exercise, not an error)
     """The body of an exercise that is not written yet; a check answers it kindly."""
 
     def __init__(self, exercise: str) -> None:

@@ -37,13 +37,6 @@ def each_rank(
             yield from answer
 
 
-def equal_on_all_ranks(values: Sequence[Any], what: str = "the result") -> Iterator[Fault]:
-    """Yield which rank's value first differs from rank 0's, bit for bit."""
-    from distlab.grading.values import first_difference_between_ranks
-
-    yield from found(first_difference_between_ranks(values, what))
-
-
 def known_mistake(got: Any, want: Tensor, known: Iterable[tuple[str, Tensor, str]], what: str) -> Fault | None:
     """Return the first known mistake that gives this very result, or None.
 

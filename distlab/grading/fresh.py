@@ -49,7 +49,7 @@ def start_ranks(world_size: int, timeout_s: float) -> Ranks:
 
 @contextlib.contextmanager
 def fresh_ranks(worlds: Sequence[int], timeout_s: float) -> Iterator[Iterator[Ranks]]:
-    """Yield an iterator over sets of fresh ranks, one a world size; nothing of them is left after the block.
+    """Yield an iterator over sets of fresh ranks, one per world size; nothing of them is left after the block.
 
     Raises:
         Unavailable: from the iterator, when ranks do not start.

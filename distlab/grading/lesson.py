@@ -56,7 +56,11 @@ class Lesson:
         Raises:
             ValueError: an edit does not fit the text of its reference.
         """
-        return tuple(_built(exercise, mutant) for exercise in self.exercises for mutant in exercise.mutants)
+        return tuple(
+            build(mutant, exercise.name, reference_of(exercise), exercise.imports)
+            for exercise in self.exercises
+            for mutant in exercise.mutants
+        )
 
     def exercise(self, name: str) -> Exercise:
         """Return the exercise of this name.
@@ -193,13 +197,6 @@ def reference_of(exercise: Exercise) -> Callable[..., Any]:
     return resolve(exercise, exercise.source)
 
 
-def broken_of(exercise: Exercise) -> Callable[..., Any] | None:
-    """Return the wrong version that a spot-the-bug exercise starts from, or None."""
-    if exercise.broken is None or ":" in exercise.broken:
-        return None if exercise.broken is None else resolve(exercise, exercise.broken)
-    return _built(exercise, mutant_named(exercise, exercise.broken)).fn
-
-
 def mutant_named(exercise: Exercise, name: str) -> Mutant:
     """Return one of the exercise's wrong versions, as it is written.
 
@@ -211,15 +208,6 @@ def mutant_named(exercise: Exercise, name: str) -> Mutant:
         names = ", ".join(repr(mutant.name) for mutant in exercise.mutants) or "none"
         raise ValueError(f"exercise {exercise.name} has no mutant {name!r}; it has {names}")
     return mutant
-
-
-def _built(exercise: Exercise, mutant: Mutant) -> Mutant:
-    """Return one of the exercise's wrong versions with its function.
-
-    Raises:
-        ValueError: its edits do not fit the text of the reference.
-    """
-    return build(mutant, exercise.name, reference_of(exercise), exercise.imports)
 
 
 def source_text(fn: Callable[..., Any]) -> str:

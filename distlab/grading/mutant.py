@@ -101,8 +101,6 @@ def build(mutant: Mutant, exercise: str, reference: Callable[..., Any], imports:
     Raises:
         ValueError: an edit does not fit the reference's text, or the result is not Python.
     """
-    if mutant.fn is not None:
-        return replace(mutant, exercise=exercise)
     who = f"mutant {mutant.name!r} of {exercise}"
     text = "\n\n\n".join(filter(None, ["\n".join(imports), mutant.preamble, wrong_text(mutant, reference, who)])) + "\n"
     file = f"{exercise}, {mutant.name}"

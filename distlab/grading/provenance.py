@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distlab.grading.exercise import Fault
-from distlab.grading.values import compare, times_of, tolerance_of
+from distlab.grading.values import DIVIDED_TWICE, SUM_NOT_MEAN, compare, times_of, tolerance_of
 from distlab.plan import split_evenly
 
 MAX_PATTERNS = 4096  # how many ways of adding the ranks' tensors are tried where least squares cannot tell
@@ -52,7 +52,7 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
 
     Args:
         got: the result.
-        parts: the ranks' tensors, flat, one a row.
+        parts: the ranks' tensors, flat, one per row.
         wanted: how often each should be in it.
         what: a name for the result.
         rank: whose result it is, or None.
@@ -91,7 +91,7 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         answer = solved.solution[:, 0]
         if int(solved.rank) == n:
             fits = float((answer @ parts - found).abs().max()) <= max(tolerance, 1e-10) * scale * n
-            return _rounded(answer) if fits else None
+            return torch.round(answer, decimals=9) if fits else None  # without the last digits of least squares
     if 4**n * 3 > MAX_PATTERNS:
         return None
     unit = float(wanted.abs().max()) or 1.0
@@ -102,11 +102,6 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         fitting += [row * factor for row in times[close]]
     distinct = {tuple(row.tolist()) for row in fitting}
     return torch.tensor(distinct.pop(), dtype=torch.float64) if len(distinct) == 1 else None
-
-
-def _rounded(numbers: Tensor) -> Tensor:
-    """Take away the last digits that least squares leaves."""
-    return torch.round(numbers, decimals=9)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -129,13 +124,14 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
             )
         return Fault("one rank only", f"{what} is rank {only}'s tensor{times} alone: the others' parts are not in it")
     base = _base(ratios)
-    scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}: {_advice(base, wanted)}"
+    code, advice = _scale_fault(base, wanted)
+    scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}: {advice}"
     missing = [r for r in range(n) if r not in present and float(wanted[r]) != 0]
     if missing:
         return Fault("missing rank", f"{what} lacks {_whose(missing)}{scale}")
     uneven = [r for r in range(n) if abs(ratios[r] / base - 1) > 1e-5]
     if not uneven:
-        return Fault(_scale_code(base, wanted), f"{what} is {times_of(base)}: {_advice(base, wanted)}")
+        return Fault(code, f"{what} is {times_of(base)}: {advice}")
     counted = [r for r in uneven if ratios[r] / base > 1 and abs(ratios[r] / base - round(ratios[r] / base)) < 1e-5]
     if counted == uneven:
         often = {round(ratios[r] / base) for r in counted}
@@ -165,23 +161,14 @@ def _whose(ranks: Sequence[int]) -> str:
     return f"{parts} {'part' if len(ranks) == 1 else 'parts'}"
 
 
-def _scale_code(ratio: float, wanted: Tensor) -> str:
+def _scale_fault(ratio: float, wanted: Tensor) -> tuple[str, str]:
+    """Return the code of a wrong factor, and what to do about it."""
     n = len(wanted)
     is_mean = bool((wanted - 1 / n).abs().max() < 1e-9) and n > 1
     if is_mean and abs(ratio - n) < 1e-5:
-        return "sum not mean"
+        return "sum not mean", SUM_NOT_MEAN.format(n)
     if n > 1 and abs(ratio * n - 1) < 1e-5:
-        return "divided twice" if is_mean else "mean not sum"
-    return "scale"
-
-
-def _advice(ratio: float, wanted: Tensor) -> str:
-    code = _scale_code(ratio, wanted)
-    n = len(wanted)
-    if code == "sum not mean":
-        return f"it is the sum over ranks, not the mean: divide by world_size ({n})"
-    if code == "mean not sum":
-        return f"it is the mean over ranks, not the sum: do not divide by world_size ({n})"
-    if code == "divided twice":
-        return f"it was divided by world_size ({n}) once too often"
-    return "look for a factor that was applied once too often, or not at all"
+        if is_mean:
+            return "divided twice", DIVIDED_TWICE.format(n)
+        return "mean not sum", f"it is the mean over ranks, not the sum: do not divide by world_size ({n})"
+    return "scale", "look for a factor that was applied once too often, or not at all"

@@ -56,11 +56,6 @@ class Report:
         """The learner's function if it passed, else the reference, so that what follows works either way."""
         return self.answer if self.passed and self.answer is not None else self.reference
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The report in plain lines."""
-        return tuple(str(self).splitlines())
-
     def with_progress(self, line: str) -> Report:
         """Return the report with a line on where it was kept."""
         return replace(self, progress=line)

@@ -1,4 +1,4 @@
-"""Look at an answer before it runs: is it a function at all, has anybody written it, can it be called as it will be?"""
+"""Look at an answer before it runs: is it a function at all, is it written, can it be called as it will be?"""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def execute(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
     namespace: dict[str, Any] = {"__name__": NAMESPACE}
     notes = list(source.notes)
     if source.kind == "notebook":
-        namespace |= _names_of_extension()
+        namespace |= names_for_functions()
     for name, text in source.pieces:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         tree = ast.parse(text, name)
@@ -182,7 +182,7 @@ def _is_constant(value: ast.expr | None) -> bool:
     return value is not None and all(isinstance(node, _QUIET + _PARTS) for node in ast.walk(value))
 
 
-def _names_of_extension() -> dict[str, Any]:
+def names_for_functions() -> dict[str, Any]:
     """Return the names that `%load_ext distlab.notebook` gives a notebook and that functions may use."""
     import torch
     import torch.distributed as dist

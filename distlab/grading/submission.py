@@ -6,6 +6,8 @@ limits, so that one that hangs or exits while it is loaded ends nothing else.
 
 from __future__ import annotations
 
+import functools
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,11 +43,8 @@ def load_submission(impl: str, lesson: Lesson) -> dict[str, Callable[..., Any]]:
 
 def _place(error: BaseException) -> str:
     """Return where an error was raised, in the file that raised it."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}: "
-        trace = trace.tb_next
-    return place
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
 
 
 @dataclass
@@ -123,7 +122,7 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
 
     with start_ranks(1, LOAD_TIMEOUT_S) as ranks:
         try:
-            return ranks.run(drive_on_rank, look, _Loader(source), MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
+            return ranks.run(drive_on_rank, look, functools.partial(execute, source), MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
         except RankTimeout:
             text = (
                 f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"
@@ -133,16 +132,6 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
             first = replace(lesson.exercises[0], on_failure=None)
             fault = fault_of(error, first, Submitted(source, "load"), 1)
             return Fault("not loaded", f"{source.name} cannot be loaded: {fault.message}"), source.notes
-
-
-@dataclass(frozen=True)
-class _Loader:
-    """Loads a source on the rank that calls it."""
-
-    source: Source
-
-    def __call__(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        return execute(self.source)
 
 
 def _absent(source: Source, exercise: Exercise, notes: tuple[str, ...]) -> str:

@@ -73,11 +73,6 @@ def _rounds(made: Sequence[Call], ends: Sequence[int]) -> int:
     return rounds
 
 
-def num_started_before(evidence: Evidence, rank: int, time_ns: int, *ops: str) -> int:
-    """Return how many calls a rank had started before a moment (time.monotonic_ns); an overlapped call starts early."""
-    return sum(call.start_ns < time_ns for call in calls(evidence, rank, *ops))
-
-
 def in_megabytes(num_bytes: float) -> str:
     """Return bytes in words: "48 bytes", "3.0 kB", "3.0 MB"."""
     if num_bytes < 1000:
@@ -90,7 +85,7 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
 
     Args:
         evidence: the run.
-        wanted_bytes: how many bytes a rank needs to send.
+        wanted_bytes: how many bytes each rank needs to send.
         what: what needs so many, such as "a ring".
         slack: how much more passes, relative.
     """

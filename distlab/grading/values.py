@@ -16,6 +16,8 @@ from torch import Tensor
 from distlab.grading.exercise import Fault
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SUM_NOT_MEAN = "it is the sum over ranks, not the mean: divide by world_size ({})"
+DIVIDED_TWICE = "it was divided by world_size ({}) once too often"
 
 
 def seeded(rank: int, *shape: int, purpose: str = "") -> Tensor:
@@ -78,18 +80,16 @@ def describe(value: Any) -> str:
         return f"a {_dtype(value)} tensor of shape {list(value.shape)}"
     if value is None:
         return "None (is a return missing?)"
-    if isinstance(value, list | tuple):
-        text = repr(value)
-        return text if len(text) <= 80 else f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return text if len(text) <= 80 else f"a {type(value).__name__}{size}"
 
 
 def first_difference_between_ranks(values: Sequence[Any], what: str = "the result") -> Fault | None:
     """Say which rank's value first differs from rank 0's, bit for bit, or return None where all are equal.
 
     Args:
-        values: one a rank: a tensor, or a list or dict of tensors.
+        values: one per rank: a tensor, or a list or dict of tensors.
         what: a name for it, such as "weights after one step".
     """
     first = _leaves(values[0])
@@ -98,15 +98,14 @@ def first_difference_between_ranks(values: Sequence[Any], what: str = "the resul
         if [name for name, _ in leaves] != [name for name, _ in first]:
             return Fault("replicas differ", f"rank {rank}'s {what} has other parts than rank 0's: {describe(value)}")
         for (name, one), (_, other) in zip(leaves, first, strict=True):
-            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-                if type(one) is not type(other) or one != other:
-                    text = f"rank {rank}'s {what}{name} is {describe(one)}, rank 0's is {describe(other)}"
-                    return Fault("replicas differ", text)
-                continue
-            if one.shape != other.shape or one.dtype != other.dtype:
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                alike = one.shape == other.shape and one.dtype == other.dtype
+            else:
+                alike = type(one) is type(other) and one == other
+            if not alike:
                 text = f"rank {rank}'s {what}{name} is {describe(one)}, rank 0's is {describe(other)}"
                 return Fault("replicas differ", text)
-            if not torch.equal(one, other) and not bool((one.isnan() & other.isnan() | (one == other)).all()):
+            if isinstance(one, Tensor) and not bool((one.isnan() & other.isnan() | (one == other)).all()):
                 gap = float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
                 text = f"rank {rank}'s {what}{name} differs from rank 0's, by up to {gap:.3g}"
                 return Fault("replicas differ", f"{text}: all ranks must hold the same")
@@ -153,12 +152,9 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
     if ratio is not None:
         code, advice = "scale", ""
         if world_size > 1 and abs(ratio - world_size) < 1e-5:
-            code, advice = (
-                "sum not mean",
-                f": it is the sum over ranks, not the mean: divide by world_size ({world_size})",
-            )
+            code, advice = "sum not mean", f": {SUM_NOT_MEAN.format(world_size)}"
         elif world_size > 1 and abs(ratio * world_size - 1) < 1e-5:
-            code, advice = "divided twice", f": it was divided by world_size ({world_size}) once too often"
+            code, advice = "divided twice", f": {DIVIDED_TWICE.format(world_size)}"
         return Fault(code, f"{what} is {times_of(ratio)}{advice}")
     if got.numel() and not bool(got.any()):
         return Fault("zeros", f"{what} is all zeros")

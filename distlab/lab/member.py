@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from distlab.comm.record.watchdog import Watchdog
 from distlab.comm.rendezvous import read_environment
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
-from distlab.lab.report import Report, read_reference, to_json
+from distlab.lab.report import Report, read_reference
 from distlab.lab.settings import CommonSettings, parse, what_is_run
 from distlab.lab.watch import Guard, own_traceback
 from distlab.trace import Trace
@@ -260,9 +261,9 @@ def _tell(lab: Lab[Any]) -> bool:
             "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
         )
     if lab.member.rank == 0:
-        facts = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
-        machine = {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
-        print(to_json(lab.report, facts | machine) if lab.settings.json else lab.report.table(), flush=True)
+        facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        facts |= {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
+        print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
     dist.broadcast(wrong, 0)
     return bool(wrong)

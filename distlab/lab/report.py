@@ -6,7 +6,6 @@ time is shown next to its prediction and the reference machine's time, and never
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,8 +183,3 @@ def _text(value: Value, unit: str) -> str:
         return f"{value:,} B" if isinstance(value, int) else format_bytes(value)
     number = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
     return f"{number} {unit}".rstrip()
-
-
-def to_json(report: Report, facts: Mapping[str, object]) -> str:
-    """Write a report and what it was measured on as one line of JSON."""
-    return json.dumps(report.as_dict() | dict(facts))

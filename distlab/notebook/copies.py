@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,13 +171,9 @@ def _put(path: Path, notebook: dict[str, Any], *, replace: bool = False) -> None
 
 def _free_name(copy: Path) -> Path:
     stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return next(path for path in _names(copy, stamp) if not os.path.lexists(path))
-
-
-def _names(copy: Path, stamp: str) -> Iterator[Path]:
-    yield copy.with_name(f"{copy.stem}.{stamp}{copy.suffix}")
-    for number in range(2, 10_000):
-        yield copy.with_name(f"{copy.stem}.{stamp}-{number}{copy.suffix}")
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    paths = (copy.with_name(f"{copy.stem}.{stamp}{ending}{copy.suffix}") for ending in endings)
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _read_versions(work: Path) -> dict[str, str]:

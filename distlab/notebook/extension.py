@@ -42,24 +42,10 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def _names() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    from distlab.comm import Ranks, recorded, run
-    from distlab.grading import NotYet, check
+    from distlab.grading import check
+    from distlab.grading.source import names_for_functions
     from distlab.notebook.display import show
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict
 
-    return {
-        "torch": torch,
-        "dist": dist,
-        "run": run,
-        "Ranks": Ranks,
-        "recorded": recorded,
-        "check": check,
-        "NotYet": NotYet,
-        "show": show,
-        "predict": predict,
-        "last_records": last_records,
-    }
+    return names_for_functions() | {"check": check, "show": show, "predict": predict, "last_records": last_records}

@@ -4,9 +4,9 @@ Begin with `functions`: f and g, the conjugate pairs that everything else is mad
 `linear` (column- and row-parallel layers), `attention` (its heads split; `grouped` where there are fewer heads of keys
 and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
 
-Then what makes it good: `overlap` (the exchange during a matrix product), `sequence` (what lies between the regions,
-split by positions), `dropout` (masks that must be equal, and those that must not), `norm` (gradients' norm, with what
-every rank holds counted once).
+Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
+regions by positions. `dropout` has masks that must be equal, and those that must not. `norm` is the gradients' norm,
+with what every rank holds counted once.
 
 Last, `parallelize` does all of it to the package's GPT; `split` says how a tensor lies on the ranks, and with it
 `full_state_dict` puts the model together again.

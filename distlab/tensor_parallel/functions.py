@@ -132,8 +132,10 @@ def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) 
     """Let every rank use its copy of parameters on its own positions; their gradients are summed over ranks.
 
     Shapes: any
-    Cost: backward one all-reduce of all of them.
+    Cost: backward one all-reduce of all of them; nothing in a group of one.
     """
+    if dist.get_world_size(group) == 1 or not any(tensor.requires_grad for tensor in tensors):
+        return tuple(tensors)
     same: tuple[Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return same
 

@@ -61,20 +61,13 @@ class SharedKeyValueLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Make the own heads of queries, then the head of keys, then that of values."""
-        mine = [self._own_rows(parameter) for parameter in self._summed()]
-        weight, *bias = (torch.cat(both) for both in zip(self._of_queries(), mine, strict=True))
+        # Each rank uses its own rows of key and value, so their gradients are summed over ranks.
+        key_value = sum_gradients(_present(self.key_value.weight, self.key_value.bias), self.group)
+        mine = [self._own_rows(parameter) for parameter in key_value]
+        of_queries = _present(self.query.weight, self.query.bias)
+        weight, *bias = (torch.cat(both) for both in zip(of_queries, mine, strict=True))
         region = Region(self.group, self.sequence_parallel, False)
         return column_linear(x, weight, bias[0] if bias else None, region)
-
-    def _of_queries(self) -> list[Tensor]:
-        return [parameter for parameter in (self.query.weight, self.query.bias) if parameter is not None]
-
-    def _summed(self) -> list[Tensor]:
-        """Return the parameters of key and value, their gradients summed over ranks: each uses its own rows of them."""
-        parameters: list[Tensor] = [p for p in (self.key_value.weight, self.key_value.bias) if p is not None]
-        if any(p.requires_grad for p in parameters) and dist.get_world_size(self.group) > 1:
-            return list(sum_gradients(parameters, self.group))
-        return parameters
 
     def _own_rows(self, parameter: Tensor) -> Tensor:
         """Take the rows of this rank's head: [2 K d, ...] -> [2 d, ...]."""
@@ -91,6 +84,10 @@ class _Whole(nn.Module):
     def __init__(self, layer: nn.Linear, group: ProcessGroup | None) -> None:
         super().__init__()
         take_parts(self, layer, group=group)
+
+
+def _present(*parameters: Tensor | None) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter is not None]
 
 
 def _rows_of(layer: nn.Linear, rows: slice) -> nn.Linear:

@@ -40,7 +40,30 @@ from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
 from distlab.tensor_parallel.split import Split
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both have: a part of a full layer's parameters, cut as `splits` say."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    local_kind: type[nn.Module] | None = nn.Linear
+
+    def __init__(self, full: nn.Linear, group: ProcessGroup | None, splits: dict[str, Split]) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group = full.in_features, full.out_features, group
+        self.splits = splits
+        self.sequence_parallel, self.overlap = False, True
+        splits["weight"].check(dist.get_world_size(group), group_rank(group), type(self).__name__)
+        take_parts(self, full, group=group, splits=splits)
+
+    def _check_input(self, x: Tensor, features: int) -> None:
+        if x.shape[-1] != features:
+            raise ValueError(
+                f"rank {group_rank(self.group)}: {type(self).__name__} got {list(x.shape)}; expected {features} "
+                f"features in the last dim (the full layer has {self.in_features})"
+            )
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank makes some output features.
 
     Shapes: x [..., I] -> [..., O/t], or [..., O] with join_output; with sequence_parallel x is [..., S/t, I]
@@ -71,10 +94,6 @@ class ColumnParallelLinear(nn.Module):
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    local_kind: type[nn.Module] | None = nn.Linear
-
     def __init__(
         self,
         in_features: int,
@@ -85,13 +104,9 @@ class ColumnParallelLinear(nn.Module):
         full: nn.Linear | None = None,
         split: Split | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.group = in_features, out_features, group
-        self.sequence_parallel = self.join_output = self.regather = False
-        self.overlap = True
         split = split or Split(0, (out_features,))
-        self.splits = {"weight": split, "bias": split}
-        _take(self, full or nn.Linear(in_features, out_features, bias))
+        super().__init__(full or nn.Linear(in_features, out_features, bias), group, {"weight": split, "bias": split})
+        self.join_output = self.regather = False
 
     @classmethod
     def from_full(
@@ -124,7 +139,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Make this rank's features."""
-        _check_input(self, x, self.in_features)
+        self._check_input(x, self.in_features)
         if self.overlap and not is_replaced(self):
             region = Region(self.group, self.sequence_parallel, self.regather)
             y = column_linear(x, self.weight, self.bias, region)
@@ -138,7 +153,7 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer that takes some input features on each rank; the ranks' results are added up.
 
     The bias counts once: rank 0 adds it before the sum. Its gradient needs no exchange, since behind the sum every rank
@@ -166,10 +181,6 @@ class RowParallelLinear(nn.Module):
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    local_kind: type[nn.Module] | None = nn.Linear
-
     def __init__(
         self,
         in_features: int,
@@ -179,11 +190,9 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         full: nn.Linear | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.group = in_features, out_features, group
-        self.sequence_parallel, self.num_parts, self.overlap = False, 1, True
-        self.splits = {"weight": Split(1, (in_features,))}
-        _take(self, full or nn.Linear(in_features, out_features, bias))
+        splits = {"weight": Split(1, (in_features,))}
+        super().__init__(full or nn.Linear(in_features, out_features, bias), group, splits)
+        self.num_parts = 1
 
     @classmethod
     def from_full(
@@ -207,7 +216,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Make all features of the sum."""
-        _check_input(self, x, self.in_features // dist.get_world_size(self.group))
+        self._check_input(x, self.in_features // dist.get_world_size(self.group))
         if self.overlap and not self.sequence_parallel and not is_replaced(self):
             return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
@@ -258,16 +267,3 @@ def take_parts(
         if splits and name in splits:
             values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
-
-
-def _take(module: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:
-    module.splits["weight"].check(dist.get_world_size(module.group), group_rank(module.group), type(module).__name__)
-    take_parts(module, full, group=module.group, splits=module.splits)
-
-
-def _check_input(module: ColumnParallelLinear | RowParallelLinear, x: Tensor, features: int) -> None:
-    if x.shape[-1] != features:
-        raise ValueError(
-            f"rank {group_rank(module.group)}: {type(module).__name__} got {list(x.shape)}; expected {features} "
-            f"features in the last dim (the full layer has {module.in_features})"
-        )

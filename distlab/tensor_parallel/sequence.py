@@ -14,7 +14,6 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -45,9 +44,7 @@ class SequenceParallelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each position."""
-        parameters: list[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
-        if any(p.requires_grad for p in parameters) and dist.get_world_size(self.group) > 1:
-            parameters = list(sum_gradients(parameters, self.group))
+        parameters = sum_gradients([p for p in (self.weight, self.bias) if p is not None], self.group)
         weight, bias = (*parameters, None, None)[:2]  # a norm without a weight has no bias either
         return F.layer_norm(x, self.shape, weight, bias, self.eps)
 

@@ -92,7 +92,7 @@ def merge(traces: Iterable[Trace], clock_offsets_ns: Sequence[int] | None = None
     clock_offsets_ns[i] is added to the times of the i-th trace; without offsets the traces share a clock already.
 
     Raises:
-        ValueError: not one offset a trace.
+        ValueError: the number of offsets is not the number of traces.
     """
     parts = list(traces)
     offsets = [0] * len(parts) if clock_offsets_ns is None else list(clock_offsets_ns)

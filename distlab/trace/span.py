@@ -1,13 +1,13 @@
 """Span and Trace: what happened, or should happen, on each rank and when.
 
-A Trace holds columns (one numpy array a field); a Span is a view of one row. The simulator returns a Trace, a
+A Trace holds columns (one numpy array per field); a Span is a view of one row. The simulator returns a Trace, a
 measured run returns a Trace, and every timeline is drawn from one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
@@ -82,7 +82,7 @@ class Trace:
 
     @classmethod
     def from_columns(cls, **columns: object) -> Trace:
-        """Build a trace from one sequence a field of Span.
+        """Build a trace from one sequence per field of Span.
 
         A scalar stands for a whole column; num_bytes, stage and microbatch may be left out. `lane`, `name` and `kind`
         are sequences of strings.
@@ -152,11 +152,10 @@ class Trace:
 
     def select(self, mask: NDArray[np.bool_] | Callable[[Span], bool]) -> Trace:
         """Keep the rows of a boolean mask, or the spans for which a function is true."""
-        keep = np.fromiter((mask(span) for span in self), bool, len(self)) if callable(mask) else np.asarray(mask)
-        return Trace(**{field: getattr(self, field)[keep] for field in Span._fields}, words=self.words)
+        return self.take(np.fromiter(map(mask, self), bool, len(self)) if callable(mask) else np.asarray(mask))
 
-    def take(self, rows: NDArray[np.integer]) -> Trace:
-        """Pick rows by number, in the order given."""
+    def take(self, rows: NDArray[np.integer | np.bool_]) -> Trace:
+        """Pick rows by number, in the order given, or by a mask."""
         return Trace(**{field: getattr(self, field)[rows] for field in Span._fields}, words=self.words)
 
     def is_word(self, field: str, *texts: str) -> NDArray[np.bool_]:
@@ -166,10 +165,8 @@ class Trace:
 
     def shifted(self, offset_ns: int) -> Trace:
         """Move every span by offset_ns (another clock, or a new origin)."""
-        columns = {field: getattr(self, field) for field in Span._fields}
-        columns["start_ns"] = self.start_ns + np.int64(offset_ns)
-        columns["end_ns"] = self.end_ns + np.int64(offset_ns)
-        return Trace(**columns, words=self.words)
+        offset = np.int64(offset_ns)
+        return replace(self, start_ns=self.start_ns + offset, end_ns=self.end_ns + offset)
 
     def from_zero(self) -> Trace:
         """Move the earliest start to zero."""

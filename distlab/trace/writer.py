@@ -1,4 +1,4 @@
-"""SpanWriter: a rank notes what it does and when, for about a microsecond a span."""
+"""SpanWriter: a rank notes what it does and when, for about a microsecond per span."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_ranks_that_compress_differently_are_told_before_anything_hangs(ranks):
             except ValueError as error:
                 texts.append(str(error))
         ahead = RandomK(0.1)
-        ahead.load_state_dict({"compressor": ahead.feedback.description, "num_steps": {0: rank}, "memories": {}})
+        ahead.load_state_dict({"compressor": ahead.description, "num_steps": {0: rank}, "memories": {}})
         try:
             exchange(ahead, gradients(0, rank))
         except ValueError as error:

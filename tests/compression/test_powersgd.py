@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.compression import orthogonalize
-from distlab.compression.powersgd import best_error, decompress, first_right, power_step, relative_error, unit_columns
+from distlab.compression.powersgd import decompress, first_right, power_step, unit_columns
 from distlab.compression.powersgd_layout import Layout, even_runs
 from distlab.flat import FlatBuffer
 from distlab.gradient_hook import GradientBucket
@@ -22,6 +22,19 @@ def decaying(rows, columns, decay=0.6):
     thin = min(rows, columns)
     left, right = orthogonalize(normal(rows, thin)), orthogonalize(normal(columns, thin, purpose="right"))
     return left @ torch.diag(decay ** torch.arange(thin, dtype=torch.float64)) @ right.mT
+
+
+def relative_error(matrix, left, right):
+    """|M - left right^T| / |M| (Frobenius norms), and 0 for a matrix of zeros."""
+    norm = torch.linalg.matrix_norm(matrix)
+    difference = torch.linalg.matrix_norm(matrix - decompress(left, right))
+    return torch.where(norm > 0, difference / norm, torch.zeros_like(norm))
+
+
+def best_error(matrix, rank):
+    """The smallest relative error that any factors of this rank can have (Eckart and Young 1936)."""
+    values = torch.linalg.svdvals(matrix)
+    return torch.linalg.vector_norm(values[rank:]) / torch.linalg.vector_norm(values)
 
 
 @settings(deadline=None, max_examples=40)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.grading import Mutant, load_lesson, reference_of
-from distlab.grading.lesson import broken_of
+from distlab.grading.lesson import mutant_named
 from distlab.grading.mutant import build, wrong_text
 
 SUM = Mutant("a sum", "sum not mean", "too large", 3, 9)
@@ -94,9 +94,9 @@ def test_a_lesson_builds_its_mutants_and_the_one_to_repair(lesson):
     mutant = lesson.mutants[0]
     assert (mutant.exercise, mutant.name) == ("91.mean", "sum")
     assert mutant.fn is not reference_of(exercise)
-    assert broken_of(replace(exercise, broken="sum")).__code__.co_filename == "91.mean, sum"
+    assert mutant.fn.__code__.co_filename == "91.mean, sum"
     with pytest.raises(ValueError, match="91.mean has no mutant 'mean'; it has 'sum'"):
-        broken_of(replace(exercise, broken="mean"))
+        mutant_named(exercise, "mean")
 
 
 def test_a_lesson_with_an_edit_that_does_not_fit(lesson):

@@ -18,7 +18,6 @@ from distlab.grading.traffic import (
     in_megabytes,
     native_collectives,
     num_calls,
-    num_started_before,
     num_steps,
     order,
     over_budget,
@@ -85,10 +84,7 @@ def test_whole_tensors_are_over_budget(ranks: Callable[[int], Ranks]) -> None:
     assert fault.code == "too many bytes"
     assert fault.message == "right result, but 1.9 kB sent a rank where one pass needs 960 bytes"
     assert over_budget(seen, 2 * SIZE * 8, "two passes") is None
-    first = calls(seen, 0, "send")
-    assert len(first) == 2
-    assert num_started_before(seen, 0, first[1].start_ns, "send") == 1
-    assert num_started_before(seen, 0, first[1].start_ns + 1, "send") == 2
+    assert len(calls(seen, 0, "send")) == 2
 
 
 def test_no_calls_are_no_bytes(ranks: Callable[[int], Ranks]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from distlab.cli.lab import find_lab, load_settings
 from distlab.lab import Report
 from distlab.lab.pictures import cut
-from distlab.lab.report import grid, read_reference, reference_section, to_json
+from distlab.lab.report import grid, read_reference, reference_section
 from distlab.lab.settings import what_is_run
 from distlab.trace import Span, Trace
 
@@ -41,7 +41,7 @@ def test_a_wrong_fact_is_named_and_fails_the_report():
     report.fact("equal", False, True)
     assert [row.what for row in report.wrong] == ["calls", "equal"]
     assert report.table().endswith("WRONG: 2 of 4 facts, first: calls: 7, must be 1")
-    assert json.loads(to_json(report, {"ranks": 2}))["passed"] is False
+    assert json.loads(json.dumps(report.as_dict()))["passed"] is False
 
 
 def test_a_prediction_of_something_that_took_no_time_has_no_error():
@@ -53,7 +53,7 @@ def test_a_prediction_of_something_that_took_no_time_has_no_error():
 
 def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(tmp_path):
     path = tmp_path / "lab_reference.md"
-    section = reference_section(json.loads(to_json(filled(), {})))
+    section = reference_section(json.loads(json.dumps(filled().as_dict())))
     path.write_text(
         f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n\n## cuda, 2 ranks\n\nNone.\n"
     )

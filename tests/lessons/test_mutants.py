@@ -13,7 +13,6 @@ import pytest
 
 from distlab.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.lesson import broken_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +85,7 @@ def test_stub_is_not_attempted(lesson: Lesson, exercise: Exercise) -> None:
 
 @pytest.mark.parametrize(("lesson", "exercise"), [case for case in EXERCISES if case.values[1].broken])
 def test_version_to_repair_is_wrong(lesson: Lesson, exercise: Exercise) -> None:
-    broken = broken_of(exercise)
+    broken = next(m.fn for m in lesson.mutants if (m.exercise, m.name) == (exercise.name, exercise.broken))
     report = examine(exercise, broken)
     assert report.verdict == "wrong", str(report)
     assert broken is not None

@@ -11,9 +11,9 @@ from distlab_lesson_05.checks.shared import Known, explain, unchanged
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import equal_on_all_ranks, found
+from distlab.grading.faults import found
 from distlab.grading.traffic import most_sent, over_budget, sent_line
-from distlab.grading.values import seeded
+from distlab.grading.values import first_difference_between_ranks, seeded
 
 ROWS, COLUMNS, RANK = 9, 7, 2
 
@@ -58,7 +58,8 @@ def judge_low_rank(evidence: Evidence) -> Iterator[Fault]:
             got, what = result["approximations"][step], f"rank {rank}: the approximation of step {step}"
             yield from found(explain(got, _project(mean, q), known, what, n))
         q = mean.T @ torch.linalg.qr(mean @ q).Q
-    yield from equal_on_all_ranks([result["approximations"] for result in evidence.results], "approximation")
+    approximations = [result["approximations"] for result in evidence.results]
+    yield from found(first_difference_between_ranks(approximations, "approximation"))
     yield from unchanged([result["kept"] for result in evidence.results])
     wanted = low_rank_bytes(n)
     whole = 2 * 2 * (n - 1) / n * 8 * ROWS * COLUMNS

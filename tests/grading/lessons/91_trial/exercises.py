@@ -55,6 +55,7 @@ def judge_double(evidence: Evidence) -> Iterator[Fault]:
 
 
 HINTS = ("Which operation adds?", "Divide by what?", "Clone, all_reduce, divide by world_size.")
+SUM = Mutant("sum", "sum not mean", "divide by world_size", 3, 9).edit("total / dist.get_world_size()", "total")
 EXERCISES = (
     Exercise(
         name="91.mean",
@@ -66,9 +67,7 @@ EXERCISES = (
         hints=HINTS,
         timeout_s=20.0,
         budget=budget_mean,
-        mutants=(
-            Mutant("sum", "sum not mean", "divide by world_size", 3, 9).edit("total / dist.get_world_size()", "total"),
-        ),
+        mutants=(SUM,),
     ),
     Exercise(
         name="91.double",
@@ -86,7 +85,8 @@ EXERCISES = (
         drive=drive_mean,
         judge=judge_mean,
         hints=HINTS,
-        broken="solutions:mean_wrong",
+        broken="sum",
+        mutants=(SUM,),
     ),
 )
 assert solutions.mean is not None

@@ -13,13 +13,6 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
-def mean_wrong(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the mean of all ranks' tensors."""
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
 def double(values: list[float], *, times: int = 2) -> list[float]:
     """Return every value times two."""
     return [times * value for value in values]
