@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
 from distlab.plan import SCHEDULES, Plan, Precision, Sharding
-from distlab.plan import SCHEDULES as FAMILIES
-from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, RECOMPUTES
+from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     what = "ranks that the model's stages are spread over (default 1)"
     command.add_argument("--pipeline", type=whole_number("ranks"), default=1, metavar="N", help=what)
     command.add_argument("--microbatches", type=whole_number("micro-batches"), default=1, metavar="N")
-    names = f"order of micro-batches: {', '.join(SCHEDULES)} (default one_f_one_b)"
-    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
+    names = f"order of micro-batches: {', '.join(ONE_COPY_SCHEDULES)} (default one_f_one_b)"
+    command.add_argument("--schedule", choices=ONE_COPY_SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
     what = "stages on each rank of the pipeline (default: 2 where the schedule has several, else 1)"
     command.add_argument("--stages-per-rank", type=whole_number("stages"), metavar="N", help=what)
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
@@ -126,7 +125,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         pipeline=arguments.pipeline,
         num_microbatches=arguments.microbatches,
         schedule=arguments.schedule,
-        stages_per_rank=arguments.stages_per_rank or FAMILIES[arguments.schedule].stages_per_rank(),
+        stages_per_rank=arguments.stages_per_rank or SCHEDULES[arguments.schedule].stages_per_rank(),
         gradient_sync=arguments.sync,
         bucket_bytes=arguments.bucket_mb * 1_000_000,
         sharding=sharding,
