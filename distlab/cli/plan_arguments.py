@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
 from distlab.plan import SCHEDULES, Plan, Precision, Sharding
-from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, RECOMPUTES
+from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add_count(command, "--data", "replicas", "replicas (default 8)", default=8)
     add_count(command, "--pipeline", "ranks", "ranks that the model's stages are spread over (default 1)")
     add_count(command, "--microbatches", "micro-batches", "micro-batches of a step (default 1)")
-    names = f"order of micro-batches: {', '.join(SCHEDULES)} (default one_f_one_b)"
-    command.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
+    names = f"order of micro-batches: {', '.join(ONE_COPY_SCHEDULES)} (default one_f_one_b)"
+    command.add_argument("--schedule", choices=ONE_COPY_SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
     what = "stages on each rank of the pipeline (default: 2 where the schedule has several, else 1)"
     add_count(command, "--stages-per-rank", "stages", what, default=None)
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")

@@ -141,7 +141,8 @@ def problem_of_batch(plan: Plan, inputs: object, targets: object, context: int) 
         )
     if length > context:
         return f"{length} tokens do not fit a context of {context}; pass shorter sequences"
-    chunks = math.lcm(2 * plan.context if plan.context > 1 else 1, _sequence_parts(plan))
+    sequence_parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    chunks = math.lcm(2 * plan.context if plan.context > 1 else 1, sequence_parts)
     if length % chunks:
         return (
             f"a sequence of {length} cannot be cut evenly over context ({plan.context})"
@@ -151,19 +152,11 @@ def problem_of_batch(plan: Plan, inputs: object, targets: object, context: int) 
     return ""
 
 
-def _sequence_parts(plan: Plan) -> int:
-    """Return into how many parts tensor-parallel ranks cut what a context-parallel rank has."""
-    return plan.context * (plan.tensor if plan.sequence_parallel else 1)
-
-
 def checksum(batch: Sequence[Tensor]) -> int:
     """Return a number that batches with other shapes or tokens do not share, but by chance; below 2**61."""
     total = 0
     for tensor in batch:
-        for number in (*tensor.shape, int(tensor.sum()), int((tensor * _places(tensor)).sum())):
+        places = torch.arange(1, len(tensor) + 1, device=tensor.device).unsqueeze(1)
+        for number in (*tensor.shape, int(tensor.sum()), int((tensor * places).sum())):
             total = (total * 1_000_003 + number) % (2**61 - 1)
     return total
-
-
-def _places(tensor: Tensor) -> Tensor:
-    return torch.arange(1, len(tensor) + 1, device=tensor.device).unsqueeze(1)

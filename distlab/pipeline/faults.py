@@ -89,7 +89,7 @@ def raise_together(
             place, _, why = told.partition(" ")
             failed.append((slots[place], rank, place, why))
     _, rank, place, why = min(failed)
-    stage, kind, microbatch = root = _action(schedule, rank, place)
+    stage, kind, microbatch = root = next(action for action in schedule.actions(rank) if str(action) == place)
     raise StageError(
         f"rank {rank}: stage {stage} raised in {place} ({_WORDS[kind]} of micro-batch {microbatch}): {why}. {_left()}",
         rank,
@@ -132,7 +132,3 @@ def slots_of(schedule: Schedule) -> dict[str, int]:
 def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
     receive = needed(action, num_stages)
     return receive is None or receive in done
-
-
-def _action(schedule: Schedule, rank: int, text: str) -> Action:
-    return next(action for action in schedule.actions(rank) if str(action) == text)

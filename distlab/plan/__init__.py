@@ -3,7 +3,7 @@
 Plans are values made by pure functions: they print, compare and are checked with no process running. distlab runs them,
 the simulator gives them times, and pictures are drawn from them.
 
-Read `records` (`Plan`, `Cluster`, `Workload`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
+Read `records` (`Plan`, `Cluster`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
 `compression`. `work`, `passes` and `regions` describe a model's layers in sizes alone; `require` checks fields.
 `schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
@@ -12,50 +12,19 @@ from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.mesh import Mesh
 from distlab.plan.partition import balance, split_evenly
-from distlab.plan.records import (
-    Attention,
-    Cluster,
-    Contention,
-    Device,
-    Experts,
-    Layer,
-    Link,
-    Plan,
-    Protocol,
-    Region,
-    Work,
-    Workload,
-)
-from distlab.plan.schedules import (
-    KINDS,
-    SCHEDULES,
-    Action,
-    ActionTimes,
-    Family,
-    Schedule,
-    add_communication,
-    automatic,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    make_schedule,
-    naive,
-    one_f_one_b,
-    parse_action,
-    parse_schedule,
-    v_half,
-    v_min,
-    zb_1p,
-    zb_2p,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from distlab.plan.records import Cluster, Contention, Device, Link, Plan, Protocol
+from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
+from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.check.validate import Report, ScheduleError, text_grid, validate
+from distlab.plan.schedules.communication import add_communication
+from distlab.plan.schedules.families import SCHEDULES, Family, make_schedule
+from distlab.plan.schedules.grammar import KINDS, Action, ActionTimes, Schedule, parse_action, parse_schedule
+from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
+from distlab.plan.schedules.search.automatic import automatic, zb_1p, zb_2p
+from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
+from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2
 from distlab.plan.sharding import FlatLayout, Precision, Sharding, make_units
+from distlab.plan.work import Attention, Experts, Layer, Region, Work, Workload
 
 __all__ = [
     "AXES",

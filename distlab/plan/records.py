@@ -1,4 +1,4 @@
-"""The nouns that the runner, the simulator and the pictures share: Work, Layer, Workload, Device, Link, Cluster, Plan.
+"""The nouns that the runner, the simulator and the pictures share: Device, Link, Cluster and Plan.
 
 Plain frozen records with checked fields: they print, compare and cost nothing to make.
 """
@@ -9,31 +9,11 @@ from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
 from distlab.plan.require import require, require_count, require_positive
-from distlab.plan.schedules.families import SCHEDULES as FAMILIES
+from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
-from distlab.plan.work import Attention, Experts, Layer, Region, Work, Workload
-
-__all__ = [
-    "CONTEXT_KINDS",
-    "GRADIENT_SYNCS",
-    "RECOMPUTES",
-    "SCHEDULES",
-    "Attention",
-    "Cluster",
-    "Contention",
-    "Device",
-    "Experts",
-    "Layer",
-    "Link",
-    "Plan",
-    "Protocol",
-    "Region",
-    "Work",
-    "Workload",
-]
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
-SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.placement != "copies")  # one copy of the model
+ONE_COPY_SCHEDULES = tuple(name for name, family in SCHEDULES.items() if family.placement != "copies")
 RECOMPUTES = ("none", "selective", "full")
 CONTEXT_KINDS = ("ring", "all_to_all")
 
@@ -164,7 +144,7 @@ class Plan:
         data: replicas of the model.
         pipeline: ranks that the model's stages are spread over.
         num_microbatches: micro-batches a replica runs in one step.
-        schedule: order in which a rank runs its micro-batches; one of SCHEDULES.
+        schedule: order in which a rank runs its micro-batches; one of ONE_COPY_SCHEDULES.
         stages_per_rank: stages of the pipeline on each of its ranks: 2 where they lie as a V, any number in a loop.
         gradient_sync: how replicas average gradients; one of GRADIENT_SYNCS.
         bucket_bytes: capacity of a gradient bucket.
@@ -214,10 +194,10 @@ class Plan:
             first_bucket_bytes=self.first_bucket_bytes,
         )
         require(
-            self.schedule in SCHEDULES,
-            f"Plan: schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}",
+            self.schedule in ONE_COPY_SCHEDULES,
+            f"Plan: schedule is {self.schedule!r}; choose one of {', '.join(ONE_COPY_SCHEDULES)}",
         )
-        FAMILIES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
+        SCHEDULES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
         require(
             self.gradient_sync in GRADIENT_SYNCS,
             f"Plan: gradient_sync is {self.gradient_sync!r}; choose one of {', '.join(GRADIENT_SYNCS)}",

@@ -120,3 +120,9 @@ def test_doctor_finds_what_ranks_need_here(capsys):
 def test_the_console_script_is_installed():
     done = subprocess.run([sys.executable, "-m", "distlab", "--version"], capture_output=True, text=True, timeout=30)
     assert done.stdout.startswith("distlab ")
+
+
+def test_schedule_offers_only_what_a_plan_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--schedule", "dualpipe"])
+    assert "invalid choice: 'dualpipe'" in capsys.readouterr().err

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.plan import SCHEDULES as FAMILIES
 from distlab.plan import (
+    SCHEDULES,
     Cluster,
     Contention,
     Device,
@@ -18,7 +18,7 @@ from distlab.plan import (
     Workload,
     assign_buckets,
 )
-from distlab.plan.records import GRADIENT_SYNCS, SCHEDULES
+from distlab.plan.records import GRADIENT_SYNCS, ONE_COPY_SCHEDULES
 from simulator import Jitter, Uneven, all_reduce_s, closed_form_bubble, simulate
 from simulator.engine.event_engine import SharedCores
 from simulator.step.schedule_of_plan import compile_schedule_of
@@ -61,13 +61,13 @@ def random_case(seed):
     contention = Contention() if generator.integers(2) else Contention(*(1 + generator.random(2)))
     links = [Link("l", (Protocol(1e-6, 10.0 ** generator.integers(7, 11)),)) for _ in range(2)]
     cluster = Cluster("c", DEVICE, per_node * 4, per_node, *links, contention)
-    schedule, pipeline = str(generator.choice(SCHEDULES)), int(generator.integers(1, 6))
+    schedule, pipeline = str(generator.choice(ONE_COPY_SCHEDULES)), int(generator.integers(1, 6))
     plan = Plan(
         data=int(generator.integers(1, 6)),
         pipeline=pipeline,
         num_microbatches=int(generator.integers(1, 7)),
         schedule=schedule,
-        stages_per_rank={"v": 2, "loop": int(generator.integers(1, 4))}.get(FAMILIES[schedule].placement, 1),
+        stages_per_rank={"v": 2, "loop": int(generator.integers(1, 4))}.get(SCHEDULES[schedule].placement, 1),
         gradient_sync=str(generator.choice(GRADIENT_SYNCS)),
         bucket_bytes=int(generator.integers(1, 20000)),
         first_bucket_bytes=int(generator.integers(1, 5000)),

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from distlab.plan.partition import split_evenly
 from distlab.plan.schedules.grammar import B, F, I, Schedule, W
+from distlab.plan.schedules.rows import Ints
 
-Ints = NDArray[np.int32]
 BITS = 2  # that hold F, B, I or W
 
 
