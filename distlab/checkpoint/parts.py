@@ -184,18 +184,16 @@ def take_up(
     for name, part in parts.items():
         if isinstance(part, Sharded):
             part.load_shards([one["shards"][name] for one in owns])
-            continue
-        if isinstance(part, torch.Generator):
+        elif isinstance(part, torch.Generator):
             if own is not None:
                 part.set_state(own["generators"][name])
-            continue
-        if is_hook(part):
+        elif is_hook(part):
             if own is not None:
                 part.load_state_dict(own["hooks"][name])
-            continue
-        part.load_state_dict(shared["parts"][name])
-        if own is not None and isinstance(part, nn.Module):
-            for key, buffer in _saved_buffers(part).items():
-                buffer.copy_(own["buffers"][name][key])
+        else:
+            part.load_state_dict(shared["parts"][name])
+            if own is not None and isinstance(part, nn.Module):
+                for key, buffer in _saved_buffers(part).items():
+                    buffer.copy_(own["buffers"][name][key])
     if own is not None:
         restore_random_state(own["random"])

@@ -10,8 +10,8 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.distributed import ProcessGroup
 from distlab.comm.p2p import group_rank
 from distlab.context_parallel.placement import natural_order, rank_order, require_divisible
 from distlab.context_parallel.ring import check_inputs
+
+Trade: TypeAlias = Callable[[Sequence[Tensor], ProcessGroup | None], tuple[Tensor, ...]]
 
 
 def all_to_all_attention(
@@ -65,38 +67,29 @@ def all_to_all_attention(
     require_heads(query.shape[1], num_ranks, f"{who}: query")
     require_heads(key.shape[1], num_ranks, f"{who}: key")
     grouped = query.shape[1] != key.shape[1]
-    query, key, value = _ToHeads.apply(group, query, key, value)  # type: ignore[no-untyped-call]  # [B, A/n, S, D]
+    query, key, value = _Trade.apply(  # type: ignore[no-untyped-call]  # [B, A/n, S, D]
+        to_heads, to_positions, group, query, key, value
+    )
     mixed = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )  # [B, A/n, S, D]
-    (out,) = _ToPositions.apply(group, mixed)  # type: ignore[no-untyped-call]
+    (out,) = _Trade.apply(to_positions, to_heads, group, mixed)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)  # [B, A, S/n, D]
 
 
-class _ToHeads(torch.autograd.Function):
-    """Give positions away for heads; what comes back in backward goes the other way."""
+class _Trade(torch.autograd.Function):
+    """Trade positions for heads, or heads for positions; backward trades the gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return to_heads(tensors, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *to_positions(gradients, ctx.group)
-
-
-class _ToPositions(torch.autograd.Function):
-    """Give heads away for positions: the inverse, and each one's backward is the other's forward."""
-
-    @staticmethod
-    def forward(ctx: Any, group: ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return to_positions(tensors, group)
+    def forward(
+        ctx: Any, there: Trade, back: Trade, group: ProcessGroup | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back, ctx.group = back, group
+        return there(tensors, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *to_heads(gradients, ctx.group)
+        return None, None, None, *ctx.back(gradients, ctx.group)
 
 
 def to_heads(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:

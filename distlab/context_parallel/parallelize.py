@@ -21,8 +21,9 @@ from distlab.comm.p2p import group_rank
 from distlab.context_parallel.all_to_all import all_to_all_attention, require_heads
 from distlab.context_parallel.placement import position_ids, require_divisible
 from distlab.context_parallel.ring import ring_attention
-from distlab.flat import FlatBuffer
+from distlab.flat import FlatBuffer, same_kind
 from distlab.models import GPT, Attention
+from distlab.replicate import broadcast_each
 
 KINDS: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 
@@ -58,11 +59,7 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
         raise ValueError(f"rank {rank}: context_parallel: {problem}")
     names = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     agree({"config": str(model.config), "kind": kind, "check": check, "parameters": names}, group, what="model")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            values = parameter.contiguous()  # a backend sends one block of memory
-            dist.broadcast(values, group=group, group_src=0)
-            parameter.copy_(values)
+    broadcast_each(model.parameters(), group)
     for block in model.blocks:
         block.attention = ContextParallelAttention(cast(Attention, block.attention), partial(KINDS[kind], group=group))
     model.position_embedding = PlacedPositions(model.position_embedding, group)
@@ -83,13 +80,11 @@ def average_gradients_(model: nn.Module, group: ProcessGroup | None = None) -> N
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
         return
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise ValueError(f"rank {group_rank(group)}: {name} has a sparse gradient; use sparse=False")
-    for parameters in kinds.values():
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ValueError(f"rank {group_rank(group)}: {name} has a sparse gradient; use sparse=False")
+    for parameters in same_kind(trained.values()):
         used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0])
         flat = FlatBuffer([*parameters, used])
         flat.pack([*(p.grad for p in parameters), used])

@@ -169,20 +169,6 @@ class Unit:
         kept = [] if self._whole_gradient is None else [self._whole_gradient]
         return [*kept, *([] if self._scatter is None else [self._scatter._full, *self._scatter.arriving])]
 
-    @property
-    def parameters_full(self) -> dict[str, Tensor]:
-        """The whole parameters by name.
-
-        Raises:
-            RuntimeError: the unit is freed, so they are not there.
-        """
-        if not self.is_whole:
-            raise RuntimeError(
-                f"unit {self.name or 'root'!r} is freed, so its whole parameters are not here; read them inside "
-                "`with model.summon():`"
-            )
-        return dict(zip(self.layout.names, self._make_views(), strict=True))
-
     # Gradients: sum over the ranks, keep the own part
 
     @torch.no_grad()

@@ -37,14 +37,10 @@ def to_host(tensor: Tensor) -> Tensor:
     except RuntimeError as error:
         wanted = tensor.numel() * tensor.element_size()
         raise RuntimeError(
-            f"offload: the host has no room for {wanted / 1e6:.1f} MB more ({_first_line(error)}); shard over more "
-            "ranks, or leave offload off"
+            f"offload: the host has no room for {wanted / 1e6:.1f} MB more ({str(error).splitlines()[0]}); "
+            "shard over more ranks, or leave offload off"
         ) from None
     return host.copy_(tensor.detach())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
