@@ -1,7 +1,6 @@
 """A file that no longer fits in a head is split: 300 lines a file, 60 a function."""
 
 import ast
-import functools
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ def files_of(part: str) -> list[Path]:
     return [path for path in sorted((ROOT / part).rglob("*.py")) if path.name not in ("lesson.py", "START.py")]
 
 
-@functools.cache
-def functions_of(part: str) -> list[tuple[str, Function]]:
-    """Return each function of the part, after the file and line where it stands."""
-    return [
+@pytest.fixture
+def functions_of(statements):
+    """Make `functions_of(part)` return each function of the part, after the file and line where it stands."""
+    return lambda part: [
         (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
         for path in files_of(part)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in statements(path)
         if isinstance(node, Function)
     ]
 
@@ -38,14 +37,14 @@ def test_files_are_small(part):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_functions_are_small(part):
+def test_functions_are_small(functions_of, part):
     lines = {place: node.end_lineno - node.lineno + 1 for place, node in functions_of(part)}
     wrong = [f"{place} has {number} lines (limit 60)" for place, number in lines.items() if number > 60]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_at_most_seven_parameters(part):
+def test_at_most_seven_parameters(functions_of, part):
     wrong = []
     for place, node in functions_of(part):
         positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
@@ -56,7 +55,7 @@ def test_at_most_seven_parameters(part):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_documented_arguments_exist(part):
+def test_documented_arguments_exist(functions_of, part):
     wrong = []
     for place, node in functions_of(part):
         doc = ast.get_docstring(node) or ""
