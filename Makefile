@@ -9,11 +9,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev
 
-# One more file of tests at a time than there are cores: most tests wait for processes. The browser's run alone, since
-# they print times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
+# Two files of tests at a time for each core: most tests wait for processes. The browser's run alone, since they print
+# times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
 # would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-SIDE_BY_SIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 8 --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) --maxprocesses 8 --dist loadfile --max-worker-restart 0
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1

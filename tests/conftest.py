@@ -7,13 +7,16 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import psutil
 import pytest
 
-from distlab.comm import Ranks
 from distlab.comm.launch.fork_client import shut_down
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
 
 MARK = "DISTLAB_TEST_RUN"
 
@@ -52,6 +55,8 @@ def _pools(no_process_left: None) -> Iterator[dict[int, Ranks]]:
 @pytest.fixture
 def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
     """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced."""
+
+    from distlab.comm import Ranks  # loads torch, which many tests do without
 
     def of_size(world_size: int) -> Ranks:
         if world_size not in _pools:

@@ -6,6 +6,7 @@ The tests stand in tests/claims.toml; a name is looked up in its package, in wha
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections import Counter
@@ -30,6 +31,7 @@ class Claim(NamedTuple):
     kind: str
 
 
+@functools.cache
 def claims_in_code() -> list[Claim]:
     """Return all claims of distlab's public functions, classes and their public methods."""
     found = []

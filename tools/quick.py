@@ -25,8 +25,8 @@ PACKAGES = ("distlab", "simulator")
 TESTS = ROOT / "tests"
 ELSEWHERE = (TESTS / "architecture", TESTS / "browser")  # a gate; two minutes of a browser
 MOST_FILES = 40
-LIMIT_S = 60
-SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+LIMIT_S = 50  # gates and the end of the last test come on top: 90 s in all
+SIDE_BY_SIDE = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def changed_files(base: str | None) -> list[Path]:
@@ -117,12 +117,12 @@ def lessons_of(changed: Iterable[Path]) -> list[str]:
     return sorted(name[:2] for name in folders if name[:2].isdigit())
 
 
-def run_tests(what: str, arguments: list[str]) -> bool:
-    """Run tests for at most a minute; return whether those that ran passed."""
+def run_tests(what: str, arguments: list[str], limit_s: float) -> bool:
+    """Run tests until the limit; return whether those that ran passed."""
     print(f"{what}:", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        options = [f"--junitxml={results}", "--session-timeout", str(LIMIT_S), "-m", "not soak", *SIDE_BY_SIDE]
+        options = [f"--junitxml={results}", "--session-timeout", f"{limit_s:g}", "-m", "not soak", *SIDE_BY_SIDE]
         command = [sys.executable, "-m", "pytest", *options, *arguments]
         done = subprocess.run(command, cwd=ROOT)
         if done.returncode in (0, 5):  # 5: none was chosen
@@ -132,7 +132,7 @@ def run_tests(what: str, arguments: list[str]) -> bool:
         suites = ElementTree.parse(results).getroot().iter("testsuite")
         wrong = sum(int(suite.get("failures", 0)) + int(suite.get("errors", 0)) for suite in suites)
     if not wrong:
-        print(f"{LIMIT_S} s are over, and no test failed; make test runs those that are left")
+        print(f"{limit_s:g} s are over, and no test failed; make test runs those that are left")
     return not wrong
 
 
@@ -143,14 +143,15 @@ def main() -> int:
     failed = gates.main()
     changed = [path for path in changed_files(base) if path.exists()]
     tests, lessons = near_tests(changed), lessons_of(changed)
+    limit_s = LIMIT_S / max(1, bool(tests) + bool(lessons))
     if not tests and not lessons:
         print(f"no test is near the {len(changed)} changed files; make test runs them all")
     if tests:
         chosen = [str(path.relative_to(ROOT)) for path in tests[:MOST_FILES]]
-        failed |= not run_tests(f"the {len(chosen)} nearest of {len(tests)} files of tests", chosen)
+        failed |= not run_tests(f"the {len(chosen)} nearest of {len(tests)} files of tests", chosen, limit_s)
     if lessons:
         names = " or ".join(f"{number}." for number in lessons)
-        failed |= not run_tests(f"exercises of lessons {', '.join(lessons)}", ["tests/lessons", "-k", names])
+        failed |= not run_tests(f"exercises of lessons {', '.join(lessons)}", ["tests/lessons", "-k", names], limit_s)
     return int(failed)
 
 

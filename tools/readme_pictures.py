@@ -56,12 +56,13 @@ def shift(tensor: torch.Tensor) -> torch.Tensor:
 def train() -> Trace:
     """Train a few steps on this rank; return what it marked."""
     corpus = ByteCorpus(python_documentation(), context=CONFIG.context)
-    replica = DataParallel(GPT(CONFIG, torch.Generator().manual_seed(0)), bucket_bytes=BUCKET_BYTES)
-    optimizer = torch.optim.SGD(replica.module.parameters(), lr=0.1)
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    replica = DataParallel(model, bucket_bytes=BUCKET_BYTES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spans = SpanWriter(dist.get_rank())
     for step in range(NUM_STEPS):
         batch = corpus.batch(step, 32, rank=dist.get_rank(), world_size=dist.get_world_size())
-        train_step(replica.module, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=replica.synchronize, spans=spans)
+        train_step(model, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=replica.synchronize, spans=spans)
     return spans.trace()
 
 

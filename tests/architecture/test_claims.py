@@ -1,6 +1,7 @@
 """Cost and Error lines are claims: the registry names their tests, and these tests exist."""
 
 import ast
+import functools
 import importlib.util
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,11 @@ def load():
 TABLE = load()
 
 
+@functools.cache
+def functions_of(path):
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
 def test_each_registered_claim_stands_in_a_docstring():
     gone = set(TABLE.tests_of_claims()) - set(TABLE.claims_in_code())
     assert not gone, f"tests/claims.toml names claims that no docstring makes: {sorted(gone)}"
@@ -30,8 +36,7 @@ def test_each_named_test_exists():
             file, name = test.split("::")
             path = ROOT / "tests" / file
             assert path.is_file(), f"{claim}: there is no tests/{file}"
-            names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-            assert name in names, f"{claim}: tests/{file} has no {name}"
+            assert name in functions_of(path), f"{claim}: tests/{file} has no {name}"
 
 
 def test_complete_packages_have_a_test_for_every_claim():

@@ -43,12 +43,12 @@ def sources() -> list[Path]:
 
 
 @pytest.mark.parametrize("top", ["distlab", "simulator", "lessons", "tests", "benchmarks", "tools"])
-def test_public_names_come_from_their_face(top):
+def test_public_names_come_from_their_face(statements, top):
     wrong = []
     for path in sources():
         if not path.is_relative_to(ROOT / top):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(path):
             if not isinstance(node, ast.ImportFrom):
                 continue
             for alias in node.names:

@@ -38,7 +38,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 @pytest.mark.parametrize(("number", "num_ranks"), CASES)
 def test_a_lab_states_right_facts(lab, number, num_ranks):
-    found = facts(lab(number, num_ranks, "--json"))
+    found = facts(lab(number, num_ranks, "--json", calibrated=True))
     if number == "01":
         assert found["token after 3 laps"] == 9
     if number == "02":

@@ -79,15 +79,14 @@ def test_stub_is_not_attempted(lesson: Lesson, exercise: Exercise) -> None:
         raise NotYet(exercise.name if total >= 0 else "")
 
     stub.__signature__ = inspect.signature(reference_of(exercise))  # type: ignore[attr-defined]
-    report = examine(exercise, stub, worlds=(exercise.worlds[-1],))
+    report = examine(exercise, stub, worlds=(2 if 2 in exercise.worlds else exercise.worlds[0],))
     assert (report.verdict, report.fault) == ("not attempted", "not attempted"), str(report)
 
 
 @pytest.mark.parametrize(("lesson", "exercise"), [case for case in EXERCISES if case.values[1].broken])
-def test_version_to_repair_is_wrong(lesson: Lesson, exercise: Exercise) -> None:
-    broken = next(m.fn for m in lesson.mutants if (m.exercise, m.name) == (exercise.name, exercise.broken))
-    report = examine(exercise, broken)
-    assert report.verdict == "wrong", str(report)
+def test_version_to_repair_takes_what_the_reference_takes(lesson: Lesson, exercise: Exercise) -> None:
+    named = (exercise.name, exercise.broken)
+    broken = next(m.fn for m in lesson.mutants if (m.exercise, m.name) == named)  # test_bodies.py: it is wrong
     assert broken is not None
     assert list(inspect.signature(broken).parameters) == list(inspect.signature(reference_of(exercise)).parameters)
 
