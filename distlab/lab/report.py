@@ -1,7 +1,8 @@
 """What a lab found: rows of measured, predicted and exact values, with the reference output of the same lab.
 
 Rank 0 prints it. A fact (bytes, calls, equal or not) must be what was expected, and fails the lab where it is not; a
-time is shown next to its prediction and the reference machine's time, and never judged.
+time is shown next to its prediction and the reference machine's time. A prediction that is far off is named in the last
+line, and does not fail the lab.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 Value = float | int | str | bool
+FAR_OFF = 0.25
+"""Relative error from which on the last line names a prediction: twice what a quiet machine's calibration leaves."""
 
 
 class Row(NamedTuple):
@@ -115,10 +118,23 @@ class Report:
         """Return the last line: whether all facts are right."""
         facts = sum(row.expected is not None for row in self.rows)
         if not self.wrong:
-            return f"All {facts} facts are as they must be." if facts else ""
+            return " ".join(filter(None, [f"All {facts} facts are right." if facts else "", self._far_off()]))
         first = self.wrong[0]
         return (
             f"WRONG: {len(self.wrong)} of {facts} facts, first: {first.what}: {first.shown()}, {first.shown_expected()}"
+        )
+
+    def _far_off(self) -> str:
+        """Say how many predictions are far off, and which one is furthest."""
+        predicted = [(abs(row.error), row) for row in self.rows if row.error is not None]
+        far = [pair for pair in predicted if pair[0] > FAR_OFF]
+        if not far:
+            return ""
+        _, row = max(far, key=lambda pair: pair[0])
+        return (
+            f"But {len(far)} of {len(predicted)} predictions are more than {FAR_OFF:.0%} off, the furthest: {row.what} is "
+            f"{row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; see the lesson for what "
+            "a prediction leaves out."
         )
 
     def as_dict(self) -> dict[str, object]:

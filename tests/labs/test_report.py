@@ -32,7 +32,16 @@ def test_a_report_with_right_facts():
     assert row.split() == ["a", "message", "2", "ms", "1", "ms", "(-50%)", "3", "ms"]
     assert "12,000 B" in table
     assert table.count("a remark") == 1
-    assert table.endswith("All 2 facts are as they must be.")
+    last = table.splitlines()[-1]
+    assert last.startswith("All 2 facts are right. But 1 of 1 predictions are more than 25% off, the furthest: ")
+    assert "a message is 2 ms, predicted 1 ms (-50%). Close other programs and run again" in last
+
+
+def test_where_predictions_are_near_the_last_line_speaks_of_facts_alone():
+    report = Report("Lab 9 on 2 ranks")
+    report.measured("a message", 0.002, "s", predicted=0.0019)
+    report.fact("right", True, True)
+    assert report.table().endswith("All 1 facts are right.")
 
 
 def test_a_wrong_fact_is_named_and_fails_the_report():
