@@ -132,9 +132,9 @@ class Report:
             return ""
         _, row = max(far, key=lambda pair: pair[0])
         return (
-            f"But {len(far)} of {len(predicted)} predictions are more than {FAR_OFF:.0%} off, the furthest: {row.what} is "
-            f"{row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; see the lesson for what "
-            "a prediction leaves out."
+            f"But {len(far)} of {len(predicted)} predictions are more than {FAR_OFF:.0%} off, the furthest: {row.what} "
+            f"is {row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; see the lesson for "
+            "what a prediction leaves out."
         )
 
     def as_dict(self) -> dict[str, object]:
