@@ -133,7 +133,7 @@ class Report:
         _, row = max(far, key=lambda pair: pair[0])
         return (
             f"But {len(far)} of {len(predicted)} predictions are more than {FAR_OFF:.0%} off, the furthest: {row.what} "
-            f"is {row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; see the lesson for "
+            f"is {row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; the lesson says "
             "what a prediction leaves out."
         )
 
