@@ -73,14 +73,14 @@ def calibrate_in_no_time() -> None:
     """Make a calibration say how fast this machine computes without a step; messages are timed as ever."""
     from distlab.measure.machine import speed
 
-    def time_reference(reference, device, group, repeats, works):
+    def time_reference(reference, device, works):
         return [
             speed.Observation(name, work, work.num_kernels * KERNEL_S + work.matmul_flops / FLOPS_PER_S)
             for name, work in ((name, works[name]) for name in reference.phases)
         ]
 
     speed._time_reference = time_reference
-    speed._time_contention = lambda device, group: (0.9, 0.9)
+    speed._time_contention = lambda device: (0.9, 0.9)
 
 
 def hide(packages: tuple[str, ...]) -> None:
