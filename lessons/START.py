@@ -71,8 +71,8 @@ numbers.tolist()
 #
 # ## Where your work is
 # You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks and your predictions
-# are written to `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a terminal: your copy
-# is kept under another name, with the date.
+# are written to `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a
+# terminal: your copy is kept under another name, with the date.
 #
 # Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`.
 #

@@ -100,9 +100,9 @@ class Prediction:
         """Take a number as the learner's and keep it; return what must be told about that, in brackets, or ""."""
         self._set(value)
         self.given = True
-        if self._box is not None and _number_in(self._box.value) != self.value:
-            self._box.value = _text_of(float(value))
         told = keep_prediction(self._key, float(value))
+        if self._box is not None and _number_in(self._box.value) != self.value:
+            self._box.value = _text_of(float(value))  # the box then gives the same number once more
         return "" if told in ("", OUTSIDE) else f" ({told})"
 
     def _set(self, value: float) -> None:
