@@ -38,7 +38,7 @@ def hint(name: str) -> Note:
         name: the exercise, such as "03.flat".
 
     Raises:
-        ValueError: there is no such exercise.
+        ValueError: no lesson has an exercise of this name.
     """
     exercise = load_lesson(name).exercise(name)
     total = len(exercise.hints)
@@ -61,7 +61,7 @@ def solution(name: str) -> Note:
         name: the exercise, such as "03.flat".
 
     Raises:
-        ValueError: there is no such exercise.
+        ValueError: no lesson has an exercise of this name.
     """
     exercise = load_lesson(name).exercise(name)
     entry = entry_of(name)
@@ -84,7 +84,7 @@ def _missing(exercise: Exercise, entry: Entry) -> str:
     if failed < FAILED_CHECKS:
         todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
     if hints < total:
-        todo.append(f'hint("{exercise.name}") shows the next hint')
+        todo.append(f'hint("{exercise.name}") shows and counts the next hint')
     if not todo:
         return ""
     so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"

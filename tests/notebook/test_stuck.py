@@ -52,7 +52,10 @@ def test_hints_come_one_by_one_and_are_noted(work, lesson):
 
 def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
     function = lesson.exercise(NAME).function
-    check_it, next_hint = f'check("{NAME}", {function}) checks your function', f'hint("{NAME}") shows the next hint'
+    check_it, next_hint = (
+        f'check("{NAME}", {function}) checks your function',
+        f'hint("{NAME}") shows and counts the next hint',
+    )
     nothing = f"solution: 0 of 3 failed checks, 0 of 3 hints seen so far; {check_it} and {next_hint}"
     assert repr(solution(NAME)) == nothing
     checked(lesson, "not attempted")
@@ -74,7 +77,7 @@ def test_hints_alone_may_be_missing(work, lesson):
     for _ in range(4):
         checked(lesson, "wrong")
     words = "solution: 3 of 3 failed checks, 0 of 3 hints seen so far; "
-    assert repr(solution(NAME)) == f'{words}hint("{NAME}") shows the next hint'
+    assert repr(solution(NAME)) == f'{words}hint("{NAME}") shows and counts the next hint'
 
 
 def stuck(lesson: Lesson) -> None:
