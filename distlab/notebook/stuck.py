@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from distlab.grading.exercise import Exercise
-from distlab.grading.lesson import load_lesson, reference_of, source_text
+from distlab.grading import Exercise, load_lesson, reference_of
+from distlab.grading.lesson import source_text
 from distlab.grading.progress import OUTSIDE, Entry, change_entry, entry_of, now
 
 FAILED_CHECKS = 3  # wrong answers before the solution is shown
