@@ -42,6 +42,9 @@ course_map()
 # function on one, two, three and four ranks and tells you what is wrong in words. If you skip an exercise, the rest
 # of the lesson goes on with a working version.
 #
+# If you are stuck, `hint("03.flat")` shows the hints one by one and counts them. After three failed checks and all
+# hints, `solution("03.flat")` shows the solution, and the map above then says "solution seen".
+#
 # ## Ranks in a cell
 # A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their
 # variables. Try it: each rank has its own `rank`, and `dist.all_reduce` adds up the numbers of all four.
@@ -67,9 +70,9 @@ numbers.tolist()
 # I twice: the ranks end and you read where each one stood. Nothing is left running.
 #
 # ## Where your work is
-# You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks are written to
-# `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a terminal: your copy
-# is kept under another name, with the date.
+# You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks and your predictions
+# are written to `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a
+# terminal: your copy is kept under another name, with the date.
 #
 # Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`.
 #

@@ -1,7 +1,7 @@
-"""Keep what was passed, and when, in one JSON file in the folder of the learner's working copies.
+"""Keep what was passed and predicted in one JSON file in the folder of the learner's working copies.
 
 Two notebooks may check at once: each change reads, alters and replaces the file under a lock. A file that cannot be
-read is moved aside, never written over.
+read is moved aside, never written over. Outside such a folder, this process remembers what it was told until it ends.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import contextlib
 import datetime
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ class Entry:
         last_passed: time of the last one, or "".
         budget: what the last right answer used.
         seconds: how long its check took.
+        failed: checks of a wrong answer.
+        hints: how many of its hints were seen.
+        solution_seen: time when the solution was first shown, or "".
     """
 
     attempts: int = 0
@@ -42,11 +46,30 @@ class Entry:
     last_passed: str = ""
     budget: tuple[str, ...] = ()
     seconds: float = 0.0
+    failed: int = 0
+    hints: int = 0
+    solution_seen: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether it was ever right."""
         return bool(self.first_passed)
+
+
+@dataclass
+class Record:
+    """All that is known about one learner.
+
+    Attributes:
+        exercises: what is known about each exercise, by its name.
+        predictions: the numbers that the learner gave, by the question with its unit.
+    """
+
+    exercises: dict[str, Entry] = field(default_factory=dict)
+    predictions: dict[str, float] = field(default_factory=dict)
+
+
+_remembered = Record()  # outside a folder of working copies
 
 
 def work_folder(start: Path | None = None) -> Path | None:
@@ -57,39 +80,81 @@ def work_folder(start: Path | None = None) -> Path | None:
 
 def keep(report: Report, start: Path | None = None) -> str:
     """Write a report down; return one line where it was not kept, or where something else must be told."""
-    folder = work_folder(start)
-    if folder is None:
-        return OUTSIDE
     if report.verdict not in ("passed", "wrong"):
-        return ""
-    try:
-        with _locked(folder):
-            entries, told = _read(folder)
-            entries[report.exercise.name] = _updated(entries.get(report.exercise.name, Entry()), report)
-            _write(folder, entries)
-    except OSError as error:
-        return f"Not kept: {folder / FILE} cannot be written ({error.strerror or error})."
-    return told
+        return OUTSIDE if work_folder(start) is None else ""
+    return change_entry(report.exercise.name, lambda entry: _updated(entry, report), start)
+
+
+def change_entry(name: str, alter: Callable[[Entry], Entry], start: Path | None = None) -> str:
+    """Replace what is known about one exercise; return one line where it was not kept, or where more must be told."""
+
+    def change(record: Record) -> None:
+        record.exercises[name] = alter(record.exercises.get(name, Entry()))
+
+    return _change(change, start)
+
+
+def keep_prediction(question: str, value: float, start: Path | None = None) -> str:
+    """Write down the number that the learner gave; return one line where it was not kept, or more must be told."""
+    return _change(lambda record: record.predictions.update({question: value}), start)
 
 
 def load_progress(start: Path | None = None) -> dict[str, Entry]:
     """Return what is known about each exercise, by name; empty outside a work folder or where the file is damaged."""
     folder = work_folder(start)
-    if folder is None:
-        return {}
+    return {} if folder is None else _load(folder).exercises
+
+
+def entry_of(name: str, start: Path | None = None) -> Entry:
+    """Return what is known about one exercise; outside a work folder, what this process remembers of it."""
+    return _known(start).exercises.get(name, Entry())
+
+
+def prediction_of(question: str, start: Path | None = None) -> float | None:
+    """Return the number that the learner gave to a question, or None."""
+    return _known(start).predictions.get(question)
+
+
+def now() -> str:
+    """Return the time as the file has it: ISO 8601, UTC, whole seconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _known(start: Path | None) -> Record:
+    folder = work_folder(start)
+    return _remembered if folder is None else _load(folder)
+
+
+def _load(folder: Path) -> Record:
     try:
         return _parse((folder / FILE).read_bytes())
     except (OSError, ValueError):
-        return {}
+        return Record()
+
+
+def _change(alter: Callable[[Record], None], start: Path | None) -> str:
+    """Read the folder's record, alter it and write it, under the lock; return what must be told, in one line."""
+    folder = work_folder(start)
+    if folder is None:
+        alter(_remembered)
+        return OUTSIDE
+    try:
+        with _locked(folder):
+            record, told = _read(folder)
+            alter(record)
+            _write(folder, record)
+    except OSError as error:
+        return f"Not kept: {folder / FILE} cannot be written ({error.strerror or error})."
+    return told
 
 
 def _updated(entry: Entry, report: Report) -> Entry:
     entry = replace(entry, attempts=entry.attempts + 1)
     if not report.passed:
-        return entry
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    first = entry.first_passed or now
-    return replace(entry, first_passed=first, last_passed=now, budget=report.budget, seconds=round(report.seconds, 3))
+        return replace(entry, failed=entry.failed + 1)
+    time = now()
+    first = entry.first_passed or time
+    return replace(entry, first_passed=first, last_passed=time, budget=report.budget, seconds=round(report.seconds, 3))
 
 
 @contextlib.contextmanager
@@ -102,22 +167,22 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _read(folder: Path) -> tuple[dict[str, Entry], str]:
-    """Return the entries; a damaged file is moved aside first, and the second value says so."""
+def _read(folder: Path) -> tuple[Record, str]:
+    """Return the record; a damaged file is moved aside first, and the second value says so."""
     path = folder / FILE
     try:
         return _parse(path.read_bytes()), ""
     except FileNotFoundError:
-        return {}, ""
+        return Record(), ""
     except (ValueError, OSError) as error:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         aside = folder / f"progress.damaged-{stamp}-{os.getpid()}.json"
         path.rename(aside)
         reason = " ".join(str(error).split())
-        return {}, f"{FILE} could not be read ({reason}); it is now {aside.name}, and a new one was begun."
+        return Record(), f"{FILE} could not be read ({reason}); it is now {aside.name}, and a new one was begun."
 
 
-def _parse(data: bytes) -> dict[str, Entry]:
+def _parse(data: bytes) -> Record:
     """Read the file's text.
 
     Raises:
@@ -128,20 +193,35 @@ def _parse(data: bytes) -> dict[str, Entry]:
         raise ValueError("it has no exercises")
     if found.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {found.get('schema')!r}, not {SCHEMA}")
-    return {str(name): _entry(name, fields) for name, fields in found["exercises"].items()}
+    predictions = found.get("predictions", {})
+    if not isinstance(predictions, dict) or not all(map(_is_finite, predictions.values())):
+        raise ValueError("its predictions are damaged")
+    exercises = {str(name): _entry(name, fields) for name, fields in found["exercises"].items()}
+    return Record(exercises, {str(question): float(value) for question, value in predictions.items()})
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _entry(name: str, fields: Any) -> Entry:
     kinds = {"attempts": int, "first_passed": str, "last_passed": str, "budget": list, "seconds": int | float}
+    later = {"failed": int, "hints": int, "solution_seen": str}  # an older file lacks them
     if not isinstance(fields, dict) or any(not isinstance(fields.get(key), kind) for key, kind in kinds.items()):
         raise ValueError(f"its entry {name!r} is damaged")
-    budget = tuple(str(line) for line in fields["budget"])
-    return Entry(fields["attempts"], fields["first_passed"], fields["last_passed"], budget, float(fields["seconds"]))
+    added = {key: fields[key] for key in later if key in fields}
+    if any(not isinstance(value, later[key]) for key, value in added.items()):
+        raise ValueError(f"its entry {name!r} is damaged")
+    if not fields["first_passed"]:
+        added.setdefault("failed", fields["attempts"])
+    known = {key: fields[key] for key in kinds} | added
+    return Entry(**known | {"budget": tuple(map(str, fields["budget"])), "seconds": float(fields["seconds"])})
 
 
-def _write(folder: Path, entries: Mapping[str, Entry]) -> None:
+def _write(folder: Path, record: Record) -> None:
     """Replace the file in one step, so that a reader or a crash sees the old one or the new one."""
-    data = {"schema": SCHEMA, "exercises": {name: asdict(entries[name]) for name in sorted(entries)}}
+    exercises = {name: asdict(entry) for name, entry in sorted(record.exercises.items())}
+    data = {"schema": SCHEMA, "exercises": exercises, "predictions": dict(sorted(record.predictions.items()))}
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".progress-")
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distlab.notebook.extension import load_ipython_extension, unload_ipython_extension
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict
+    from distlab.notebook.stuck import hint, solution
 
 _HOMES = {
     "course_map": "course",
@@ -23,8 +24,19 @@ _HOMES = {
     "unload_ipython_extension": "extension",
     "last_records": "magic",
     "predict": "prediction",
+    "hint": "stuck",
+    "solution": "stuck",
 }
-__all__ = ["course_map", "last_records", "load_ipython_extension", "predict", "show", "unload_ipython_extension"]
+__all__ = [
+    "course_map",
+    "hint",
+    "last_records",
+    "load_ipython_extension",
+    "predict",
+    "show",
+    "solution",
+    "unload_ipython_extension",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ class Row:
         needs: numbers of the lessons before it.
         exercises: names of its exercises.
         passed: how many of them were right.
+        solutions_seen: names of those whose solution was shown before they were right.
     """
 
     number: str
@@ -40,13 +41,17 @@ class Row:
     needs: tuple[str, ...] = ()
     exercises: tuple[str, ...] = ()
     passed: int = 0
+    solutions_seen: tuple[str, ...] = ()
 
     @property
     def progress(self) -> str:
         """How far you are, in words."""
         if not self.ready:
             return "to come"
-        return f"{self.passed} of {len(self.exercises)}" if self.exercises else "no exercises"
+        if not self.exercises:
+            return "no exercises"
+        seen = f"; solution seen: {', '.join(self.solutions_seen)}" if self.solutions_seen else ""
+        return f"{self.passed} of {len(self.exercises)}{seen}"
 
 
 def rows(lessons: Path, progress: Mapping[str, Entry]) -> list[Row]:
@@ -154,6 +159,7 @@ def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) ->
         needs=tuple(map(str, facts.get("needs", ()))),
         exercises=exercises,
         passed=sum(name in progress and progress[name].passed for name in exercises),
+        solutions_seen=tuple(name for name in exercises if name in progress and progress[name].solution_seen),
     )
 
 

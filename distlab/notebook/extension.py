@@ -47,5 +47,7 @@ def _names() -> dict[str, Any]:
     from distlab.notebook.display import show
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict
+    from distlab.notebook.stuck import hint, solution
 
-    return names_for_functions() | {"check": check, "show": show, "predict": predict, "last_records": last_records}
+    own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
+    return names_for_functions() | own | {"show": show, "last_records": last_records}

@@ -1,10 +1,22 @@
-"""A number that you commit to before a run, to compare with what is measured, or simulated."""
+"""A number that you commit to before a run, to compare with what is measured, or simulated.
+
+Only a number that you gave counts as your answer, and only that is kept, in the file of your progress.
+"""
 
 from __future__ import annotations
 
 import html
-import math
+import sys
 from typing import Any
+
+from distlab.grading.progress import OUTSIDE, keep_prediction, prediction_of
+
+
+class PredictionError(ValueError):
+    """A number that cannot be the answer; a notebook shows its text alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
 
 
 class Prediction:
@@ -13,37 +25,53 @@ class Prediction:
     Attributes:
         question: what is asked.
         unit: of the number.
-        value: the number, or None while nothing has been committed.
+        signed: whether the answer may be negative.
+        value: the number, given or assumed, or None while there is neither.
+        given: whether you gave the number, now or in an earlier run; False where a lesson assumed it.
     """
 
-    def __init__(self, question: str, unit: str = "") -> None:
-        self.question, self.unit = question, unit
+    def __init__(self, question: str, unit: str = "", *, signed: bool = False) -> None:
+        self.question, self.unit, self.signed = question, unit, signed
         self.value: float | None = None
         self._box: Any = None
+        earlier = prediction_of(self._key)
+        if earlier is not None and not self._refusal(earlier):
+            self.value = earlier
+        self.given = self.value is not None
 
     def commit(self, value: float) -> str:
-        """Commit to a number in code; return it in words.
+        """Commit to a number in code and keep it; return it in words.
 
         Raises:
-            ValueError: it is not a finite number.
+            PredictionError: it is not a finite number, or it is negative where that cannot be.
         """
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"a prediction is a finite number of {self.unit or 'something'}; got {value!r}")
-        self.value = float(value)
-        if self._box is not None and _number_in(self._box.value) != self.value:
-            self._box.value = _text_of(self.value)
-        return f"your prediction: {self._number(self.value)}"
+        told = self._give(value)
+        return f"your prediction: {self._number(value)}{told}"
 
     def default(self, value: float) -> None:
-        """Commit to a number in code unless one has been committed: what was typed in the box stays."""
-        if self.value is None:
-            self.commit(value)
+        """Assume a number where you gave none. It is not your answer: the box stays empty, and it is not kept.
+
+        Raises:
+            PredictionError: it is not a finite number, or it is negative where that cannot be.
+        """
+        if not self.given:
+            self._set(value)
+
+    @property
+    def answer(self) -> str:
+        """What you said, in a sentence; it says so where you gave no number."""
+        if self.given and self.value is not None:
+            return f"You said {self._number(self.value)}."
+        assumed = "" if self.value is None else f"; {self._number(self.value)} was assumed"
+        return f"You gave no number{assumed}."
 
     def compare(self, measured: float, *, how: str = "measured") -> str:
         """Return a line that compares the prediction with the number; `how` says where that comes from: "simulated"."""
         result = f"{how} {self._number(measured)}"
         if self.value is None:
             return f"{result}; you predicted nothing (type a number above, or call .commit(3.0), before the run)"
+        if not self.given:
+            return f"{result}. {self.answer}"
         words = f"you predicted {self._number(self.value)}, {result}"
         if self.value == measured:
             return f"{words}: exactly"
@@ -55,13 +83,40 @@ class Prediction:
         return f"{words}: {_times(ratio)} too much" if ratio > 1 else f"{words}: {_times(1 / ratio)} too little"
 
     def __repr__(self) -> str:
-        answer = "not answered yet" if self.value is None else self._number(self.value)
+        answer = self._number(self.value) if self.given and self.value is not None else "not answered yet"
         return f"Predict: {self.question} ({answer})"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": repr(self)}
         box = self._widget()
         return bundle if box is None else {**box._repr_mimebundle_(), **bundle}
+
+    @property
+    def _key(self) -> str:
+        """The question as the file of progress names it: with its unit, so that another unit is another question."""
+        return f"{self.question} ({self.unit})" if self.unit else self.question
+
+    def _give(self, value: float) -> str:
+        """Take a number as the learner's and keep it; return what must be told about that, in brackets, or ""."""
+        self._set(value)
+        self.given = True
+        told = keep_prediction(self._key, float(value))
+        if self._box is not None and _number_in(self._box.value) != self.value:
+            self._box.value = _text_of(float(value))  # the box then gives the same number once more
+        return "" if told in ("", OUTSIDE) else f" ({told})"
+
+    def _set(self, value: float) -> None:
+        if refusal := self._refusal(value):
+            raise PredictionError(f"a prediction is {refusal}; got {value!r}")
+        self.value = float(value)
+
+    def _refusal(self, value: Any) -> str:
+        """Return what a prediction must be where this value cannot be one, else ""."""
+        what = self.unit or "something"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max:
+            return f"a finite number of {what}"
+        return f"a number of {what} that is not negative" if value < 0 and not self.signed else ""
 
     def _number(self, value: float) -> str:
         return f"{value:.4g} {self.unit}".rstrip()
@@ -73,14 +128,13 @@ class Prediction:
         except ModuleNotFoundError:
             return None
         said = HTML(html.escape(repr(self)))
-        typed = "" if self.value is None else _text_of(self.value)
+        typed = _text_of(self.value) if self.given and self.value is not None else ""
         self._box = box = Text(typed, placeholder="your number", continuous_update=False, layout=Layout(width="9em"))
         box.tooltip = self.question
         button = Button(description="Commit", tooltip="Fix this number as your prediction", layout=Layout(width="7em"))
 
         def take(_: object) -> None:
-            if box.value.strip():
-                said.value = html.escape(self._typed(box.value))
+            said.value = html.escape(self._typed(box.value))
 
         box.observe(take, names="value")  # Enter, or leaving the box
         button.on_click(take)
@@ -88,11 +142,16 @@ class Prediction:
 
     def _typed(self, text: str) -> str:
         """Commit to what was typed; return the text to show next to the box."""
+        if not text.strip():
+            kept = f"; {self._number(self.value)} stays your answer" if self.given and self.value is not None else ""
+            return f"Predict: {self.question} (Type a number first{kept}.)"
         number = _number_in(text)
-        if number is None or not math.isfinite(number):
+        if number is None:
             return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2)"
-        self.commit(number)
-        return repr(self)
+        if refusal := self._refusal(number):
+            return f"Predict: {self.question} ({text.strip()!r} cannot be the answer: write {refusal})"
+        told = self._give(number)
+        return f"{self!r}{told}"
 
 
 def _times(ratio: float) -> str:
@@ -111,11 +170,12 @@ def _number_in(text: str) -> float | None:
         return None
 
 
-def predict(question: str, unit: str = "") -> Prediction:
+def predict(question: str, unit: str = "", *, signed: bool = False) -> Prediction:
     """Ask for a number before a run.
 
-    The notebook shows a box to type it into; `.commit(3.2)` does the same in code, `.default(3.2)` only where the box
-    was left empty, and `.compare(measured)` says how near it was. Nothing waits for an answer: cells below run
-    without one.
+    The notebook shows an empty box to type it into, or the number that you gave to the same question earlier.
+    `.commit(3.2)` does the same in code, `.default(3.2)` assumes a number where you gave none, and
+    `.compare(measured)` says how near your number was. Nothing waits for an answer: cells below run without one.
+    A negative number is refused, unless the question is `signed`.
     """
-    return Prediction(question, unit)
+    return Prediction(question, unit, signed=signed)

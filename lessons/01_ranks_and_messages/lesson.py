@@ -54,7 +54,7 @@ guess
 from simulator import link, message_s
 
 ethernet_s = message_s(message_bytes, link("ethernet-10g"))
-print(guess.compare(ethernet_s * 1e3).replace("measured", "the simulator says"))
+print(guess.compare(ethernet_s * 1e3, how="the simulator says"))
 print(f"two batches: {2 * alone_s * 1e3:.0f} ms on one GPU, {(alone_s + ethernet_s) * 1e3:.0f} ms on two")
 
 # %% [markdown]

@@ -63,9 +63,9 @@ guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce a parameter
 guess_0
 
 # %%
-guess_0.default(60)  # counts if you committed nothing above
+guess_0.default(60)  # assumed if you gave no number above
 speedup = 64 * step_on(1, "flat").duration_s / step_on(64, "per_parameter").duration_s
-print(f"you said {guess_0.value:.1f}x, the simulator says {speedup:.1f}x")
+print(f"{guess_0.answer} The simulator says {speedup:.1f}x.")
 
 # %% tags=["nbval-check-output"]
 alone_s = step_on(1, "flat").duration_s
@@ -336,7 +336,7 @@ guess_1 = predict("How long is a step with one all-reduce a parameter, on this m
 guess_1
 
 # %%
-guess_1.default(200)  # counts if you committed nothing above
+guess_1.default(200)  # assumed if you gave no number above
 step = predicted("per_parameter")
 exposed_ms = step.exposed_communication_s * 1e3
 print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms of them communication, the rest compute")
@@ -400,7 +400,7 @@ guess_2 = predict("How long is a step with one flat all-reduce?", unit="ms")
 guess_2
 
 # %%
-guess_2.default(70)  # counts if you committed nothing above
+guess_2.default(70)  # assumed if you gave no number above
 print(f"the simulator says {predicted('flat').duration_s * 1e3:.0f} ms")
 
 
@@ -483,7 +483,7 @@ guess_3 = predict("How long is a step with four buckets, sent after backward?", 
 guess_3
 
 # %%
-guess_3.default(70)  # counts if you committed nothing above
+guess_3.default(70)  # assumed if you gave no number above
 print(f"the simulator says {predicted('bucketed').duration_s * 1e3:.0f} ms")
 measured["bucketed"] = measure(bucketed)
 print(guess_3.compare(measured["bucketed"].duration_s * 1e3))
@@ -522,7 +522,7 @@ guess_4 = predict("How long is a step with overlap?", unit="ms")
 guess_4
 
 # %%
-guess_4.default(70)  # counts if you committed nothing above
+guess_4.default(70)  # assumed if you gave no number above
 print(f"the simulator says {predicted('overlapped').duration_s * 1e3:.0f} ms")
 measured["overlapped"] = measure(overlapped)
 print(guess_4.compare(measured["overlapped"].duration_s * 1e3))
@@ -668,7 +668,7 @@ guess_5 = predict("What speed-up do 64 GPUs give with 8 micro-batches an update?
 guess_5
 
 # %% tags=["nbval-check-output"]
-guess_5.default(60)  # counts if you committed nothing above
+guess_5.default(60)  # assumed if you gave no number above
 for count in (1, 2, 4, 8, 16):
     alone, step = accumulating_on(1, count), accumulating_on(64, count)
     sent_mb = step.sent_bytes_per_rank[0] / 1e6 / count

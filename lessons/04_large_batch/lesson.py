@@ -60,7 +60,7 @@ guess_0
 
 # %% tags=["nbval-check-output"]
 base = samples_per_s(8, 16, gradient_sync="flat")
-guess_0.default(6)  # counts if you committed nothing above
+guess_0.default(6)  # assumed if you gave no number above
 for each in (2, 4, 16):
     gain = samples_per_s(64, each, gradient_sync="flat") / base
     print(f"64 GPUs with {each:2} samples each, a batch of {64 * each:5,}: {gain:.1f}x the samples a second of 8 GPUs")
@@ -183,7 +183,7 @@ guess_1 = predict("Test accuracy of SGD with a batch of 1,437 and linear scaling
 guess_1
 
 # %%
-guess_1.default(90)  # counts if you committed nothing above
+guess_1.default(90)  # assumed if you gave no number above
 
 
 def scaled(batch, epochs=20, base_lr=0.316):
@@ -194,7 +194,7 @@ def scaled(batch, epochs=20, base_lr=0.316):
 for batch in (32, 1437):
     accuracy, _ = ranks.run(learn, sgd, batch, scaled(batch))[0]
     print(f"batch {batch:5,}, rate {scaled(batch)(10**6):.3f}: accuracy {accuracy:.1%}")
-print(f"you said {guess_1.value:.0f} %")
+print(guess_1.answer)
 
 # %% [markdown]
 # Twenty updates with a scaled rate are not nine hundred with the base rate. Before the remedy, the reason.
@@ -460,7 +460,7 @@ guess_2 = predict("How many times more samples a second with 8 accumulated, agai
 guess_2
 
 # %% tags=["nbval-check-output"]
-guess_2.default(0.9)  # counts if you committed nothing above
+guess_2.default(0.9)  # assumed if you gave no number above
 each_time = samples_per_s(64, 1, gradient_sync="flat")
 for pieces in (1, 2, 8, 32):
     gain = samples_per_s(64, 1, gradient_sync="flat", num_microbatches=pieces) / each_time
@@ -521,7 +521,7 @@ def seconds_per_sample(pieces, num_updates=4):
 
 
 # %%
-guess_3.default(80)  # counts if you committed nothing above
+guess_3.default(80)  # assumed if you gave no number above
 costs = {}
 for pieces in (1, 2, 8):
     said = simulate(WORK, MACHINE, Plan(4, gradient_sync="per_parameter", num_microbatches=pieces)).duration_s
@@ -529,7 +529,7 @@ for pieces in (1, 2, 8):
     costs[pieces] = took_ms
     print(f"{pieces} micro-batches: {said_ms:.2f} ms a sample predicted, {took_ms:.2f} measured", end=" ")
     print(f"({said_ms / took_ms - 1:+.0%})")
-print(f"you said {guess_3.value:.0f} %, it is {costs[8] / costs[1]:.0%}")
+print(f"{guess_3.answer} It is {costs[8] / costs[1]:.0%}.")
 
 # %% [markdown]
 # One calibration and a few updates on a machine that others use too: the error says how rough that is. Both agree on

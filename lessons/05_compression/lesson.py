@@ -57,9 +57,9 @@ guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s
 guess_0
 
 # %%
-guess_0.default(3)  # counts if you committed nothing above
+guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
-print(f"you said {guess_0.value:.2f}x, the simulator says {4 * one.duration_s / four.duration_s:.2f}x")
+print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
 
 # %% tags=["nbval-check-output"]
 print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
@@ -194,7 +194,7 @@ guess_1
 bench("top-1 %", lambda gradient: average_top_k(gradient, gradient.numel() // 100))
 
 # %%
-guess_1.default(99)  # counts if you committed nothing above
+guess_1.default(99)  # assumed if you gave no number above
 print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 
 # %% [markdown]
@@ -381,7 +381,7 @@ guess_2 = predict("Loss of top-1 % without memory, in the last five updates?", u
 guess_2
 
 # %%
-guess_2.default(3.5)  # counts if you committed nothing above
+guess_2.default(3.5)  # assumed if you gave no number above
 without = {name: mean_losses(lambda make=make: make(False)) for name, make in HOOKS.items()}
 for name, losses in without.items():
     print(f"{name:12} {end_of(losses)}")
@@ -433,7 +433,7 @@ guess_3 = predict("Loss of top-1 % with memory, in the last five updates?", unit
 guess_3
 
 # %%
-guess_3.default(3.0)  # counts if you committed nothing above
+guess_3.default(3.0)  # assumed if you gave no number above
 remembering = {name: mean_losses(lambda make=make: make(True)) for name, make in HOOKS.items()}
 for name, losses in remembering.items():
     print(f"{name:12} without {end_of(without[name])}, with memory {end_of(losses)}")
@@ -541,9 +541,9 @@ guess_8_bits
 # %%
 from distlab.plan.compression import Compression
 
-guess_8_bits.default(1700)  # counts if you committed nothing above
+guess_8_bits.default(1700)  # assumed if you gave no number above
 with_8_bits = step_on(4, "ethernet-10g", Compression("quantize", bits=8))
-print(f"you said {guess_8_bits.value:.0f} ms, the simulator says {with_8_bits.duration_s * 1e3:.0f} ms")
+print(f"{guess_8_bits.answer} The simulator says {with_8_bits.duration_s * 1e3:.0f} ms.")
 
 # %% tags=["nbval-check-output"]
 COMPRESSIONS = (
@@ -634,7 +634,7 @@ guess_4 = predict("How long is a step with 4 bits, at 20 MB/s?", unit="ms")
 guess_4
 
 # %%
-guess_4.default(40)  # counts if you committed nothing above
+guess_4.default(40)  # assumed if you gave no number above
 print(f"the simulator says {predicted(20e6, QUANTIZE).duration_s * 1e3:.0f} ms; ", end="")
 print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
 

@@ -48,10 +48,10 @@ from simulator import model_by_name
 
 MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
 MODEL = model_by_name("llama-2-7b")
-guess_0.default(28)  # counts if you committed nothing above
+guess_0.default(28)  # assumed if you gave no number above
 memory = memory_of(MODEL, Plan(precision=MIXED))
 states = sum(memory.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
-print(guess_0.compare(states / 1e9).replace("measured", "counted"))
+print(guess_0.compare(states / 1e9, how="counted"))
 
 # %% tags=["nbval-check-output"]
 for kind in KINDS:
@@ -194,7 +194,7 @@ def counted(samples=16, **plan):
     return memory_of(work, Plan(2, **plan))
 
 
-guess_1.default(20)  # counts if you committed nothing above
+guess_1.default(20)  # assumed if you gave no number above
 at_peak, over_time = ranks.run(measured)[0]
 print(guess_1.compare(sum(at_peak.values()) / 1e6))
 
@@ -272,9 +272,9 @@ guess_2 = predict("Activations of the 175B model for one sequence, nothing recom
 guess_2
 
 # %%
-guess_2.default(50)  # counts if you committed nothing above
+guess_2.default(50)  # assumed if you gave no number above
 one_layer = activation_bytes(12288, 96, sequence=2048, microbatch=1)
-print(f"you said {guess_2.value:.0f} GB, the formula says {96 * one_layer / 1e9:.0f} GB")
+print(f"{guess_2.answer} The formula says {96 * one_layer / 1e9:.0f} GB.")
 
 # %% tags=["nbval-check-output"]
 for words, how in {
@@ -316,7 +316,7 @@ guess_3 = predict("Activations at the peak, with every block recomputed?", unit=
 guess_3
 
 # %%
-guess_3.default(9)  # counts if you committed nothing above
+guess_3.default(9)  # assumed if you gave no number above
 recomputed, recomputed_over_time = ranks.run(lambda: measured(recomputed=True))[0]
 print(guess_3.compare(recomputed["activations"] / 1e6))
 full = ranks.run(lambda: counted(recompute="full"))[0]
@@ -386,7 +386,7 @@ guess_4 = predict("Peak of the same update under bfloat16 autocast?", unit="MB")
 guess_4
 
 # %%
-guess_4.default(26)  # counts if you committed nothing above
+guess_4.default(26)  # assumed if you gave no number above
 half, _ = ranks.run(lambda: measured(dtype="bfloat16"))[0]
 print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
@@ -435,7 +435,7 @@ def share_changed(lr=1e-4):
 
 
 # %%
-guess_5.default(90)  # counts if you committed nothing above
+guess_5.default(90)  # assumed if you gave no number above
 print(guess_5.compare(100 * ranks.run(share_changed)[0]))
 
 # %% [markdown]

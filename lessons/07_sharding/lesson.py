@@ -57,7 +57,7 @@ guess_0 = predict("How many times smaller are the states if the optimizer's are 
 guess_0
 
 # %%
-guess_0.default(8)  # counts if you committed nothing above
+guess_0.default(8)  # assumed if you gave no number above
 print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64)))
 
 # %% tags=["nbval-check-output"]
@@ -382,7 +382,7 @@ bench("FSDP", fully_sharded())
 bench("FSDP, kept after forward", fully_sharded(reshard_after_forward=False))
 
 # %%
-guess_1.default(4)  # counts if you committed nothing above
+guess_1.default(4)  # assumed if you gave no number above
 print(guess_1.compare(3))
 
 # %% [markdown]
@@ -489,7 +489,7 @@ def step_with(machines=MACHINES, **sharding):
     return simulate(MODEL, machines, Plan(machines.num_devices, sharding=Sharding(**sharding)))
 
 
-guess_2.default(1.5)  # counts if you committed nothing above
+guess_2.default(1.5)  # assumed if you gave no number above
 print(guess_2.compare(step_with(stage=3).duration_s / step_with(stage=0).duration_s))
 
 # %% tags=["nbval-check-output"]
@@ -533,7 +533,7 @@ units = sharding_panel(SMALLER, MACHINES, Plan(64, sharding=Sharding(stage=3)), 
 units
 
 # %%
-guess_units.default(1)  # counts if you committed nothing above
+guess_units.default(1)  # assumed if you gave no number above
 units.controls["unit_layers"].value = 2
 print(guess_units.compare(2))
 print(units.text)
@@ -612,7 +612,7 @@ def timed(num_steps=10):
 trace = Trace.concatenate(pair.run(timed))
 steps = sorted((step_of(trace, number) for number in range(2, 10)), key=lambda step: step.duration_s)
 seen = steps[len(steps) // 2]
-guess_3.default(round(predicted.duration_s * 1e3))  # counts if you committed nothing above
+guess_3.default(round(predicted.duration_s * 1e3))  # assumed if you gave no number above
 print(f"predicted {predicted.duration_s * 1e3:.0f} ms, measured {seen.duration_s * 1e3:.0f} ms, ", end="")
 print(f"error {predicted.duration_s / seen.duration_s - 1:+.0%}; ", guess_3.compare(seen.duration_s * 1e3), sep="")
 

@@ -228,7 +228,7 @@ for name, wire in WIRES.items():
     print(f"{name:20} busy  {row}")
 
 # %%
-guess_0.default(85)  # counts if you committed nothing above
+guess_0.default(85)  # assumed if you gave no number above
 guess_1.default(60)
 print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"]))))
 print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"]))))
@@ -475,7 +475,7 @@ for t in (2, 4, 8):
     print(f"  t={t}: {plain / 1e6:3.0f} MB a rank ({whole / plain:.1f}x less), {words}")
 
 # %%
-guess_2.default(4)  # counts if you committed nothing above
+guess_2.default(4)  # assumed if you gave no number above
 print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True)))
 split_losses, split_sent, _ = ranks.run(partial(trained, sequence_parallel=True))[0]
 gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=True))
@@ -549,7 +549,7 @@ def seconds_alone(num_steps=8):
 one_s = median(ranks.run(seconds_alone)[0])
 two_s, said_s = (median(getattr(one, what) for one in result.windows) for what in ("measured_s", "predicted_s"))
 print(f"two ranks: predicted {said_s * 1e3:.0f} ms a step, measured {two_s * 1e3:.0f}, error {said_s / two_s - 1:+.0%}")
-guess_3.default(2)  # counts if you committed nothing above
+guess_3.default(2)  # assumed if you gave no number above
 print(f"one process: {one_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
 
 # %% [markdown]

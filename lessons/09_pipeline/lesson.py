@@ -63,7 +63,7 @@ guess_0 = predict("What part of the time does a GPU compute?", unit="%")
 guess_0
 
 # %%
-guess_0.default(80)  # counts if you committed nothing above
+guess_0.default(80)  # assumed if you gave no number above
 naive_step = step_of_model("naive", 1, batch=8)
 print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
 
@@ -218,7 +218,7 @@ from simulator.viz import describe_schedule, draw_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
 gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
-guess_1.default(10)  # counts if you committed nothing above
+guess_1.default(10)  # assumed if you gave no number above
 on_paper = simulate_schedule(gpipe_8, THREE)
 print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
 show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
@@ -359,7 +359,7 @@ for m, cost in ranks.run(costs_on_rank_0)[0].items():
         end="",
     )
     print(f", bubble {paper.bubble_fraction:.0%}: a step of {step_ms[m]:.0f} ms")
-guess_2.default(64)  # counts if you committed nothing above
+guess_2.default(64)  # assumed if you gave no number above
 print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 
 # %% [markdown]
@@ -378,7 +378,7 @@ print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 # kept. How much shorter does 1F1B make the step?
 
 # %%
-guess_3 = predict("How much shorter is a step with 1F1B, 4 ranks, 8 micro-batches?", unit="%")
+guess_3 = predict("How much shorter is a step with 1F1B, 4 ranks, 8 micro-batches?", unit="%", signed=True)
 guess_3
 
 # %% [markdown]
@@ -391,7 +391,7 @@ guess_3
 
 # %%
 bench("1F1B", schedule_of([one_f_one_b_order(rank, 4, 8) for rank in range(4)]))
-guess_3.default(20)  # counts if you committed nothing above
+guess_3.default(20)  # assumed if you gave no number above
 shorter = 1 - seen["1F1B"][1].duration_s / seen["GPipe"][1].duration_s
 print(guess_3.compare(100 * shorter, how="simulated"))
 

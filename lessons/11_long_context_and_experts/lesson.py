@@ -56,7 +56,7 @@ print(f"  all else that a layer keeps {rest / 1e9:6,.0f} GB, in {LAYERS} layers 
 print(f"  with full recomputation     {LAYERS * 2 * LONG * H / 1e9:6,.0f} GB, and one layer's {rest / 1e9:.0f} GB")
 
 # %%
-guess_0.default(50)  # counts if you committed nothing above
+guess_0.default(50)  # assumed if you gave no number above
 print(guess_0.compare(SCORES / 1e9))
 
 # %% [markdown]
@@ -145,7 +145,7 @@ print("pairs of query and key, straight:", ", ".join(f"{count:,}" for count in p
 print(f"all wait for rank 3, which has {4 * pairs[3] / sum(pairs):.2f} times an even share")
 
 # %%
-guess_1.default(4)  # counts if you committed nothing above
+guess_1.default(4)  # assumed if you gave no number above
 print(guess_1.compare(pairs[3] / pairs[0]))
 
 # %% [markdown]
@@ -275,7 +275,7 @@ for wire in WIRES:
     print(f"  {wire:15} {per_s / 1e9:5.0f} GB/s: {shared}")
 
 # %%
-guess_2.default(4096)  # counts if you committed nothing above
+guess_2.default(4096)  # assumed if you gave no number above
 infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").protocols)
 print(guess_2.compare(2 * flops / infiniband))
 
@@ -406,7 +406,7 @@ guess_ring
 # %%
 from statistics import median
 
-guess_ring.default(100)  # counts if you committed nothing above
+guess_ring.default(100)  # assumed if you gave no number above
 seen, said = (median(getattr(one, what) for one in result.windows) for what in ("measured_s", "predicted_s"))
 print(f"measured {seen * 1e3:.0f} ms, predicted {said * 1e3:.0f} ms, error {said / seen - 1:+.0%}")
 print(guess_ring.compare(seen * 1e3))
@@ -501,7 +501,7 @@ print(f"parameters: {e * one / 1e6:.0f} million for {one / 1e6:.0f}; router {h *
 print(f"operations a token, forward: {k * 2 * one / 1e6:.0f} million for {2 * one / 1e6:.0f}")
 
 # %%
-guess_3.default(8)  # counts if you committed nothing above
+guess_3.default(8)  # assumed if you gave no number above
 print(guess_3.compare(k))
 
 # %% [markdown]
@@ -719,7 +719,7 @@ for shares in ((0.25, 0.25, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.7, 0.1, 0.1, 0
     fullest = max(rows)
     print(f"rows a rank {rows}: {max(times) * 1e3:.1f} ms measured, {fullest * ROW_S * 1e3:.0f} ms predicted;", end=" ")
     print(f"ranks busy {sum(rows) / 4 / fullest:.0%} of it on average")
-guess_4.default(50)  # counts if you committed nothing above
+guess_4.default(50)  # assumed if you gave no number above
 print(guess_4.compare(160 * ROW_S * 1e3))
 
 # %% [markdown]

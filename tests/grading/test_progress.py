@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from distlab.grading import Lesson, Report, reference_of
-from distlab.grading.progress import FILE, MARKER, OUTSIDE, keep, load_progress, work_folder
+from distlab.grading.progress import (
+    FILE,
+    MARKER,
+    OUTSIDE,
+    Entry,
+    keep,
+    keep_prediction,
+    load_progress,
+    prediction_of,
+    work_folder,
+)
 
 
 @pytest.fixture
@@ -46,6 +56,32 @@ def test_what_is_kept(work: Path, lesson: Lesson) -> None:
     assert set(load_progress(here)) == {"91.mean", "91.double"}
 
 
+def test_wrong_answers_are_counted(work: Path, lesson: Lesson) -> None:
+    for verdict in ("wrong", "not attempted", "wrong", "passed", "wrong"):
+        keep(report(lesson, verdict), work)
+    entry = load_progress(work)["91.mean"]
+    assert (entry.attempts, entry.failed) == (4, 3)
+
+
+@pytest.mark.parametrize(("first_passed", "failed"), [("", 2), ("2026-01-01", 0)])
+def test_an_older_file_is_read(work: Path, first_passed: str, failed: int) -> None:
+    old = {"attempts": 2, "first_passed": first_passed, "last_passed": first_passed, "budget": ["one"], "seconds": 1}
+    (work / FILE).write_text(json.dumps({"schema": 1, "exercises": {"91.mean": old}}))
+    entry = Entry(2, first_passed, first_passed, ("one",), 1.0, failed=failed)
+    assert load_progress(work) == {"91.mean": entry}
+
+
+def test_predictions_and_answers_are_kept_in_one_file(work: Path, lesson: Lesson) -> None:
+    assert prediction_of("How long? (ms)", work) is None
+    assert keep_prediction("How long? (ms)", 200.0, work / "91_trial") == ""
+    keep(report(lesson), work)
+    keep_prediction("How many?", 3.0, work)
+    assert prediction_of("How long? (ms)", work) == 200.0
+    assert load_progress(work)["91.mean"].passed
+    data = json.loads((work / FILE).read_text())
+    assert data["predictions"] == {"How long? (ms)": 200.0, "How many?": 3.0}
+
+
 @pytest.mark.parametrize("verdict", ["not attempted", "blocked"])
 def test_what_is_no_attempt_is_not_kept(work: Path, lesson: Lesson, verdict: str) -> None:
     assert keep(report(lesson, verdict), work) == ""
@@ -67,6 +103,11 @@ DAMAGED = [
     b'{"schema": 2, "exercises": {}}',
     b'{"schema": 1, "exercises": {"91.mean": 3}}',
     b'{"schema": 1, "exercises": {"91.mean": {"attempts": "many"}}}',
+    b'{"schema": 1, "exercises": {}, "predictions": {"How long?": "soon"}}',
+    b'{"schema": 1, "exercises": {}, "predictions": {"How long?": 1e999}}',
+    b'{"schema": 1, "exercises": {}, "predictions": []}',
+    b'{"schema": 1, "exercises": {"91.mean": {"attempts": 1, "first_passed": "", "last_passed": "", "budget": [], '
+    b'"seconds": 0, "hints": "two"}}}',
 ]
 
 
@@ -125,5 +166,7 @@ def test_the_file_is_plain_json(work: Path, lesson: Lesson) -> None:
     keep(report(lesson), work)
     data = json.loads((work / FILE).read_text())
     assert data["schema"] == 1
-    assert set(data["exercises"]["91.mean"]) == {"attempts", "first_passed", "last_passed", "budget", "seconds"}
+    names = {"attempts", "first_passed", "last_passed", "budget", "seconds", "failed", "hints", "solution_seen"}
+    assert set(data["exercises"]["91.mean"]) == names
+    assert data["predictions"] == {}
     assert os.stat(work / FILE).st_size < 1000

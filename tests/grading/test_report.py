@@ -141,7 +141,7 @@ def test_a_check_repeated_on_the_reference_it_gave_is_no_right_answer(
     assert again.verdict == "not attempted"
     assert "Run the cell with your function first" in again.message
     assert again.function is failed.function
-    assert load_progress()["91.mean"] == Entry(attempts=1)
+    assert load_progress()["91.mean"] == Entry(attempts=1, failed=1)
     assert check("91.mean", mine, worlds=(1,)).passed
 
 

@@ -37,6 +37,18 @@ def test_what_is_passed_and_what_is_to_come(lessons):
     assert 'href="02_second_one' not in html
 
 
+def test_a_solution_that_was_seen_is_said(lessons):
+    progress = {
+        "01.a": Entry(5, "2026-01-01", "2026-01-01", solution_seen="2026-01-01"),
+        "01.b": Entry(1, "2026-01-01"),
+    }
+    first, second = rows(lessons, progress)
+    assert first.progress == "2 of 3; solution seen: 01.a"
+    table = CourseMap([first, second], "This machine.")
+    assert "2 of 3; solution seen: 01.a" in str(table)
+    assert "2 of 3; solution seen: 01.a" in table._repr_html_()
+
+
 def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
@@ -45,6 +57,9 @@ def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path)
     entry = {"attempts": 1, "first_passed": "x", "last_passed": "x", "budget": [], "seconds": 0.1}
     (work / "progress.json").write_text(json.dumps({"schema": 1, "exercises": {"01.c": entry}}))
     assert "1 of 3 exercises passed" in text_table(lessons, work)
+    entry |= {"first_passed": "", "solution_seen": "x"}
+    (work / "progress.json").write_text(json.dumps({"schema": 1, "exercises": {"01.c": entry}}))
+    assert "0 of 3; solution seen: 01.c" in text_table(lessons, work)
 
 
 def test_every_lesson_of_the_course_is_on_the_map():

@@ -68,7 +68,7 @@ def is_alive(pid):
 
 
 def test_the_names_of_lessons_are_there_and_your_own_are_kept(notebook):
-    names = "torch dist run Ranks recorded check NotYet show predict last_records"
+    names = "torch dist run Ranks recorded check NotYet show predict hint solution last_records"
     assert notebook.lines(f"print([name for name in {names.split()} if name not in globals()])") == ["[]"]
     notebook.cell("run = 'mine'\n%reload_ext distlab.notebook")
     assert notebook.lines("print(run)") == ["mine"]

@@ -1,0 +1,101 @@
+"""For a learner who is stuck: the hints of an exercise one by one, and after them its solution.
+
+    hint("03.flat")       shows the hints so far and the next one
+    solution("03.flat")   shows the reference, after three failed checks and all hints
+
+What was seen is kept with the progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from distlab.grading import Exercise, load_lesson, reference_of
+from distlab.grading.lesson import source_text
+from distlab.grading.progress import OUTSIDE, Entry, change_entry, entry_of, now
+
+FAILED_CHECKS = 3  # wrong answers before the solution is shown
+
+
+class Note:
+    """A text for a notebook, which shows it as Markdown."""
+
+    def __init__(self, text: str, markdown: str) -> None:
+        self.text, self.markdown = text, markdown
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+
+def hint(name: str) -> Note:
+    """Show the hints of an exercise that you have seen, and the next one; that is noted in your progress.
+
+    Args:
+        name: the exercise, such as "03.flat".
+
+    Raises:
+        ValueError: no lesson has an exercise of this name.
+    """
+    exercise = load_lesson(name).exercise(name)
+    total = len(exercise.hints)
+    if not total:
+        return _line(f"hint: {name} has no hints")
+    told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
+    seen = max(1, min(entry_of(name).hints, total))  # 1: also where nothing can be kept
+    shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
+    text = "\n\n".join([*(f"{head} {words}" for head, words in shown), *told])
+    return Note(text, "\n\n".join([*(f"**{head}** {words}" for head, words in shown), *told]))
+
+
+def solution(name: str) -> Note:
+    """Show the reference of an exercise, once you have tried; before that, say in one line what is still missing.
+
+    It is shown after three failed checks and all hints, or after a check that passed. Where you had not passed,
+    your progress says from then on that you have seen it.
+
+    Args:
+        name: the exercise, such as "03.flat".
+
+    Raises:
+        ValueError: no lesson has an exercise of this name.
+    """
+    exercise = load_lesson(name).exercise(name)
+    entry = entry_of(name)
+    if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
+        return _line(missing)
+    told = [] if entry.passed else _keep(exercise, _with_solution_seen)
+    source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), source_text(reference_of(exercise))]))
+    text = "\n\n".join([f"The solution of {name}:", source, *told])
+    return Note(text, "\n\n".join([f"The solution of {name}:", f"```python\n{source}\n```", *told]))
+
+
+def _with_solution_seen(entry: Entry) -> Entry:
+    return replace(entry, solution_seen=entry.solution_seen or now())
+
+
+def _missing(exercise: Exercise, entry: Entry) -> str:
+    """Return the line that says what is still to do before the solution is shown, or ""."""
+    failed, hints, total = min(entry.failed, FAILED_CHECKS), min(entry.hints, len(exercise.hints)), len(exercise.hints)
+    todo = []
+    if failed < FAILED_CHECKS:
+        todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
+    if hints < total:
+        todo.append(f'hint("{exercise.name}") shows and counts the next hint')
+    if not todo:
+        return ""
+    so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
+    return f"solution: {so_far}; {' and '.join(todo)}"
+
+
+def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
+    """Change what is known about the exercise; return what must be told about that, in lines."""
+    told = change_entry(exercise.name, alter)
+    return [told] if told not in ("", OUTSIDE) else []
+
+
+def _line(text: str) -> Note:
+    return Note(text, text)
