@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from simulator.pipeline.chain import Chain, find_chain
 from simulator.pipeline.dependencies import find_dependencies
 from simulator.pipeline.frontier import Frontier
-from simulator.pipeline.schedule_arrays import Ints, ScheduleArrays, action_name
-from simulator.pipeline.sequential import Sequence
+from simulator.pipeline.schedule_arrays import Ints, Rows, ScheduleArrays, action_name
 
 SHOWN = 8
 
@@ -39,12 +39,7 @@ class CompiledSchedule:
         self.needed = find_dependencies(order, self.rank)
         self.remote = (self.needed >= 0) & (self.rank.take(self.needed, mode="clip") != self.rank)
         from_elsewhere = np.where(self.remote, self.needed, np.int32(-1))
-        self._runner: Frontier | Sequence = Frontier(order, from_elsewhere)
-        if self._runner.is_sparse:
-            self._runner = Sequence(order, from_elsewhere)
-        stuck = np.flatnonzero(np.asarray(self._runner.pointers) < order.offsets[1:])
-        if stuck.size:
-            raise ValueError(_deadlock(order, from_elsewhere, np.asarray(self._runner.pointers)[stuck], stuck))
+        self._runner: Frontier | Chain = find_chain(order, from_elsewhere) or _frontier(order, from_elsewhere)
 
     @cached_property
     def level(self) -> Ints:
@@ -62,10 +57,15 @@ class CompiledSchedule:
         return self._runner.run(duration_ns, latency_ns)
 
 
-def _deadlock(order: ScheduleArrays, needed: Ints, actions: Ints, ranks: Ints) -> str:
+def _frontier(order: ScheduleArrays, needed: Rows) -> Frontier:
+    """Find the levels of a schedule, and refuse one in which ranks wait for one another in a circle."""
+    frontier = Frontier(order, needed)
+    ranks = np.flatnonzero(frontier.pointers < order.offsets[1:])
     texts = [
-        f"rank {rank} at {action_name(order, int(action))} waits for {action_name(order, int(needed[action]))}"
-        for rank, action in list(zip(ranks, actions, strict=True))[:SHOWN]
+        f"rank {rank} at {action_name(order, action)} waits for {action_name(order, int(needed[action]))}"
+        for rank, action in zip(ranks[:SHOWN], frontier.pointers[ranks].tolist(), strict=False)
     ]
-    more = f"; and {len(ranks) - SHOWN} ranks more" if len(ranks) > SHOWN else ""
-    return f"deadlock: {'; '.join(texts)}{more}"
+    if texts:
+        more = f"; and {len(ranks) - SHOWN} ranks more" if len(ranks) > SHOWN else ""
+        raise ValueError(f"deadlock: {'; '.join(texts)}{more}")
+    return frontier

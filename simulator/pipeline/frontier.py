@@ -16,7 +16,6 @@ import numpy as np
 from simulator.pipeline.schedule_arrays import Ints, Rows, ScheduleArrays
 
 BLOCK = 32  # levels between two checks whether any rank goes on
-MANY, FEW = 1024, 4  # levels; actions per level, fewer of which run faster one by one
 NEVER = -(1 << 60)  # latency of an action that needs nothing from another rank
 
 
@@ -25,13 +24,11 @@ class Frontier:
 
     Attributes:
         pointers: of each rank, the action that can never start, or the end of its actions.
-        is_sparse: whether most levels have too few actions: the search was given up, and there is nothing to run.
     """
 
     def __init__(self, order: ScheduleArrays, needed: Rows) -> None:
         """Find the levels; `needed` is the action on another rank that each one waits for, or -1."""
         self._num_ranks = order.num_ranks
-        self.is_sparse = False
         next_actions = self._walk(order, needed)
         self.pointers = next_actions[-1] - np.arange(self._num_ranks)
         moves = np.flatnonzero(next_actions[1:] != next_actions[:-1])
@@ -66,7 +63,7 @@ class Frontier:
         pointer = order.offsets[:-1] + np.arange(ranks)
         want, goes = np.empty(ranks, np.int64), np.ones(ranks, np.int64)
         blocks = []
-        while goes.any() and not self.is_sparse:
+        while goes.any():
             block = np.empty((BLOCK, ranks), np.int32)
             for row in block:
                 row[:] = pointer
@@ -75,8 +72,6 @@ class Frontier:
                 is_done[pointer] = goes
                 pointer += goes
             blocks.append(block)
-            num_levels = len(blocks) * BLOCK
-            self.is_sparse = num_levels % MANY == 0 and int(is_done.sum()) < FEW * num_levels
         return np.concatenate([*blocks, pointer[None].astype(np.int32)])
 
     def _lay_out(self, values: Ints, empty: int) -> Ints:

@@ -137,7 +137,8 @@ def simulate_schedule(
         slow_ranks: factors of the times of some ranks: {2: 1.3} makes rank 2 take 1.3 times as long (a straggler).
         jitter: a random factor for each action.
 
-    Cost: one step of vectors over the ranks for each level: about as many levels as one rank has actions.
+    Cost: one step of vectors over the ranks for each level: about as many levels as one rank has actions. One
+        cumulative sum where only one rank works at a time.
     Error: exact in whole nanoseconds; each time is rounded to one.
 
     Raises:

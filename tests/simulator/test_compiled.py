@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
-from simulator.pipeline import frontier
+from simulator.pipeline.chain import find_chain
+from simulator.pipeline.frontier import Frontier
 from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W
-from simulator.pipeline.sequential import Sequence
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
@@ -280,27 +280,27 @@ def test_an_empty_order_has_no_times():
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from(("naive", "zb_h1", "zb_v")), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_action_after_action_equals_level_by_level(name, ranks, microbatches, seed):
-    order = arrays_of(make_schedule(name, ranks, microbatches))
-    by_level = CompiledSchedule(order)
-    sequence = Sequence(order, np.where(by_level.remote, by_level.needed, -1))
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_a_chain_equals_level_by_level(ranks, microbatches, seed):
+    order = arrays_of(make_schedule("naive", ranks, microbatches))
+    compiled = CompiledSchedule(order)
+    needed = np.where(compiled.remote, compiled.needed, -1)
+    chain, by_level = find_chain(order, needed), Frontier(order, needed)
     generator = np.random.default_rng(seed)
     duration, latency = generator.integers(0, 1000, len(order.kind)), generator.integers(0, 500, len(order.kind))
-    assert np.array_equal(sequence.run(duration, latency), by_level.run(duration, latency))
-    assert sorted(sequence.actions) == list(range(len(order.kind)))
-    assert np.array_equal(sequence.level, by_level.level)
+    assert np.array_equal(chain.run(duration, latency), by_level.run(duration, latency))
+    assert sorted(chain.actions.tolist()) == list(range(len(order.kind)))
+    assert np.array_equal(chain.level, by_level.level)
 
 
-def test_sparse_schedules_go_action_after_action(monkeypatch):
-    schedule, times = make_schedule("naive", 6, 20), ActionTimes(1.0, 1.0, 1.0, 0.1)
-    by_level = CompiledSchedule(arrays_of(schedule)).run(np.arange(240), 7)
-    expected = simulate_schedule(schedule, times).end_ns
-    monkeypatch.setattr(frontier, "MANY", frontier.BLOCK)
-    compiled = CompiledSchedule(arrays_of(schedule))
-    assert isinstance(compiled._runner, Sequence)
-    assert np.array_equal(compiled.run(np.arange(240), 7), by_level)
-    assert np.array_equal(simulate_schedule(schedule, times).end_ns, expected)
-    stuck = parse_schedule(str(schedule).replace("2F15,2B15,2F16", "2F16,2F15,2B15"))
-    with pytest.raises(ValueError, match=r"deadlock: .*waits for"):
-        CompiledSchedule(arrays_of(stuck))
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"])
+def test_schedules_in_which_ranks_work_at_the_same_time_are_no_chain(name):
+    compiled = CompiledSchedule(arrays_of(make_schedule(name, 4, 8)))
+    assert find_chain(compiled.order, np.where(compiled.remote, compiled.needed, -1)) is None
+
+
+@pytest.mark.parametrize("broken", ["2F16,2F15,2B15", "2B15,2F15,2F16", "2F15,2F16,2B15"])
+def test_a_chain_with_two_actions_swapped_runs_as_it_is_or_is_refused(broken):
+    schedule = parse_schedule(str(make_schedule("naive", 6, 20)).replace("2F15,2B15,2F16", broken))
+    found = outcome(schedule)
+    assert "deadlock" in found if isinstance(found, str) else np.array_equal(found, plain_ends(schedule, EQUAL))
