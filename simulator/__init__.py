@@ -21,7 +21,7 @@ from simulator.hardware.cost import (
     message_s,
     reduce_scatter_s,
 )
-from simulator.hardware.fit import fit_link, fit_steps, leave_one_size_out
+from simulator.hardware.fit import fit_link, fit_steps
 from simulator.hardware.presets import cluster, device, link, names
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
@@ -86,7 +86,6 @@ __all__ = [
     "hierarchical_all_gather_s",
     "hierarchical_all_reduce_s",
     "hierarchical_all_to_all_s",
-    "leave_one_size_out",
     "link",
     "llama_workload",
     "memory_of",

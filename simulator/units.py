@@ -32,36 +32,6 @@ def to_s(nanoseconds: int) -> float:
     return nanoseconds / NS_PER_S
 
 
-def gb_to_bytes(gigabytes: float) -> float:
-    """Return decimal gigabytes (1e9) as bytes."""
-    return gigabytes * GB
-
-
-def bytes_to_gb(num_bytes: float) -> float:
-    """Return bytes as decimal gigabytes (1e9)."""
-    return num_bytes / GB
-
-
-def gib_to_bytes(gibibytes: float) -> float:
-    """Return binary gibibytes (2**30) as bytes."""
-    return gibibytes * GIB
-
-
-def bytes_to_gib(num_bytes: float) -> float:
-    """Return bytes as binary gibibytes (2**30)."""
-    return num_bytes / GIB
-
-
-def gbit_to_bytes_per_s(gigabits_per_s: float) -> float:
-    """Return a network rate in gigabits per second as bytes per second."""
-    return gigabits_per_s * GB / 8
-
-
-def tflops_to_flops_per_s(tflops_per_s: float) -> float:
-    """Return TFLOP/s as FLOP/s."""
-    return tflops_per_s * TB
-
-
 def _scaled(value: float, unit: str) -> str:
     for size, prefix in _DECIMAL:
         if abs(value) >= size:

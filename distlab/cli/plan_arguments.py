@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from distlab.plan import Workload
 
 SIZES = {
-    "hidden": (4096, "hidden size"),
-    "layers": (32, "layers"),
-    "heads": (32, "attention heads"),
+    "hidden": (2048, "hidden size"),
+    "layers": (24, "layers"),
+    "heads": (16, "attention heads"),
     "sequence": (2048, "tokens in a sequence"),
     "vocabulary": (51200, "vocabulary"),
 }

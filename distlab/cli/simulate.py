@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
-from distlab.plan import AXES, Cluster, Plan, Workload
+from distlab.plan import AXES, Cluster, Link, Plan, Workload
 from distlab.plan.axes import check_order
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
+    from simulator.memory.advice import Change
 
 SHOWN = 8
+MOST_RANKS = 1_000_000
+"""A step of so many ranks is simulated in some seconds."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -37,12 +40,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
     from simulator import memory_of, simulate, why_not_timed
-    from simulator.hardware import presets as hardware
 
     if arguments.list:
-        print("\n".join(hardware.names("clusters")))
+        print(presets())
         return 0
     plan, workload = plan_of(arguments), workload_of(arguments)
+    if plan.world_size > MOST_RANKS:
+        raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
     cluster = find_cluster(arguments.cluster, plan.world_size)
     why_no_time = why_not_timed(plan)
     step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
@@ -64,6 +68,30 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
     return 0
+
+
+def presets() -> str:
+    """List the clusters and the models that have a name, with what they are."""
+    from simulator import model_by_name
+    from simulator.hardware import presets as hardware
+    from simulator.models.by_name import MODELS
+    from simulator.units import format_bytes
+
+    rows = [("clusters (--cluster)", "a node")]
+    for name in hardware.names("clusters"):
+        known = hardware.cluster(name)
+        memory = format_bytes(known.device.memory_bytes)
+        wires = f"{_wire(known.intra_node)} inside, {_wire(known.inter_node)} between nodes"
+        rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
+    rows.append(("models (--model)", "parameters"))
+    rows += [(f"  {name}", f"{model_by_name(name).num_parameters / 1e9:,.4g} billion") for name in MODELS]
+    return "\n".join(f"{name:<22} {value}" for name, value in rows)
+
+
+def _wire(link: Link) -> str:
+    from simulator.units import format_bytes_per_s
+
+    return f"{link.name} of {format_bytes_per_s(max(protocol.bytes_per_s for protocol in link.protocols))}"
 
 
 def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -128,13 +156,19 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
     from simulator import DoesNotFitError, check_fit
     from simulator.memory.memory import KINDS
+    from simulator.units import format_bytes
 
     device, why = cluster.device, ""
     if not memory.fits(device):
         try:
             check_fit(workload, plan, device)
         except DoesNotFitError as error:
-            why = str(error)
+            why = error.args[0]
+            if error.change is None:
+                why = str(error)
+            else:
+                flags = " ".join(changed_flags(error.change, workload, plan))
+                why += f"; add {flags}, and it needs {format_bytes(error.change.max_bytes)}"
     kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
     return {
         "max_memory_bytes": memory.max_bytes,
@@ -146,6 +180,21 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     }
 
 
+def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]:
+    """Return the flags that make the change; a micro-batch that is cut gives more micro-batches of fewer samples."""
+    now, was = change.plan.sharding, before.sharding
+    flags = [
+        ("--schedule", change.plan.schedule, before.schedule),
+        ("--recompute", change.plan.recompute, before.recompute),
+        ("--sharding", now.stage, was.stage),
+        ("--replicas", now.replicas, was.replicas),
+        ("--offload", now.offload, was.offload),
+        ("--microbatch", workload.samples // change.split, workload.samples),
+        ("--microbatches", change.plan.num_microbatches, before.num_microbatches),
+    ]
+    return [f"{flag} {new}" for flag, new, old in flags if new != old]
+
+
 def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
     """Lay a step out for a terminal."""
     from simulator import why_not_timed
@@ -154,19 +203,22 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
     degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
-    rows = [
+    rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
+    rows += [
         ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
         ("ranks", f"{shown} on {cluster.name}"),
     ]
-    if step:
+    if step and not counted["fits"]:
+        rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
+    elif step:
         if plan.pipeline > 1:
             rows.append(("schedule", _schedule(plan, step)))
         rows += [
-            ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples a second"),
+            ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"),
             ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
             ("utilization", f"{step.utilization:.1%} of the devices' matrix products"),
             ("exposed communication", format_s(step.exposed_communication_s)),
-            ("sent by a rank", format_bytes(max(step.sent_bytes_per_rank))),
+            ("sent per rank", format_bytes(max(step.sent_bytes_per_rank))),
         ]
         waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
         rows += [
@@ -180,9 +232,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
     if counted["host_memory_bytes"]:
-        rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} a rank"))
-    if counted["why_not"]:
-        rows.append(("does not fit", counted["why_not"]))
+        rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} per rank"))
     return "\n".join(f"{name:<22} {value}" for name, value in rows)
 
 

@@ -78,14 +78,6 @@ def slows_down(contention: Contention) -> bool:
     return contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
 
 
-def lower_bound_ns(graph: Graph) -> int:
-    """Return a lower bound of the time of any schedule: the work of the busiest lane."""
-    if not len(graph):
-        return 0
-    lanes = graph.rank * (int(graph.lane.max()) + 1) + graph.lane
-    return int(np.bincount(lanes, weights=graph.duration_ns).max())
-
-
 def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Return how many operations each one waits for, and which wait for it with what latency (lane order included)."""
     waiting = np.diff(graph.need_offsets).tolist()

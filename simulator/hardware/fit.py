@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Link, Protocol
-from simulator.hardware.cost import Steps, all_reduce_s, all_reduce_steps, steps_s
+from simulator.hardware.cost import Steps, all_reduce_steps, steps_s
 
 Floats = NDArray[np.float64]
 Line = tuple[float, float]
@@ -66,22 +66,6 @@ def relative_errors(sizes_bytes: Sequence[float], times_s: Sequence[float], link
     """Return (predicted - measured) / measured at each size."""
     predicted = np.array([steps_s(size, steps, link) for size in sizes_bytes])
     return np.asarray(predicted / np.asarray(times_s, dtype=float) - 1.0)
-
-
-def leave_one_size_out(
-    sizes_bytes: Sequence[float], times_s: Sequence[float], num_ranks: int, algorithm: str = "ring"
-) -> Floats:
-    """Predict each size from a link fitted to all the others; return the relative errors.
-
-    Raises:
-        ValueError: as `fit_link`, with one point less.
-    """
-    errors = []
-    for left_out in range(len(sizes_bytes)):
-        others = [i for i in range(len(sizes_bytes)) if sizes_bytes[i] != sizes_bytes[left_out]]
-        link = fit_link([sizes_bytes[i] for i in others], [times_s[i] for i in others], num_ranks, algorithm)
-        errors.append(all_reduce_s(sizes_bytes[left_out], num_ranks, link, algorithm) / times_s[left_out] - 1.0)
-    return np.array(errors)
 
 
 def _checked(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[Floats, Floats]:

@@ -9,7 +9,7 @@ from distlab.plan import Cluster, Plan, Workload
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 from simulator.gradients.shard_costs import number_bytes
 from simulator.memory.memory import memory_of
-from simulator.step.simulate import Step, simulate
+from simulator.step.simulate import simulate
 
 MAX_SIZES = 24
 
@@ -98,10 +98,3 @@ def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequ
 def with_unit_layers(plan: Plan, unit_layers: int) -> Plan:
     """Return the plan with units of another number of layers."""
     return replace(plan, sharding=replace(plan.sharding, unit_layers=unit_layers))
-
-
-def prefetch_gain(step: Step) -> float:
-    """Return the share of a step's time that gathering ahead saves, against gathering each unit when it is needed."""
-    sharding = replace(step.plan.sharding, prefetch=0)
-    without = simulate(step.workload, step.cluster, replace(step.plan, sharding=sharding))
-    return 1.0 - step.duration_s / without.duration_s

@@ -1,6 +1,7 @@
 """The command line: one clear line and exit 2 for a user's mistake, JSON where a program reads it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -72,9 +73,44 @@ def test_simulate_as_json(capsys, tmp_path):
 
 def test_simulate_lists_presets_and_prints_a_table(capsys):
     assert main(["simulate", "--list"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert main(["simulate", "--cluster", first]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"  dgx-a100 +8 x a100-sxm-80gb of 80 GB; .* of .*B/s inside, .* of .*B/s between nodes", said)
+    assert re.search(r"  llama-2-7b +6.738 billion", said)
+    assert main(["simulate", "--cluster", "dgx-h100"]) == 0
     assert "exposed communication" in capsys.readouterr().out
+
+
+def test_simulate_without_flags_shows_a_plan_that_fits(capsys):
+    assert main(["simulate"]) == 0
+    said = capsys.readouterr().out
+    assert "fit" not in said
+    assert "samples per second" in said
+
+
+def test_simulate_makes_no_claim_on_speed_where_the_plan_does_not_fit(capsys):
+    assert main(["simulate", "--model", "gpt-3-175b"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("does not fit")
+    assert "if it fitted" in said
+    assert "samples per second" not in said
+    assert "utilization" not in said
+
+
+@pytest.mark.parametrize(
+    "flags", [["--model", "llama-2-7b"], ["--hidden", "4096", "--layers", "32", "--microbatch", "16"]]
+)
+def test_the_flags_that_simulate_advises_make_the_plan_fit(capsys, flags):
+    assert main(["simulate", *flags]) == 0
+    advised = re.search(r"; add (--.*?), and it needs", capsys.readouterr().out).group(1)
+    named = advised.split()[::2]
+    kept = [part for i in range(0, len(flags), 2) if flags[i] not in named for part in flags[i : i + 2]]
+    assert main(["simulate", *kept, *advised.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+def test_simulate_refuses_more_ranks_than_it_can_do_in_seconds(capsys):
+    assert main(["simulate", "--data", "100000000"]) == 2
+    assert "100,000,000 ranks; simulate takes at most 1,000,000" in capsys.readouterr().err
 
 
 def test_simulate_says_what_fills_the_memory_and_what_to_change(capsys):
@@ -82,7 +118,7 @@ def test_simulate_says_what_fills_the_memory_and_what_to_change(capsys):
     said = capsys.readouterr().out
     assert "DOES NOT FIT" in said
     assert "  optimizer            53.9 GB" in said
-    assert "smallest change that fits: recompute='selective' with Sharding(stage=1), which" in said
+    assert "; add --recompute selective --sharding 1, and it needs " in said
     plan = ["--sharding", "3", "--recompute", "full", "--offload", "all", "--precision", "bfloat16", "--json"]
     assert main(["simulate", "--model", "llama-2-7b", "--data", "8", *plan]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -6,7 +6,7 @@ from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
 from simulator import LlamaSizes, activation_bytes_per_layer, adam_state_bytes, memory_of, model_by_name
 from simulator.memory.memory import KINDS
 from simulator.models.by_name import MODELS
-from simulator.units import GB, bytes_to_gb, bytes_to_gib
+from simulator.units import GB, GIB
 
 STATES = KINDS[:4]  # parameters, gradients, optimizer, master weights
 MEGATRON = Precision("bfloat16", gradients="float32")  # 2 + 4 + 8 + 4 bytes a parameter
@@ -40,7 +40,7 @@ def test_zero_table_1_to_the_printed_digits(row):
     for stage, printed in enumerate(row[1:], 1):
         memory = memory_of(one_layer(7_500_000_000), Plan(data=row[0], sharding=Sharding(stage)))
         half = 0.5 * 10 ** -printed_digits(printed)
-        assert abs(bytes_to_gb(states(memory)) - float(printed)) <= half + 1e-6, (stage, printed)
+        assert abs(states(memory) / GB - float(printed)) <= half + 1e-6, (stage, printed)
         assert states(memory) == pytest.approx(adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=row[0]), rel=1e-6)
 
 
@@ -71,8 +71,8 @@ def test_korthikanti_figure_1(name, micro, options, printed, mean):
     stages = 8 if name == "gpt-3-175b" else 1
     plan = Plan(tensor=8, pipeline=stages, num_microbatches=64, precision=MEGATRON, **options)
     memory = memory_of(model_by_name(name, microbatch_size=micro), plan, num_chunks=3 if stages > 1 else 1)
-    found = bytes_to_gib(memory.of("activations"))
-    each = [bytes_to_gib(states(memory, stage)) for stage in range(stages)]
+    found = memory.of("activations") / GIB
+    each = [states(memory, stage) / GIB for stage in range(stages)]
     error = found / printed - 1
     print(f"\n{name} {options}: activations {found:.2f} GiB, printed {printed:.2f}: {error:+.2%}", end="; ")
     print(f"states {sum(each) / stages:.2f}, printed {mean:.2f}: {sum(each) / stages / mean - 1:+.2%}", end="; ")

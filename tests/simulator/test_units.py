@@ -5,15 +5,6 @@ import pytest
 from simulator import units
 
 
-def test_gigabytes_are_decimal_and_gibibytes_binary():
-    assert units.gb_to_bytes(1) == 10**9
-    assert units.gib_to_bytes(1) == 2**30
-    assert units.bytes_to_gb(5e9) == 5
-    assert units.bytes_to_gib(2**31) == 2
-    assert units.gbit_to_bytes_per_s(200) == 25e9
-    assert units.tflops_to_flops_per_s(312) == 312e12
-
-
 def test_seconds_become_whole_nanoseconds_and_back():
     assert units.to_ns(1.5e-6) == 1500
     assert units.to_ns(0) == 0

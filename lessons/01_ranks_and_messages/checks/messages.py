@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from distlab_lesson_01.checks.shared import TO_ITSELF, deadlock, from_scratch, never_waited, on_ranks, to_itself
+from distlab_lesson_01.checks.shared import (
+    TO_ITSELF,
+    deadlock,
+    from_scratch,
+    never_waited,
+    on_ranks,
+    to_itself,
+    waiting,
+)
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
@@ -90,8 +98,10 @@ def shift_failure(error: RankError, world_size: int) -> Fault | None:
     if OUTSIDE.search(str(error)):
         words = f"{on_ranks(world_size)} a rank sends to or receives from a rank outside 0 to {world_size - 1}"
         return Fault("no such rank", f"{words}: at the ends the circle must close, so take (rank + 1) % world_size")
-    advice = "A send ends when the other side receives, so one of them must receive first: start both with isend and"
-    return deadlock(error, world_size, f"{advice} irecv, then wait for both")
+    advice = "A send ends when the other side receives, so one of them must receive first"
+    if "send to" not in waiting(error):
+        advice = "All of them receive first, so nothing has been sent that could arrive"
+    return deadlock(error, world_size, f"{advice}: start both with isend and irecv, then wait for both")
 
 
 def shift_budget(evidence: Evidence) -> list[str]:
@@ -191,6 +201,9 @@ WRONG_SHIFTS = (
     Mutant("every rank sends first", "deadlock", "waits in send to", 2, 3)
     .edit(_BOTH, "dist.send(tensor, (rank + 1) % world_size)")
     .edit(_WAITS, "dist.recv(received, (rank - 1) % world_size)"),
+    Mutant("every rank receives first", "deadlock", "All of them receive first", 2, 3)
+    .edit(_BOTH, "dist.recv(received, (rank - 1) % world_size)")
+    .edit(_WAITS, "dist.send(tensor, (rank + 1) % world_size)"),
     Mutant("one rank forgotten", "itself", "receives from itself", 1, "torch refuses it").without(
         "if world_size == 1:\n    return tensor.clone()"
     ),
