@@ -85,7 +85,7 @@ class QuantizeCodec(NamedTuple):
 
 
 class SignCodec(NamedTuple):
-    """Scales, then bits."""
+    """One scale per block, then one sign bit per element."""
 
     @property
     def description(self) -> str:

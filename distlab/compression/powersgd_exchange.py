@@ -115,7 +115,7 @@ class LowRankExchange(WholeExchange):
     """A bucket under way as factors; the memory's `right` holds the factors to begin with."""
 
     def send_first(self) -> None:
-        """Send what goes whole, and M right."""
+        """Send the uncompressed gradients, and the product of each gradient matrix M with its right factor."""
         memory, buffer, layout = self.memory, self.bucket.buffer, self.memory.layout
         assert memory.right is not None
         if memory.error is not None:

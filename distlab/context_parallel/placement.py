@@ -60,7 +60,7 @@ def scatter_sequence(x: Tensor, group: ProcessGroup | None = None, *, dim: int =
     Its gradient is whole again on every rank: backward gathers the parts.
 
     Shapes: x [B, S, ...] -> [B, S/n, ...], for dim 1
-    Cost: nothing in forward; in backward one all-gather, (n-1)/n of x's bytes sent a rank.
+    Cost: nothing in forward; in backward one all-gather, (n-1)/n of x's bytes sent per rank.
 
     Raises:
         ValueError: no such dim, or its length is no multiple of 2n.
@@ -78,7 +78,7 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None, *, dim: int = 
     and adds nothing up.
 
     Shapes: x [B, S/n, ...] -> [B, S, ...], for dim 1
-    Cost: one all-gather, n-1 times x's bytes sent a rank, and an exchange of 40 bytes that compares shapes; nothing in
+    Cost: one all-gather, n-1 times x's bytes sent per rank, and 40 bytes that compare shapes; nothing in
         backward.
 
     Raises:

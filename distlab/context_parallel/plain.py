@@ -51,7 +51,7 @@ def plain_ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Proce
     """Attend causally over a sequence whose positions lie on the ranks in the zig-zag order.
 
     Shapes: query, key, value [B, A, S/n, D] -> [B, A, S/n, D]
-    Cost: 2 (n-1)/n B S H elements sent a rank in forward, as many in backward; n blocks of scores, S/n by S/n, kept.
+    Cost: 2 (n-1)/n B S H elements sent per rank in forward, as many in backward; n blocks of scores, S/n by S/n, kept.
     Error: exact up to the order of additions.
 
     Raises:

@@ -176,7 +176,8 @@ class DistributedSampler(Sampler[int]):
         taken = self._num_taken if num_taken is None else num_taken
         if not 0 <= taken <= self._num_taken:
             raise ValueError(
-                f"rank {self.rank}: num_taken is {taken}, but {self._num_taken} samples were handed out in this pass"
+                f"rank {self.rank}: num_taken is {taken}, but {self._num_taken} samples were handed out in this "
+                f"pass; pass 0 to {self._num_taken}"
             )
         over = self._begun and taken == len(self)  # a rank with one sample fewer is done when the others are
         position = self.num_samples if over else self._position + taken * self.world_size

@@ -63,7 +63,7 @@ class ShardedStates(GradientAveraging):
                     yield Gradient(name, piece.grad, counts_here(self._built, self._layout, name, sharded=True))
 
     def update(self) -> None:
-        """Update the own pieces, and bring new values to all copies."""
+        """Update this rank's shards, then send the new values to all replicas."""
         for one in self.sharded:
             one.step()
 

@@ -122,8 +122,8 @@ class EmbeddingRule:
         return "its gradient is sparse" if layer.sparse else None
 
     def input_gradient(self, layer: nn.Embedding, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Refuse: tokens are whole numbers and want no gradient."""
-        raise AssertionError("whole numbers want no gradient")
+        """Refuse: tokens are whole numbers and have no gradient."""
+        raise AssertionError("tokens are whole numbers and have no gradient")
 
     def weight_gradients(self, notes: Notes, sums: Sums) -> None:
         """Add each place's gradient to its token's row."""

@@ -33,7 +33,7 @@ def fit_link(
 ) -> Link:
     """Fit a link with one or two protocols to the measured times of an all-reduce.
 
-    A second protocol is kept only where it lowers the mean relative error by a fifth: four figures fit any noise.
+    A second protocol is kept only where it lowers the mean relative error by a fifth: four numbers fit any noise.
 
     Error: least mean absolute relative error (not squared: one disturbed measurement must not move the line).
 

@@ -219,7 +219,7 @@ class Server:
         self.kill_strays()
 
     def kill_strays(self) -> None:
-        """Kill descendants of ranks that are gone which left their session (Linux, where this process adopts them)."""
+        """Kill processes that outlived the rank that started them (Linux, where this process adopts them)."""
         alive = {child.pool for child in self.ranks.values()}
         for pid in children():
             if pid not in self.ranks and (not alive or job_of(pid) not in {*alive, None}):

@@ -193,7 +193,7 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Give the own pieces their gradients; a parameter that no rank has used has none."""
+        """Set the gradients of this rank's shards; a parameter that no rank has used gets None."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for piece in self.pieces:
             piece.parameter.grad = self.gradient_of(piece) if self.has_gradient[piece.slot] else None

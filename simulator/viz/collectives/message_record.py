@@ -94,7 +94,7 @@ class Diagram(NamedTuple):
 def read_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> Diagram:
     """Read the diagram of recorded calls.
 
-    Of more than `max_calls` calls the last ones are kept where a rank hangs, else the first ones.
+    Where there are more than `max_calls` calls, it keeps the last ones if a rank hangs, else the first ones.
 
     Raises:
         ValueError: there are no calls, or max_calls is below 1.

@@ -53,7 +53,7 @@ class RingWork(NamedTuple):
         return self.ring_pairs * self.num_ranks / int(self.work.sum())
 
     def merged(self, rank: int, hop: int) -> list[int]:
-        """Return whose keys a rank has merged after a hop, of those of which it sees any."""
+        """Return the ranks whose keys a rank has merged after a hop, among those whose keys it may attend to."""
         rows = self.owner == rank
         visible = (self.pairs[rows] > 0) & (self.hop[rows] <= hop)
         return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]

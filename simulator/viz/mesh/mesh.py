@@ -54,7 +54,7 @@ class _Tile(NamedTuple):
 def mesh_figure(
     mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None, title: str | None = None
 ) -> Figure:
-    """Draw the ranks of a mesh once for each axis of more than one: a colour, a letter and a line for each group.
+    """Draw the ranks of a mesh once for each axis of at least two ranks: a colour, a letter and a line for each group.
 
     Args:
         mesh: the ranks; at most 256.
