@@ -39,7 +39,7 @@ def reduce_gradients(
 ) -> None:
     """Turn gradients of each rank's loss into those of the mean of the ranks' losses, in place.
 
-    Weigh a rank's mean loss by its part of the tokens, times the number of ranks, where ranks have unequal numbers.
+    Where ranks have unequal numbers of tokens, first multiply each rank's mean loss by n times its share of all tokens.
 
     Args:
         model: holds `ExpertParallel` layers of this group.

@@ -98,7 +98,7 @@ class Router(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """Show what the linear layer does not."""
+        """Show top_k, normalise and capacity_factor."""
         return f"top_k={self.top_k}, normalise={self.normalise}, capacity_factor={self.capacity_factor}"
 
 

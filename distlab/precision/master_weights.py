@@ -68,7 +68,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_module(self) -> None:
-        """Round the masters into the module."""
+        """Copy the master weights into the module's parameters, rounded to their dtype."""
         for parameter, master in self._pairs:
             if parameter is not master:
                 parameter.copy_(master)

@@ -64,7 +64,7 @@ class Layout:
         return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
 
     def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
-        """Return the group along some axes that a large all-reduce takes longest in: all wait for it."""
+        """Return the group along these axes in which a large all-reduce takes longest; the others wait for it."""
         groups = self.groups(axes, pipeline)
         if len(groups) == 1:
             return groups[0]

@@ -151,7 +151,7 @@ def smallest_change(workload: Workload, plan: Plan, device: Device) -> Plan | No
 
 
 def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: int | None = None) -> Change | None:
-    """Return the cheapest change that fits, or None. Micro-batches may be cut, at most into their samples.
+    """Return the cheapest change that fits, or None. It may cut micro-batches, down to one sample each.
 
     What the plan has already is never taken back. Offload is tried only where the host's memory is known.
     """

@@ -219,7 +219,7 @@ class Server:
         self.kill_strays()
 
     def kill_strays(self) -> None:
-        """Kill processes that outlived the rank that started them (Linux, where this process adopts them)."""
+        """Kill processes that sets of ranks, ended since, have left (Linux, where this process adopts them)."""
         alive = {child.pool for child in self.ranks.values()}
         for pid in children():
             if pid not in self.ranks and (not alive or job_of(pid) not in {*alive, None}):

@@ -204,7 +204,7 @@ class RecordWriter:
         _COUNT.pack_into(self._map, _COUNTED_AT, stop)
 
     def withdraw(self, n: int) -> None:
-        """Note that call n was refused before it began: it meets no other, and the next takes its number."""
+        """Note that call n was refused before it began: it matches no call, and the next one takes its number."""
         with self._lock:
             if n < self._first or self._newest - n >= self.slots:
                 return
@@ -223,7 +223,7 @@ class RecordWriter:
             self._map[at + _STATE_AT] = state
 
     def end(self, n: int, state: int, open_ns: int = 0) -> None:
-        """Note that call n is over, and the last look that found it unfinished."""
+        """Note that call n is over now, and when it was last seen unfinished."""
         if self._first <= n and self._newest - n < self.slots:
             at = ROWS_AT + n % self.slots * ROW_BYTES
             _TIMES.pack_into(self._map, at + _END_AT, time.monotonic_ns(), open_ns)

@@ -82,7 +82,7 @@ class Tracker(TorchDispatchMode):
                 self.ledger.set_kind(bucket.shard, "gradients")
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Enter what an optimizer updates, its gradients and its state."""
+        """Record the kind of each tensor of an optimizer: master weights, gradients, state."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             self.ledger.set_kind(parameter, "master weights")  # a parameter of the module stays one
             self.ledger.set_kind(parameter.grad, "gradients")

@@ -165,7 +165,8 @@ def _check_full(model: FullyShard, state: Mapping[str, Tensor] | None, *, conver
         if name not in known or name not in state:
             here, there = ("nothing" if name not in one else "a tensor" for one in (known, state))
             raise ValueError(
-                f"{name} is {there} in the state and {here} in the model; load a state with the same tensors"
+                f"{name} is {there} in the state and {here} in the model: the state is of "
+                "another model; load one with the same tensors"
             )
     for name, same in known.items():
         if same not in expected:
