@@ -75,7 +75,7 @@ class ParallelAttention(nn.Module):
         if query_key_value.out_features != wanted:
             raise ValueError(
                 f"rank {group_rank(group)}: {num_heads} heads of queries and {num_shared} of keys and values need a "
-                f"layer of {wanted} features for query, key and value; got {query_key_value.out_features}: make it as wide"
+                f"layer of {wanted} features for query, key and value; got {query_key_value.out_features}"
             )
         self.num_heads, self.num_shared = num_heads // num_ranks, max(1, num_shared // num_ranks)  # of this rank
         sections = [count * self.head_size for count in (num_heads, num_shared, num_shared)]
