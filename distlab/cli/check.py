@@ -35,7 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     functions, notes = isolated_submission(impl, lesson)
     if not arguments.json:
         print("\n".join([f"Lesson {lesson.number}, {lesson.title}: answers of {impl}", *notes]), flush=True)
-    start = Path.cwd() if arguments.impl else Path(impl).parent
+    path = Path(impl).expanduser()
+    start = path.resolve().parent if path.is_file() else Path.cwd()  # its folder keeps the progress
     reports: list[Report] = []
     told: list[str] = []
     for exercise in exercises:

@@ -207,6 +207,19 @@ def test_default_is_the_working_copy_and_progress_is_kept(folder: Path, capsys: 
     assert "Not kept" not in out
 
 
+def test_progress_is_kept_beside_a_copy_that_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = folder / "work" / "91_trial"
+    copy.mkdir(parents=True)
+    (folder / "work" / MARKER).touch()
+    notebook(copy / "lesson.ipynb", *GOOD.split("\n\n"))
+    monkeypatch.chdir(folder)
+    code, out, _ = run(capsys, "91.double", "--impl", "work/91_trial/lesson.ipynb")
+    assert (code, "Not kept" in out) == (0, False)
+    assert load_progress(copy)["91.double"].passed
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
