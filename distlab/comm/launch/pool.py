@@ -181,7 +181,7 @@ class Pool:
         request: dict[str, object] = {"kind": "signal", "pool": self._name, "ranks": ranks, "signal": int(number)}
         self._server.request(request)
 
-    def stacks(self, ranks: Sequence[int], *, wait_s: float = 0.25) -> dict[int, str]:
+    def stacks(self, ranks: Sequence[int], *, wait_s: float = 0.5) -> dict[int, str]:
         """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
         asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
         with contextlib.suppress(RuntimeError):
@@ -192,8 +192,10 @@ class Pool:
         return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
 
     def _is_complete(self, rank: int) -> bool:
+        """Return whether the rank's stack is written to its end: the main thread comes last, its outermost call too."""
         with contextlib.suppress(OSError):
-            return b"Thread 0x" in stack_path(self.folder, rank).read_bytes() or self._is_stopped(rank)
+            if stack_path(self.folder, rank).read_bytes().endswith(b" in <module>\n"):
+                return True
         return self._is_stopped(rank)
 
     def _is_stopped(self, rank: int) -> bool:
