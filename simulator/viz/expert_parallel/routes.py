@@ -81,6 +81,7 @@ def routes_of(
     *,
     num_experts: int,
     capacity: int | None = None,
+    kept: Sequence[ArrayLike] | None = None,
 ) -> Routes:
     """Check the choices, and find out which of them are kept.
 
@@ -88,10 +89,11 @@ def routes_of(
         experts: numbers of the experts that each token of a rank asks, the first choice first: one [T, K] per rank.
         num_experts: E, of all ranks together.
         capacity: places that an expert has for the tokens of each rank; None: nothing is dropped.
+        kept: which choices a run kept, one [T, K] per rank; by default it follows from capacity.
 
     Raises:
         ValueError: there is no rank; ranks do not divide the experts; an array is not [T, K] with the same K on all
-            ranks; there is no such expert; or the capacity is below zero.
+            ranks; there is no such expert; the capacity is below zero; or `kept` has other shapes.
     """
     arrays = tuple(np.asarray(one, dtype=np.int64) for one in experts)
     count = len(arrays)
@@ -106,7 +108,13 @@ def routes_of(
             raise ValueError(f"rank {rank}: experts are {one.min()} to {one.max()}; expected 0 to {num_experts - 1}")
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity is {capacity}; pass 0 or more, or None")
-    return Routes(arrays, tuple(_within(one, capacity) for one in arrays), num_experts, capacity)
+    if kept is None:
+        masks = tuple(_within(one, capacity) for one in arrays)
+    else:
+        masks = tuple(np.asarray(one, dtype=bool) for one in kept)
+        if [mask.shape for mask in masks] != [one.shape for one in arrays]:
+            raise ValueError("kept has other shapes than experts; pass a mask of the same shape for each rank")
+    return Routes(arrays, masks, num_experts, capacity)
 
 
 def _within(experts: Ints, capacity: int | None) -> NDArray[np.bool_]:

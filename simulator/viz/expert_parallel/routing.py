@@ -28,6 +28,7 @@ def routing_figure(
     *,
     num_experts: int,
     capacity: int | None = None,
+    kept: Sequence[ArrayLike] | None = None,
     title: str | None = None,
 ) -> Figure:
     """Draw tokens, the experts that they ask, and the rows that travel between ranks; arguments as `routes_of`.
@@ -35,7 +36,7 @@ def routing_figure(
     Raises:
         ValueError: as `routes_of`; or more than 8 ranks, 16 experts or 48 tokens, which cannot be told apart.
     """
-    routes = _drawable(routes_of(experts, num_experts=num_experts, capacity=capacity))
+    routes = _drawable(routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept))
     most = int(routes.rows.sum(axis=0).max(initial=1))
     slots = most if capacity is None else max(most, capacity * routes.num_ranks)
     slot = min(0.26, max(0.13, 2.6 / max(slots, 1)))
@@ -55,9 +56,10 @@ def describe_routing(
     *,
     num_experts: int,
     capacity: int | None = None,
+    kept: Sequence[ArrayLike] | None = None,
 ) -> str:
     """Say in words what `routing_figure` shows; arguments and errors as `routes_of`."""
-    routes = routes_of(experts, num_experts=num_experts, capacity=capacity)
+    routes = routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept)
     lines = [f"{_load_of_experts(routes)}. {_sizes_and_traffic(routes)}"]
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
     for rank in range(routes.num_ranks):

@@ -68,6 +68,14 @@ def test_the_text_tells_load_and_losses():
     assert "3 rows go to another rank" in text
 
 
+def test_what_a_run_kept_is_drawn_as_it_was():
+    asked = [np.array([[0], [0]])]
+    routes = routes_of(asked, num_experts=2, kept=[np.array([[False], [True]])])
+    assert routes.taken(0, 0) == [1]
+    with pytest.raises(ValueError, match="kept has other shapes"):
+        routes_of(asked, num_experts=2, kept=[np.array([True])])
+
+
 @pytest.mark.parametrize(
     ("experts", "options", "message"),
     [
