@@ -24,7 +24,7 @@ from distlab.plan import Schedule
 from distlab.trace import Span, Trace
 from simulator import CompiledSchedule, arrays_of
 from simulator.engine.event_engine import run
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.pipeline.schedule_arrays import LETTERS, F
 
 Ints = NDArray[np.int64]
@@ -51,7 +51,7 @@ def replayed_ns(ranks: Sequence[Sequence[Span]], origin: int) -> int:
     arrived, and ends where the first rank saw it arrive.
     """
     buckets = [_of_kind(spans, "all_reduce") for spans in ranks]
-    graph = GraphBuilder()
+    graph = Graph()
     cuts = [_add_passes(graph, rank, spans, origin) for rank, spans in enumerate(ranks)]
     arrived, arrivals = origin, []
     for index in range(len(buckets[0])):
@@ -64,10 +64,10 @@ def replayed_ns(ranks: Sequence[Sequence[Span]], origin: int) -> int:
         (optimizer,) = _of_kind(spans, "optimizer")
         needs = [cuts[rank][-1], *arrivals[-1:]]
         graph.add(rank, COMPUTE, optimizer.end_ns - optimizer.start_ns, needs=needs)
-    return int(run(graph.graph()).end_ns.max())
+    return int(run(graph).end_ns.max())
 
 
-def _add_passes(graph: GraphBuilder, rank: int, spans: Sequence[Span], origin: int) -> list[int]:
+def _add_passes(graph: Graph, rank: int, spans: Sequence[Span], origin: int) -> list[int]:
     """Add a rank's forward and its backward, cut where buckets left; return the task before each cut and the last."""
     (forward,), (backward,) = _of_kind(spans, "F"), _of_kind(spans, "B")
     now = graph.add(rank, COMPUTE, forward.start_ns - origin)

@@ -64,11 +64,15 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
     Error: exact; with contention or shared cores an end inside a nanosecond is rounded up.
 
     Raises:
-        ValueError: operations wait for one another in a circle; the text names them (a deadlock).
+        ValueError: an operation needs one that was never added; or operations wait for one another in a circle, and the
+            text names them (a deadlock).
     """
+    missing = [need for needs in graph.needs for need in needs if not 0 <= need < len(graph)]
+    if missing:
+        raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
     slow = contention or Contention()
-    owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets))
-    if not slows_down(slow) and cores is None and (graph.needs < owners).all():
+    in_order = all(need < operation for operation, needs in enumerate(graph.needs) for need in needs)
+    if in_order and cores is None and not slows_down(slow):
         return _run_in_order(graph)
     return _Contended(graph, slow, cores).run()
 
@@ -78,41 +82,34 @@ def slows_down(contention: Contention) -> bool:
     return contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
 
 
-def _followers(graph: Graph) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Return how many operations each one waits for, and which wait for it with what latency (lane order included)."""
-    waiting = np.diff(graph.need_offsets).tolist()
-    followers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph))]
-    owners = np.repeat(np.arange(len(graph)), np.diff(graph.need_offsets)).tolist()
-    for owner, need, latency in zip(owners, graph.needs.tolist(), graph.latency_ns.tolist(), strict=True):
-        followers[need].append((owner, latency))
+def _run_in_order(graph: Graph) -> Times:
+    """Without contention, an operation added after all that it needs: its start is the longest path to it."""
+    free: dict[tuple[int, int], int] = {}  # when each lane is free
+    start: list[int] = []
+    end: list[int] = []
+    for rank, lane, duration, needs in zip(graph.rank, graph.lane, graph.duration_ns, graph.needs, strict=True):
+        now = free.get((rank, lane), 0)
+        for need in needs:
+            now = max(now, end[need])
+        start.append(now)
+        end.append(now + duration)
+        free[rank, lane] = now + duration
+    return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
+
+
+def _followers(graph: Graph) -> tuple[list[int], list[list[int]]]:
+    """Return how many operations each one waits for, and which wait for it (lane order included)."""
+    waiting = [len(needs) for needs in graph.needs]
+    followers: list[list[int]] = [[] for _ in range(len(graph))]
     last: dict[tuple[int, int], int] = {}
-    for operation, lane in enumerate(zip(graph.rank.tolist(), graph.lane.tolist(), strict=True)):
-        previous = last.get(lane)
-        if previous is not None:
-            followers[previous].append((operation, 0))
+    for operation, lane in enumerate(zip(graph.rank, graph.lane, strict=True)):
+        for need in graph.needs[operation]:
+            followers[need].append(operation)
+        if lane in last:
+            followers[last[lane]].append(operation)
             waiting[operation] += 1
         last[lane] = operation
     return waiting, followers
-
-
-def _run_in_order(graph: Graph) -> Times:
-    """Without contention, an operation added after all that it needs: its start is the longest path to it."""
-    lanes = (graph.rank * (int(graph.lane.max(initial=0)) + 1) + graph.lane).tolist()
-    offsets, needs, latency = graph.need_offsets.tolist(), graph.needs.tolist(), graph.latency_ns.tolist()
-    free = dict.fromkeys(lanes, 0)
-    start: list[int] = []
-    end: list[int] = []
-    for operation, (lane, duration) in enumerate(zip(lanes, graph.duration_ns.tolist(), strict=True)):
-        now = free[lane]
-        for place in range(offsets[operation], offsets[operation + 1]):
-            ready = end[needs[place]] + latency[place]
-            if ready > now:
-                now = ready
-        start.append(now)
-        now += duration
-        end.append(now)
-        free[lane] = now
-    return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
 
 
 class _Contended:
@@ -121,10 +118,10 @@ class _Contended:
     def __init__(self, graph: Graph, contention: Contention, cores: SharedCores | None = None) -> None:
         self.graph = graph
         self.alone_units = [_units(contention.compute_slowdown), _units(contention.communication_slowdown)]
-        self.is_communication = (graph.lane != COMPUTE).astype(np.int64).tolist()
+        self.is_communication = [int(lane != COMPUTE) for lane in graph.lane]
         self.members = [
             (rank,) if peer < 0 or peer == rank else (rank, peer)
-            for rank, peer in zip(graph.rank.tolist(), graph.peer.tolist(), strict=True)
+            for rank, peer in zip(graph.rank, graph.peer, strict=True)
         ]
         num_ranks = 1 + max((max(ranks) for ranks in self.members), default=-1)
         self.active: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_ranks)]
@@ -133,7 +130,7 @@ class _Contended:
         self.computing: set[int] = set()  # operations, where ranks share cores
         self.left = [
             duration * self.alone_units[kind] * self.whole
-            for duration, kind in zip(graph.duration_ns.tolist(), self.is_communication, strict=True)
+            for duration, kind in zip(graph.duration_ns, self.is_communication, strict=True)
         ]
         self.rate = [0] * len(graph)
         self.counted_ns = [0] * len(graph)
@@ -158,11 +155,11 @@ class _Contended:
             end[operation] = now
             done += 1
             self._change(operation, now, starts=False)
-            for follower, latency in followers[operation]:
-                start[follower] = max(start[follower], now + latency)
+            for follower in followers[operation]:
                 waiting[follower] -= 1
                 if not waiting[follower]:
-                    heapq.heappush(self.events, (start[follower], 1, follower, 0))
+                    start[follower] = now
+                    heapq.heappush(self.events, (now, 1, follower, 0))
         if done < len(self.graph):
             raise ValueError(_deadlock(self.graph, waiting))
         return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
@@ -208,11 +205,11 @@ def _deadlock(graph: Graph, waiting: list[int]) -> str:
     stuck = [operation for operation, count in enumerate(waiting) if count > 0]
     lanes: dict[tuple[int, int], int] = {}
     for operation in stuck:  # the first one of each lane blocks the lane
-        lanes.setdefault((int(graph.rank[operation]), int(graph.lane[operation])), operation)
+        lanes.setdefault((graph.rank[operation], graph.lane[operation]), operation)
     blocked = set(stuck)
     texts = []
     for (rank, lane), operation in sorted(lanes.items())[:SHOWN]:
-        needs = [need for need in graph.needs_of(operation) if need in blocked]
+        needs = [need for need in graph.needs[operation] if need in blocked]
         what = ", ".join(f"{need} of rank {graph.rank[need]}" for need in needs)
         texts.append(f"rank {rank} lane {lane}: operation {operation} waits for {what or 'the one before it'}")
     more = f"; and {len(lanes) - SHOWN} more lanes" if len(lanes) > SHOWN else ""

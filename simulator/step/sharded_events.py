@@ -21,7 +21,7 @@ import numpy as np
 
 from distlab.plan import Contention, Sharding
 from simulator.engine import event_engine as engine
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.gradients.buckets import Transfer
 from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.compiled import CompiledSchedule
@@ -71,7 +71,7 @@ def time_fsdp_step(
     """Time a step of stage 3 on the event engine; the one pipeline stage runs on rank 0."""
     step = _UnitGraph(compiled, stage, sharding)
     step.build()
-    start, end = engine.run(step.builder.graph(), contention)
+    start, end = engine.run(step.graph, contention)
 
     def pair(operation: int) -> Pair:
         return int(start[operation]), int(end[operation])
@@ -102,7 +102,7 @@ class _UnitGraph:
         self.order, self.stage, self.sharding = compiled.order, stage, sharding
         self.units = stage.units
         self.owner = {layer: index for index, unit in enumerate(self.units) for layer in unit.unit.layers}
-        self.builder = GraphBuilder()
+        self.graph = Graph()
         self.gathered: dict[int, int] = {}  # unit -> the operation that gathered it
         self.bounds: list[Pair] = []
         self.layers: list[tuple[int, int, int]] = []
@@ -128,7 +128,7 @@ class _UnitGraph:
             self._keep(index, crossing)
         host = self.sharding.offload != "none"
         rank, lane = (TO_HOST, COMPUTE) if host else (DEVICE, COMPUTE)
-        self.update = self.builder.add(rank, lane, self.stage.optimizer_ns, needs=self.arrived + self.computed)
+        self.update = self.graph.add(rank, lane, self.stage.optimizer_ns, needs=self.arrived + self.computed)
         if self.sharding.offload == "optimizer":
             for unit in self.units:
                 self._load(unit, [self.update], -1)
@@ -171,7 +171,7 @@ class _UnitGraph:
                 needs.append(self.gathered[unit])
                 if forward and begins[unit] == place:
                     needs = [self._compute("show", unit, self.units[unit].show_ns, needs)]
-            operation = self.builder.add(DEVICE, COMPUTE, durations[layer], needs=needs)
+            operation = self.graph.add(DEVICE, COMPUTE, durations[layer], needs=needs)
             self.computed = [operation]
             self.layers.append((action, layer, operation))
             self.bounds = self.bounds if place else [*self.bounds, (operation, operation)]
@@ -190,7 +190,7 @@ class _UnitGraph:
                 needs = [self._load(unit, needs, microbatch)]
             if unit.start_ns:
                 needs = [self._compute("start", index, unit.start_ns, needs)]
-            operation = self.builder.add(DEVICE, COMMUNICATION, unit.gather.duration_ns, needs=needs)
+            operation = self.graph.add(DEVICE, COMMUNICATION, unit.gather.duration_ns, needs=needs)
             self.calls.append(("gather", f"all_gather {unit.unit.name}", unit.gather, operation, microbatch))
             self.gathered[index] = operation
 
@@ -223,25 +223,25 @@ class _UnitGraph:
         unit = self.units[index]
         kept = self._compute("unpack", index, unit.unpack_ns, [arrived])
         if unit.save is not None:
-            kept = self.builder.add(TO_HOST, COMPUTE, unit.save.duration_ns, needs=[kept])
+            kept = self.graph.add(TO_HOST, COMPUTE, unit.save.duration_ns, needs=[kept])
             self.calls.append(("host", f"to host {unit.unit.name}", unit.save, kept, self.last_microbatch))
         self.arrived.append(kept)
 
     def _compute(self, verb: str, index: int, duration_ns: int, needs: Sequence[int]) -> int:
-        operation = self.builder.add(DEVICE, COMPUTE, duration_ns, needs=needs)
+        operation = self.graph.add(DEVICE, COMPUTE, duration_ns, needs=needs)
         unit = self.units[index]
         self.copies.append((f"{verb} {unit.unit.name}", operation, unit.scatter[0].num_bytes))
         self.computed = [operation]
         return operation
 
     def _send(self, index: int, transfer: Transfer, needs: Sequence[int]) -> int:
-        operation = self.builder.add(DEVICE, COMMUNICATION, transfer.duration_ns, needs=needs)
+        operation = self.graph.add(DEVICE, COMMUNICATION, transfer.duration_ns, needs=needs)
         name = f"{transfer.kind} {self.units[index].unit.name}"
         self.calls.append(("scatter", name, transfer, operation, self.last_microbatch))
         return operation
 
     def _load(self, unit: UnitTimes, needs: Sequence[int], microbatch: int) -> int:
         assert unit.load is not None, "an offloaded unit has its copies costed"
-        operation = self.builder.add(TO_DEVICE, COMPUTE, unit.load.duration_ns, needs=needs)
+        operation = self.graph.add(TO_DEVICE, COMPUTE, unit.load.duration_ns, needs=needs)
         self.calls.append(("host", f"to device {unit.unit.name}", unit.load, operation, microbatch))
         return operation

@@ -17,7 +17,7 @@ import numpy as np
 
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, GraphBuilder
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
 from simulator.pipeline.schedule_arrays import F, Floats, W
@@ -50,7 +50,7 @@ class _StepGraph:
         self.factors = None if factors is None else factors.tolist()
         self.kind, self.stage, self.rank = order.kind.tolist(), order.stage.tolist(), compiled.rank.tolist()
         self.needed, self.remote = compiled.needed.tolist(), compiled.remote.tolist()
-        self.builder = GraphBuilder()
+        self.graph = Graph()
         self.bounds: dict[int, Pair] = {}  # first and last operation of an action
         self.sends: dict[int, int] = {}
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
@@ -69,7 +69,7 @@ class _StepGraph:
                 rank = self.rank[action]
                 self._exchange(rank)
                 update = sum(self.stages[number].optimizer_ns for number in self.finished[rank])
-                self.updates[rank] = self.builder.add(rank, COMPUTE, update)
+                self.updates[rank] = self.graph.add(rank, COMPUTE, update)
 
     def _action(self, action: int) -> None:
         number, kind, rank, needed = self.stage[action], self.kind[action], self.rank[action], self.needed[action]
@@ -77,11 +77,11 @@ class _StepGraph:
         if self.remote[action]:
             needs = [self.sends.get(needed, needs[0])]
         completes = action == self.last[number] or (self.each_pass and kind != F)
-        first = len(self.builder)
+        first = len(self.graph)
         if self.in_layers or (completes and self.sync == "overlapped" and self.stages[number].buckets):
             last = self._layers(action, number, needs, completes=completes)
         else:
-            last = self.builder.add(rank, COMPUTE, self.pass_ns[action], needs=needs)
+            last = self.graph.add(rank, COMPUTE, self.pass_ns[action], needs=needs)
         self.bounds[action] = (first, last)
         if completes:
             self.finished[rank] = [each for each in self.finished[rank] if each != number] + [number]
@@ -99,7 +99,7 @@ class _StepGraph:
         waiting = list(range(len(stage.buckets))) if completes and self.sync == "overlapped" else []
         last = -1
         for layer in range(len(stage.layers)) if kind == F else range(len(stage.layers) - 1, -1, -1):
-            last = self.builder.add(stage.rank, COMPUTE, durations[layer], needs=needs)
+            last = self.graph.add(stage.rank, COMPUTE, durations[layer], needs=needs)
             needs = []
             if self.in_layers:
                 self.layers.append((action, layer, last))
@@ -113,13 +113,13 @@ class _StepGraph:
         duration = stage.send_forward_ns if forward else stage.send_backward_ns
         if duration:
             peer = self.stages[number + (1 if forward else -1)].rank
-            self.sends[action] = self.builder.add(stage.rank, lane, duration, needs=[after], peer=peer)
+            self.sends[action] = self.graph.add(stage.rank, lane, duration, needs=[after], peer=peer)
 
     def _start(self, number: int, index: int) -> int:
         """Pack a bucket and send it; return the packing."""
         bucket, rank = self.stages[number].buckets[index], self.stages[number].rank
-        pack = self.builder.add(rank, COMPUTE, bucket.pack_ns)
-        wire = self.builder.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
+        pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
+        wire = self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
         self.buckets[number].append((pack, wire))
         return pack
 
@@ -141,7 +141,7 @@ class _StepGraph:
 
         Buckets that send a second time do so one after the other, once all have come the first time.
         """
-        add = self.builder.add
+        add = self.graph.add
         wires = [self.buckets[number][index][1] for number, index in buckets]
         again: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, index in buckets:
@@ -181,7 +181,7 @@ def time_step(
     in_layers = cores is not None or each_pass or (contention is not None and engine.slows_down(contention))
     step = _StepGraph(compiled, stages, sync=sync, factors=factors, in_layers=in_layers, each_pass=each_pass)
     step.build()
-    start, end = engine.run(step.builder.graph(), contention, cores)
+    start, end = engine.run(step.graph, contention, cores)
     starts, ends = start.tolist(), end.tolist()
     bounds = np.array([step.bounds[action] for action in range(len(compiled.rank))], np.int64).reshape(-1, 2)
     action_end = end[bounds[:, 1]]
