@@ -12,7 +12,6 @@ from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
-    broadcast_s,
     bus_bytes_per_s,
     compute_s,
     hierarchical_all_gather_s,
@@ -26,7 +25,7 @@ from simulator.hardware.presets import cluster, device, link, names
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.models.by_name import model_by_name
-from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.models.gpt import gpt_num_parameters, gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import mix_experts
 from simulator.pipeline.compiled import CompiledSchedule
@@ -37,18 +36,15 @@ from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
 from simulator.step.timed import why_not_timed
 from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
-from simulator.sweeps.buckets_and_compression import (
-    BucketSweep,
+from simulator.sweeps.compression import (
     CompressionSweep,
     break_even_bytes_per_s,
-    sweep_buckets,
     sweep_compression,
     with_bandwidth,
 )
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
-    "BucketSweep",
     "Codec",
     "CompiledSchedule",
     "CompressionSweep",
@@ -70,7 +66,6 @@ __all__ = [
     "all_to_all_s",
     "axes_inside_nodes",
     "break_even_bytes_per_s",
-    "broadcast_s",
     "bus_bytes_per_s",
     "check_fit",
     "closed_form_bubble",
@@ -81,7 +76,6 @@ __all__ = [
     "fit_link",
     "fit_steps",
     "gpt_num_parameters",
-    "gpt_step_flops",
     "gpt_workload",
     "hierarchical_all_gather_s",
     "hierarchical_all_reduce_s",
@@ -100,7 +94,6 @@ __all__ = [
     "simulate",
     "simulate_schedule",
     "smallest_change",
-    "sweep_buckets",
     "sweep_compression",
     "sweep_units",
     "why_not_timed",

@@ -571,7 +571,7 @@ for compression in (None, *COMPRESSIONS):
 # changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
 
 # %%
-from simulator.sweeps.buckets_and_compression import bandwidths
+from simulator.sweeps.compression import bandwidths
 from simulator.viz import compression_panel
 
 MACHINES = Cluster("machines", device("h100-sxm"), 4, 1, link("nvlink4"), link("ethernet-10g"))

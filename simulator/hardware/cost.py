@@ -48,7 +48,13 @@ def compute_s(work: Work, device: Device) -> float:
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
-    """Return the time of so many latencies and bytes on a link, by the faster of its protocols."""
+    """Return the time of so many latencies and bytes on a link, by the faster of its protocols.
+
+    Raises:
+        ValueError: the size is negative, infinite or not a number.
+    """
+    if not (num_bytes >= 0 and math.isfinite(num_bytes)):
+        raise ValueError(f"a message has {num_bytes!r} bytes; pass a finite number >= 0")
     return min(
         steps.num_latencies * protocol.latency_s + steps.bytes_factor * num_bytes / protocol.bytes_per_s
         for protocol in link.protocols
@@ -57,7 +63,6 @@ def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
 
 def message_s(num_bytes: float, link: Link) -> float:
     """Return the time of one message from one rank to another."""
-    _check_bytes(num_bytes)
     return steps_s(num_bytes, Steps(1, 1.0), link)
 
 
@@ -94,37 +99,23 @@ def reduce_scatter_steps(num_ranks: int) -> Steps:
     return Steps(n - 1, (n - 1) / n)
 
 
-def broadcast_steps(num_ranks: int) -> Steps:
-    """Return the steps of a binary-tree broadcast, pipelined: log2(n) latencies, the message once over each link."""
-    n = _check_ranks(num_ranks)
-    return Steps(math.ceil(math.log2(n)), 1.0) if n > 1 else Steps(0, 0.0)
-
-
 def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
     """Return the time of an all-reduce of num_bytes on each of num_ranks ranks.
 
     Raises:
         ValueError: the size is negative, the number of ranks less than 1, or the algorithm unknown.
     """
-    _check_bytes(num_bytes)
     return steps_s(num_bytes, all_reduce_steps(num_ranks, algorithm), link)
 
 
 def reduce_scatter_s(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the time of a ring reduce-scatter of num_bytes on each rank (each rank keeps 1/n of the sum)."""
-    _check_bytes(num_bytes)
     return steps_s(num_bytes, reduce_scatter_steps(num_ranks), link)
 
 
 def all_gather_s(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the time of a ring all-gather that leaves num_bytes, the whole, on each rank."""
     return reduce_scatter_s(num_bytes, num_ranks, link)
-
-
-def broadcast_s(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the time of a broadcast of num_bytes from one rank to all."""
-    _check_bytes(num_bytes)
-    return steps_s(num_bytes, broadcast_steps(num_ranks), link)
 
 
 def hierarchical_all_reduce_s(
@@ -159,7 +150,6 @@ def hierarchical_all_to_all_s(
     num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
 ) -> float:
     """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
-    _check_bytes(num_bytes)
     n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
     inside, across = ranks_per_node - 1, n - ranks_per_node
     return max(
@@ -171,11 +161,6 @@ def hierarchical_all_to_all_s(
 def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:
     """Return the bus bandwidth of an all-reduce as nccl-tests prints it: 2(n-1)/n S / time."""
     return all_reduce_steps(num_ranks).bytes_factor * num_bytes / seconds
-
-
-def _check_bytes(num_bytes: float) -> None:
-    if not (num_bytes >= 0 and math.isfinite(num_bytes)):
-        raise ValueError(f"a message has {num_bytes!r} bytes; pass a finite number >= 0")
 
 
 def _check_ranks(num_ranks: int) -> int:

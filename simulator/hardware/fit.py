@@ -56,7 +56,10 @@ def fit_steps(
     two = _two_lines(sizes, times) if error > EXACT else []
     lines = two if two and _error(two, sizes, times) < 0.8 * error else one
     protocols = tuple(
-        Protocol(latency_s=start / steps.num_latencies if steps.num_latencies else 0.0, bytes_per_s=_rate(slope, steps))
+        Protocol(
+            latency_s=start / steps.num_latencies if steps.num_latencies else 0.0,
+            bytes_per_s=steps.bytes_factor / slope,
+        )
         for start, slope in lines
     )
     return Link(name=name, protocols=protocols, source=source)
@@ -89,7 +92,7 @@ def _line(sizes: Floats, times: Floats) -> Line:
     """
     x, weight = sizes / times, np.ones_like(sizes)  # relative error of a line: start / time + slope * size / time - 1
     y = 1.0 / times
-    best, best_error = _through_zero(sizes, times), np.inf
+    best: Line = 0.0, float(np.median(times / sizes))  # through zero
     best_error = _error([best], sizes, times)
     for _ in range(60):
         yy, xy, xx = weight @ (y * y), weight @ (x * y), weight @ (x * x)
@@ -106,10 +109,6 @@ def _line(sizes: Floats, times: Floats) -> Line:
     if best[1] <= 0:
         raise ValueError("the times do not grow with the size; measure larger messages")
     return best
-
-
-def _through_zero(sizes: Floats, times: Floats) -> Line:
-    return 0.0, float(np.median(times / sizes))
 
 
 def _two_lines(sizes: Floats, times: Floats) -> list[Line]:
@@ -129,7 +128,3 @@ def _two_lines(sizes: Floats, times: Floats) -> list[Line]:
 def _error(lines: list[Line], sizes: Floats, times: Floats) -> float:
     predicted = np.min([start + slope * sizes for start, slope in lines], axis=0)
     return float(np.abs(predicted / times - 1.0).mean())
-
-
-def _rate(slope: float, steps: Steps) -> float:
-    return steps.bytes_factor / slope

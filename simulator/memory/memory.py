@@ -144,14 +144,13 @@ class Memory:
         return times[first], np.maximum.reduceat(rows, first, axis=0)  # of one moment, the most
 
 
-def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
+def memory_of(workload: Workload, plan: Plan) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
     Stages are cut so that their matrix products are balanced. In flight under 1F1B: min(m, p - i) micro-batches on
     stage i; under GPipe all m. Any other schedule is counted action by action: a split backward holds a micro-batch's
     activations until its W, which needs them. Automatic schedules are made for equal times here; `simulate` knows the
-    stages' own. `num_chunks` counts an interleaved 1F1B by its formula instead, with equal parts of a stage (see
-    `num_in_flight`).
+    stages' own.
 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
         schedule is walked through once, and kept for the next call.
@@ -165,29 +164,23 @@ def memory_of(workload: Workload, plan: Plan, *, num_chunks: int = 1) -> Memory:
     """
     num_stages = plan.pipeline * plan.stages_per_rank
     check_enough_layers(workload, plan, num_stages)
-    stages = tuple(count_stage(workload, plan, cut, num_chunks) for cut in _cuts(workload.matmul_flops, num_stages))
-    if num_chunks == 1 and plan.schedule not in ("gpipe", "one_f_one_b"):
+    stages = tuple(count_stage(workload, plan, cut) for cut in _cuts(workload.matmul_flops, num_stages))
+    if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
         return _memory(stages, _passes_of_family(*make))
-    total = plan.num_microbatches * num_chunks
-    held = [num_in_flight(plan, index, num_chunks) for index in range(plan.pipeline)]
+    total = plan.num_microbatches
+    held = [num_in_flight(plan, index) for index in range(plan.pipeline)]
     order = tuple(one_f_one_b_passes(index, count, total) for index, count in enumerate(held))
     # The shortest order that has the peaks: two steady pairs behind the filling, the last apart.
     short = tuple(one_f_one_b_passes(index, count, min(total, count + 2)) for index, count in enumerate(held))
     return replace(_memory(stages, short), order=order)
 
 
-def num_in_flight(plan: Plan, stage: int, num_chunks: int = 1) -> int:
-    """Return the most passes whose activations a stage holds: micro-batches, or chunks of them where it has several.
-
-    Source: 1F1B and GPipe by their order; interleaved 1F1B: (v - 1) p + 2 (p - 1 - i) + 1 chunks of l / (p v) layers,
-        which is the factor 1 + (p - 1) / (p v) of 2205.05198 on the first stage.
-    """
-    total = plan.num_microbatches * num_chunks
+def num_in_flight(plan: Plan, stage: int) -> int:
+    """Return the most micro-batches whose activations a stage holds under GPipe and 1F1B, by their order."""
     if plan.schedule == "gpipe":
-        return total
-    behind = plan.pipeline - 1 - stage
-    return min(total, behind + 1 if num_chunks == 1 else (num_chunks - 1) * plan.pipeline + 2 * behind + 1)
+        return plan.num_microbatches
+    return min(plan.num_microbatches, plan.pipeline - stage)
 
 
 def step_memory(workload: Workload, plan: Plan, stages: Sequence[Stage], timing: Timing) -> Memory:

@@ -99,14 +99,13 @@ class StageBytes:
         return np.asarray(rows, np.int64)
 
 
-def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks: int = 1) -> StageBytes:
+def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int]) -> StageBytes:
     """Count what a rank of the stage with layers cut[0] to cut[1] - 1 holds.
 
     Args:
         workload: the model.
         plan: how it is laid out.
         cut: first layer of the stage and one past its last.
-        num_chunks: parts of the stage that an interleaved schedule runs one at a time, counted as equal.
     """
     table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
     widths = widths_of(workload, plan)
@@ -119,11 +118,6 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], num_chunks
     kept, again = _kept(table, plan, widths.activations)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
-    if num_chunks > 1:
-        kept /= num_chunks
-        for passing in (forward, backward):  # the last chunk's backward follows its forward at once
-            passing[:, LOGITS] = kept[:, LOGITS] * num_chunks
-        kept[:, LOGITS] = 0.0
     _add_temporary(table, plan, widths, again, forward, backward)
     between = np.zeros(num_kinds)
     if plan.sharding.stage == 3:

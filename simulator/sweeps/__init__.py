@@ -1,4 +1,4 @@
 """Simulate again and again with one thing changed, and find the best value.
 
-Read `buckets_and_compression`, then `fsdp_units` and `axis_order`.
+Read `compression`, then `fsdp_units` and `axis_order`.
 """

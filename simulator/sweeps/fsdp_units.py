@@ -46,16 +46,6 @@ class UnitSweep:
         """Index of the size that holds least; of several, the fastest."""
         return min(range(len(self.unit_layers)), key=lambda i: (self.memory_bytes[i], self.duration_s[i], i))
 
-    @property
-    def frontier(self) -> tuple[int, ...]:
-        """Indices of the sizes that no other beats in memory and in time both."""
-        points = list(zip(self.memory_bytes, self.duration_s, strict=True))
-        return tuple(
-            index
-            for index, (memory, time) in enumerate(points)
-            if not any(m <= memory and t <= time and (m, t) != (memory, time) for m, t in points)
-        )
-
 
 def unit_sizes(workload: Workload) -> tuple[int, ...]:
     """Return numbers of layers per unit that make different numbers of units, from one layer to all blocks in one."""

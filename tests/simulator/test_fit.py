@@ -106,10 +106,10 @@ def test_one_disturbed_measurement_does_not_move_the_line():
 def leave_one_size_out(sizes, times, num_ranks, algorithm):
     """Predict each size from a link fitted to all the others; return the relative errors."""
     errors = []
-    for size, seconds in zip(sizes, times, strict=True):
-        others = [(other, time) for other, time in zip(sizes, times, strict=True) if other != size]
+    for size, time in zip(sizes, times, strict=True):
+        others = [(other, measured) for other, measured in zip(sizes, times, strict=True) if other != size]
         link = fit.fit_link(*zip(*others, strict=True), num_ranks, algorithm)
-        errors.append(all_reduce_s(size, num_ranks, link, algorithm) / seconds - 1.0)
+        errors.append(all_reduce_s(size, num_ranks, link, algorithm) / time - 1.0)
     return np.array(errors)
 
 

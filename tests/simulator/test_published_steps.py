@@ -15,7 +15,8 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
-from simulator import cluster, gpt_step_flops, gpt_workload, simulate
+from simulator import cluster, gpt_workload, simulate
+from tests.simulator.step_cases import gpt_step_flops
 
 # heads, hidden, layers, tensor, pipeline, data, batch, seconds: Narayanan et al. 2021 (2104.04473), table 1, derived
 # from its TFLOP/s by equation 3; full recompute, sequences of 2048, a vocabulary of 51200.

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from distlab.plan.compression import Compression
-from simulator.sweeps.buckets_and_compression import CompressionLine, CompressionSweep
+from simulator.sweeps.compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, line_look

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
-from simulator.sweeps.buckets_and_compression import (
+from simulator.sweeps.compression import (
     CompressionSweep,
     bandwidths,
     replica_link,

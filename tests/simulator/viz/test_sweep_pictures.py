@@ -9,15 +9,14 @@ import pytest
 from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
 from simulator import (
-    BucketSweep,
     CompressionSweep,
     cluster,
     gpt_workload,
-    sweep_buckets,
+    simulate,
     sweep_compression,
     with_bandwidth,
 )
-from simulator.sweeps.buckets_and_compression import CompressionLine, bucket_sizes
+from simulator.sweeps.compression import CompressionLine
 from simulator.viz import describe_compression, draw_compression
 from simulator.viz.compression.compression import compression_label, ranking, stops
 
@@ -30,26 +29,12 @@ def with_gid(figure, gid):
     return [artist for axes in figure.axes for artist in (*axes.lines, *axes.collections) if artist.get_gid() == gid]
 
 
-def test_an_optimum_lies_between_too_small_and_too_large():
-    sweep = sweep_buckets(WORKLOAD, MACHINE, Plan(data=4))
-    assert 0 < sweep.best < len(sweep.bucket_bytes) - 1
-    assert sweep.duration_s[sweep.best] == min(sweep.duration_s)
-    assert sweep.num_buckets[0] > sweep.num_buckets[sweep.best] > sweep.num_buckets[-1]
-    low, high = sweep.good_bucket_bytes(0.02)
-    assert low <= sweep.best_bucket_bytes <= high
-    for size, duration in zip(sweep.bucket_bytes, sweep.duration_s, strict=True):
-        if low <= size <= high:
-            assert duration <= 1.02 * min(sweep.duration_s)
-
-
-def test_of_equal_sizes_the_one_with_the_fewest_buckets_is_best():
-    flat = BucketSweep((10, 20), (2, 1), (0.01, 0.01), (0.0, 0.0))
-    assert flat.best == 1  # the fewest buckets
-    sizes = bucket_sizes(WORKLOAD)
-    assert sizes[-1] == WORKLOAD.gradient_bytes
-    assert list(sizes) == sorted(set(sizes))
-    with pytest.raises(ValueError, match="no bucket sizes"):
-        sweep_buckets(WORKLOAD, MACHINE, Plan(data=4), sizes=())
+def test_the_best_bucket_size_lies_between_too_small_and_too_large():
+    each = WORKLOAD.gradient_bytes
+    plans = [Plan(data=4, bucket_bytes=size, first_bucket_bytes=size) for size in (each // 1000, each // 10, each)]
+    small, middle, large = (simulate(WORKLOAD, MACHINE, plan) for plan in plans)
+    assert middle.duration_s < min(small.duration_s, large.duration_s)
+    assert len(small.stages[0].buckets) > len(middle.stages[0].buckets) > len(large.stages[0].buckets)
 
 
 def two_lines():

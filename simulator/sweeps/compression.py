@@ -1,12 +1,9 @@
-"""Sweep: simulate a step again and again with one thing changed, and find where it is best or where two are equal.
-
-Two questions: which bucket size makes the step shortest, and below which bandwidth does compression pay?
-"""
+"""Below which bandwidth does compression pay? Simulate a step with and without it, with one bandwidth after another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distlab.plan import Cluster, Link, Plan, Protocol, Workload
@@ -16,84 +13,8 @@ from simulator.hardware.rank_layout import COPIES, Layout
 from simulator.step.measured import Measured
 from simulator.step.simulate import simulate
 
-NUM_SIZES = 33
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 1e5, 1e15
 BISECTIONS = 30  # of 33 doublings: the bandwidth to a millionth
-
-
-@dataclass(frozen=True)
-class BucketSweep:
-    """The step at several bucket sizes.
-
-    Attributes:
-        bucket_bytes: capacities, rising.
-        num_buckets: all-reduces at each.
-        duration_s: of the step.
-        exposed_s: of it, waiting for all-reduces.
-    """
-
-    bucket_bytes: tuple[int, ...]
-    num_buckets: tuple[int, ...]
-    duration_s: tuple[float, ...]
-    exposed_s: tuple[float, ...]
-
-    @property
-    def best(self) -> int:
-        """Index of the shortest step; of several, the one with the fewest buckets."""
-        return min(range(len(self.duration_s)), key=lambda i: (self.duration_s[i], self.num_buckets[i], i))
-
-    @property
-    def best_bucket_bytes(self) -> int:
-        """Capacity of the shortest step."""
-        return self.bucket_bytes[self.best]
-
-    def good_bucket_bytes(self, tolerance: float = 0.01) -> tuple[int, int]:
-        """Return the range of sizes around the best one whose step is longer by at most this share."""
-        limit = self.duration_s[self.best] * (1 + tolerance)
-        low = high = self.best
-        while low > 0 and self.duration_s[low - 1] <= limit:
-            low -= 1
-        while high + 1 < len(self.duration_s) and self.duration_s[high + 1] <= limit:
-            high += 1
-        return self.bucket_bytes[low], self.bucket_bytes[high]
-
-
-def bucket_sizes(workload: Workload, count: int = NUM_SIZES) -> tuple[int, ...]:
-    """Return sizes from a thousandth of the gradients to all of them, evenly spread on a log scale."""
-    whole = max(workload.gradient_bytes, 1)
-    sizes = {max(1, round(whole * 10 ** (-3 + 3 * index / (count - 1)))) for index in range(count)}
-    return tuple(sorted(sizes))
-
-
-def sweep_buckets(
-    workload: Workload,
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    sizes: Sequence[int] | None = None,
-    codec: MeasuredCodec | None = None,
-) -> BucketSweep:
-    """Simulate the step at each bucket size. The first bucket has at most the plan's size, and at most the others'.
-
-    Raises:
-        ValueError: sizes is empty, or as `simulate`.
-    """
-    chosen = tuple(sorted(set(bucket_sizes(workload) if sizes is None else sizes)))
-    if not chosen:
-        raise ValueError("no bucket sizes are given; pass at least one, in bytes, or None")
-    steps = [simulate(workload, cluster, with_bucket_bytes(plan, size), measured=Measured(codec)) for size in chosen]
-    return BucketSweep(
-        chosen,
-        tuple(len(step.stages[0].buckets) for step in steps),
-        tuple(step.duration_s for step in steps),
-        tuple(step.exposed_communication_s for step in steps),
-    )
-
-
-def with_bucket_bytes(plan: Plan, bucket_bytes: int) -> Plan:
-    """Return the plan with another bucket size."""
-    first = min(plan.first_bucket_bytes, bucket_bytes)
-    return replace(plan, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
 
 
 def replica_link(cluster: Cluster, plan: Plan) -> Link:
@@ -198,7 +119,6 @@ def sweep_compression(
     *,
     compressions: Sequence[Compression],
     bytes_per_s: Sequence[float] | None = None,
-    codecs: Mapping[Compression, MeasuredCodec] | None = None,
 ) -> CompressionSweep:
     """Simulate the step with each compression, and without, at each bandwidth between replicas.
 
@@ -212,15 +132,14 @@ def sweep_compression(
             "compression, one bandwidth and two replicas"
         )
     clusters = [with_bandwidth(cluster, plan, each) for each in rising]
-    codecs = codecs or {}
 
     def durations(compression: Compression | None) -> tuple[float, ...]:
-        chosen, codec = replace(plan, compression=compression), codecs.get(compression) if compression else None
-        return tuple(simulate(workload, each, chosen, measured=Measured(codec)).duration_s for each in clusters)
+        chosen = replace(plan, compression=compression)
+        return tuple(simulate(workload, each, chosen).duration_s for each in clusters)
 
     lines = []
     for each in compressions:
-        stop = break_even_bytes_per_s(workload, cluster, plan, each, codec=codecs.get(each))
+        stop = break_even_bytes_per_s(workload, cluster, plan, each)
         lines.append(CompressionLine(each, durations(each), stop))
     alone = simulate(workload, cluster, replace(plan, data=1, compression=None)).duration_s
     return CompressionSweep(rising, durations(None), tuple(lines), alone)
