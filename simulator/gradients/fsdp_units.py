@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from distlab.plan import Layer, Plan, Work, make_units
 from simulator.gradients.buckets import BucketCost, Transfer
-from simulator.gradients.shard_costs import NumberBytes, Shards
+from simulator.gradients.shard_costs import Shards
 from simulator.hardware.cost import compute_s
+from simulator.precision import Widths
 from simulator.units import to_ns
 
 # What our Python costs the computing rank, in kernels. On a CPU, where it was timed, a kernel costs what an operator of
@@ -98,68 +99,65 @@ class UnitTimes(NamedTuple):
     save: Transfer | None = None
 
 
-def time_units(units: Sequence[Unit], shards: Shards, each: NumberBytes, plan: Plan) -> tuple[UnitTimes, ...]:
+def _calls_of_parameters(num_elements: int, shards: Shards, widths: Widths, offload: str) -> dict[str, Any]:
+    """Cost what stages 1 to 3 do alike: gather parameters, and copy shards between device and host."""
+    has_copies = offload != "none"
+    return {
+        "gather": shards.gather(num_elements, widths.parameter),
+        "start_ns": shards.starting_ns("all_gather", num_elements, widths.parameter),
+        "load": shards.host_copy(num_elements, widths.parameter) if has_copies else None,
+        "save": shards.host_copy(num_elements, widths.reduce) if has_copies else None,
+    }
+
+
+def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan) -> tuple[UnitTimes, ...]:
     """Cost the calls of each unit."""
-    device, offload = shards.cluster.device, plan.sharding.offload != "none"
+    device = shards.cluster.device
 
     def copies_ns(num_elements: int) -> int:
         """Read and write each gradient once."""
-        return to_ns(compute_s(Work(memory_bytes=2 * num_elements * each.gradient, num_kernels=1), device))
+        return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike
     def costs(num_elements: int, num_tensors: int) -> dict[str, Any]:
+        starting_ns = shards.starting_ns("reduce_scatter", num_elements, widths.reduce)
         return {
-            "gather": shards.gather(num_elements, each.parameter),
-            "start_ns": shards.on_rank_ns("all_gather start", num_elements, each.parameter)
-            + shards.on_rank_ns("all_gather beside", num_elements, each.parameter),
+            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload),
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
-            "scatter": shards.scatter(num_elements, each.gradient),
-            "pack_ns": copies_ns(num_elements)
-            + shards.on_rank_ns("reduce_scatter start", num_elements, each.gradient)
-            + shards.on_rank_ns("reduce_scatter beside", num_elements, each.gradient),
-            "sum_ns": shards.on_rank_ns("reduce_scatter sum", num_elements, each.gradient),
+            "scatter": shards.scatter(num_elements, widths.reduce),
+            "pack_ns": copies_ns(num_elements) + starting_ns,
+            "sum_ns": shards.on_rank_ns("reduce_scatter sum", num_elements, widths.reduce),
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
-            "load": shards.host_copy(num_elements, each.parameter) if offload else None,
-            "save": shards.host_copy(num_elements, each.gradient) if offload else None,
         }
 
     return tuple(UnitTimes(unit, **costs(unit.num_elements, len(unit.sizes))) for unit in units)
 
 
-def scattered(buckets: Sequence[BucketCost], shards: Shards, each: NumberBytes, offload: str) -> tuple[BucketCost, ...]:
+def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, offload: str) -> tuple[BucketCost, ...]:
     """Turn all-reduces of gradients into the calls of stages 1 and 2: scatter gradients, gather parameters."""
 
     @cache  # most buckets are alike
     def changes(gradient_bytes: int, num_tensors: int, pack_ns: int, unpack_ns: int) -> dict[str, Any]:
-        size = gradient_bytes // each.gradient
-        own = shards.padded(size) // shards.num_shards * each.gradient
+        size = gradient_bytes // widths.reduce
+        own = shards.padded(size) // shards.num_shards * widths.reduce
         pieces = -(-num_tensors // shards.num_shards)
         check = Work(memory_bytes=own, num_kernels=PIECE_KERNELS * pieces)  # finite? then each piece gets its gradient
-        parts = shards.scatter(size, each.gradient)
-        adding_ns = shards.on_rank_ns("reduce_scatter sum", size, each.gradient)
+        parts = shards.scatter(size, widths.reduce)
+        adding_ns = shards.on_rank_ns("reduce_scatter sum", size, widths.reduce)
         return {
+            **_calls_of_parameters(size, shards, widths, offload),
             "kind": "reduce_scatter",
             "num_bytes": parts[0].num_bytes,
-            "pack_ns": pack_ns
-            + shards.on_rank_ns("reduce_scatter start", size, each.gradient)
-            + shards.on_rank_ns("reduce_scatter beside", size, each.gradient),
+            "pack_ns": pack_ns + shards.starting_ns("reduce_scatter", size, widths.reduce),
             "unpack_ns": unpack_ns + adding_ns + to_ns(compute_s(check, shards.cluster.device)),
             "duration_ns": sum(part.duration_ns for part in parts),
             "sent_bytes": sum(part.sent_bytes for part in parts),
             "parts": parts,
-            "gather": shards.gather(size, each.parameter),
-            "start_ns": shards.on_rank_ns("all_gather start", size, each.parameter)
-            + shards.on_rank_ns("all_gather beside", size, each.parameter),
-            "save": shards.host_copy(size, each.gradient) if offload != "none" else None,
-            "load": shards.host_copy(size, each.parameter) if offload != "none" else None,
         }
 
     return tuple(
-        BucketCost(
+        bucket._replace(
             name=bucket.name.replace("all_reduce", "reduce_scatter", 1),
-            layer=bucket.layer,
-            gradient_bytes=bucket.gradient_bytes,
-            num_tensors=bucket.num_tensors,
             **changes(bucket.gradient_bytes, bucket.num_tensors, bucket.pack_ns, bucket.unpack_ns),
         )
         for bucket in buckets

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
-from distlab.plan import Cluster, Plan, Workload
-from distlab.plan.sharding import DTYPE_BYTES
+from distlab.plan import Cluster
 from simulator.gradients.buckets import Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, message_s
 from simulator.hardware.process_groups import Group, Links, group_of
@@ -23,20 +21,6 @@ from simulator.units import to_ns
 
 Rows = tuple[tuple[int, ...], ...]
 FAULT_BYTES = 6  # one for each code of a gradient: used, unused, sparse, twice, moved, not finite
-
-
-class NumberBytes(NamedTuple):
-    """Bytes of one number: of a parameter that is gathered, of a gradient that is summed over ranks."""
-
-    parameter: int
-    gradient: int
-
-
-def number_bytes(workload: Workload, plan: Plan) -> NumberBytes:
-    """Return what a parameter and a gradient take on the wire: the plan's precision, else the workload's bytes."""
-    if plan.precision is None:
-        return NumberBytes(workload.bytes_per_parameter, workload.bytes_per_parameter)
-    return NumberBytes(DTYPE_BYTES[plan.precision.compute], DTYPE_BYTES[plan.precision.reduce])
 
 
 @dataclass(frozen=True)
@@ -77,8 +61,13 @@ class Shards:
         own = self._in_a_set("reduce_scatter", whole)
         return (own,) if self.replicas == 1 else (own, self._across_sets(whole // self.num_shards))
 
+    def starting_ns(self, kind: str, num_elements: int, bytes_each: int) -> int:
+        """Return what starting a call costs the computing rank, and the passes that the call overlaps."""
+        parts = (f"{kind} start", f"{kind} beside")
+        return sum(self.on_rank_ns(part, num_elements, bytes_each) for part in parts)
+
     def on_rank_ns(self, part: str, num_elements: int, bytes_each: int) -> int:
-        """Return what a part of a call ("all_gather start", "all_gather beside") costs the computing rank.
+        """Return what a part of a call ("all_gather start", "reduce_scatter sum") costs the computing rank.
 
         Nothing unless it was measured: nccl's calls are kernels that add up on their way, and the host runs ahead.
         """

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Plan, Work, Workload
 from simulator.gradients.buckets import Tensors
-from simulator.gradients.shard_costs import number_bytes
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
-from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline, PassTimes
+from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
 from simulator.units import to_ns
 
 PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
@@ -74,10 +73,9 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
     plan = layout.plan
     one: Callable[[Layer], LayerTimes]
     if is_shared(plan):
-        each = number_bytes(workload, plan).gradient
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
-        cluster, width = layout.cluster, widths_of(workload, plan).activations
-        costs = CallCosts(cluster.device, cluster.contention, groups, plan, each, width)
+        cluster, widths = layout.cluster, widths_of(workload, plan)
+        costs = CallCosts(cluster.device, cluster.contention, groups, plan, widths.reduce, widths.activations)
 
         def one(layer: Layer) -> LayerTimes:
             return _shared(layer, costs)
@@ -110,16 +108,12 @@ def _backward(layer: Layer, recompute: str) -> Work:
 
 
 def _shared(layer: Layer, costs: CallCosts) -> LayerTimes:
-    passes: list[PassTimes] = []
-    for inputs, weights in ((False, False), (True, True), (True, False), (False, True)):
-        timeline = PassTimeline(costs)
-        if not inputs and not weights:
-            forward_of(layer, timeline)
-        else:
-            backward_of(layer, timeline, inputs=inputs, weights=weights)
-        passes.append(timeline.finish())
-    first, both, mine, weights_only = (each.duration_ns for each in passes)
-    return LayerTimes((first, both, mine, weights_only), tuple(each.calls for each in passes))
+    forward, backward, inputs, weights = passes = tuple(PassTimeline(costs) for _ in range(4))
+    forward_of(layer, forward)
+    backward_of(layer, backward)
+    backward_of(layer, inputs, weights=False)
+    backward_of(layer, weights, inputs=False)
+    return LayerTimes((forward.now, backward.now, inputs.now, weights.now), tuple(tuple(each.calls) for each in passes))
 
 
 def output_bytes(layer: Layer, workload: Workload, plan: Plan) -> int:

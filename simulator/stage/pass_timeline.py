@@ -40,13 +40,6 @@ class CallInPass(NamedTuple):
     exposed_ns: int
 
 
-class PassTimes(NamedTuple):
-    """How long one pass of one layer takes, and what it sends meanwhile."""
-
-    duration_ns: int
-    calls: tuple[CallInPass, ...] = ()
-
-
 class CallSpec(NamedTuple):
     """A call to be made: the axis, what it is about, its kind, and bytes as `CallCosts.cost` counts them."""
 
@@ -138,10 +131,6 @@ class PassTimeline:
             self.calls.append(CallInPass(call.axis, name, call.kind, begin, end, round(call.num_bytes), size, exposed))
             begin = end
         self.now += max(worked, travelled)
-
-    def finish(self) -> PassTimes:
-        """Return the pass."""
-        return PassTimes(self.now, tuple(self.calls))
 
 
 def side_by_side(work_ns: int, wire_ns: int, contention: Contention) -> tuple[int, int]:

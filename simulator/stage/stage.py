@@ -20,9 +20,10 @@ from distlab.plan import Layer, Link, Plan, Work, Workload, balance
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
-from simulator.gradients.shard_costs import NumberBytes, Shards, number_bytes, shards_of
+from simulator.gradients.shard_costs import Shards, shards_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
+from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.units import to_ns
@@ -132,7 +133,7 @@ def _buckets(
     own: tuple[tuple[Layer, ...], tuple[int, ...]],
     layout: Layout,
     shards: Shards,
-    each: NumberBytes,
+    widths: Widths,
     pipeline: int,
     *,
     codec: MeasuredCodec | None,
@@ -149,9 +150,9 @@ def _buckets(
     for axes, parts, sets in sharing:
         group = layout.slowest(axes, pipeline)
         whose = " of experts" if axes == EXPERT_COPIES else ""
-        buckets = cost_buckets(parts, each.gradient, group=group, plan=plan, codec=codec, whose=whose)
+        buckets = cost_buckets(parts, widths.reduce, group=group, plan=plan, codec=codec, whose=whose)
         if plan.sharding.stage:
-            buckets = scattered(buckets, sets, each, plan.sharding.offload)
+            buckets = scattered(buckets, sets, widths, plan.sharding.offload)
         found += buckets
     return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
 
@@ -223,11 +224,12 @@ def _upkeep(
     *,
     codec: MeasuredCodec | None,
 ) -> _Upkeep:
-    (layers, _), plan, each, shards = own, layout.plan, number_bytes(workload, layout.plan), shards_of(layout, pipeline)
+    (layers, _), plan, shards = own, layout.plan, shards_of(layout, pipeline)
+    widths = widths_of(workload, plan)
     if plan.sharding.stage == 3:
-        units = time_units(units_of(layers, plan.sharding.unit_layers), shards, each, plan)
+        units = time_units(units_of(layers, plan.sharding.unit_layers), shards, widths, plan)
         return _Upkeep((), units, _update_ns(workload, layers, layout, len(units)), None)
-    buckets = _buckets(own, layout, shards, each, pipeline, codec=codec)
+    buckets = _buckets(own, layout, shards, widths, pipeline, codec=codec)
     num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
     if plan.sharding.stage == 0:
         return _Upkeep(buckets, (), _update_ns(workload, layers, layout, num_tensors), None)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from distlab.plan import Cluster, Plan, Workload
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
-from simulator.gradients.shard_costs import number_bytes
 from simulator.memory.memory import memory_of
+from simulator.precision import widths_of
 from simulator.step.simulate import simulate
 
 MAX_SIZES = 24
@@ -69,7 +69,7 @@ def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequ
             f"{len(chosen)} sizes and sharding stage {plan.sharding.stage}; pass at least one number of layers, and a "
             "plan of stage 3, whose parameters are gathered in units"
         )
-    each = number_bytes(workload, plan).parameter
+    each = widths_of(workload, plan).parameter
     steps = [simulate(workload, cluster, with_unit_layers(plan, size)) for size in chosen]
     units = [[time.unit for time in step.stages[0].units] for step in steps]
     own = [[unit for unit in row if not unit.is_root] for row in units]
