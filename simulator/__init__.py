@@ -12,6 +12,7 @@ from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
+    broadcast_s,
     bus_bytes_per_s,
     compute_s,
     hierarchical_all_gather_s,
@@ -25,7 +26,7 @@ from simulator.hardware.presets import cluster, device, link, names
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.models.by_name import model_by_name
-from simulator.models.gpt import gpt_num_parameters, gpt_workload
+from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import mix_experts
 from simulator.pipeline.compiled import CompiledSchedule
@@ -66,6 +67,7 @@ __all__ = [
     "all_to_all_s",
     "axes_inside_nodes",
     "break_even_bytes_per_s",
+    "broadcast_s",
     "bus_bytes_per_s",
     "check_fit",
     "closed_form_bubble",
@@ -76,6 +78,7 @@ __all__ = [
     "fit_link",
     "fit_steps",
     "gpt_num_parameters",
+    "gpt_step_flops",
     "gpt_workload",
     "hierarchical_all_gather_s",
     "hierarchical_all_reduce_s",

@@ -99,6 +99,12 @@ def reduce_scatter_steps(num_ranks: int) -> Steps:
     return Steps(n - 1, (n - 1) / n)
 
 
+def broadcast_steps(num_ranks: int) -> Steps:
+    """Return the steps of a binary-tree broadcast, pipelined: log2(n) latencies, the message once over each link."""
+    n = _check_ranks(num_ranks)
+    return Steps(math.ceil(math.log2(n)), 1.0) if n > 1 else Steps(0, 0.0)
+
+
 def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
     """Return the time of an all-reduce of num_bytes on each of num_ranks ranks.
 
@@ -116,6 +122,11 @@ def reduce_scatter_s(num_bytes: float, num_ranks: int, link: Link) -> float:
 def all_gather_s(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the time of a ring all-gather that leaves num_bytes, the whole, on each rank."""
     return reduce_scatter_s(num_bytes, num_ranks, link)
+
+
+def broadcast_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of a broadcast of num_bytes from one rank to all."""
+    return steps_s(num_bytes, broadcast_steps(num_ranks), link)
 
 
 def hierarchical_all_reduce_s(

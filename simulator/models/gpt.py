@@ -86,6 +86,34 @@ def gpt_num_parameters(hidden_size: int, num_layers: int, sequence_length: int, 
     return 12 * num_layers * h * h + 13 * num_layers * h + (vocab_size + sequence_length) * h
 
 
+def gpt_step_flops(
+    hidden_size: int,
+    num_layers: int,
+    sequence_length: int,
+    vocab_size: int,
+    batch_size: int,
+    *,
+    recompute: str = "none",
+) -> float:
+    """Return the FLOPs that a step executes: 72 B s l h^2 (1 + s/6h + V/12lh), or 96 (1 + s/6h + V/16lh) recomputing.
+
+    Source: Narayanan et al. 2021 (2104.04473), equation 3, whose TFLOP/s count what is recomputed (hardware
+        utilisation, HFU); without recomputing it is model utilisation (MFU). Selective recompute adds 4 B s^2 h a layer
+        (2205.05198).
+
+    Raises:
+        ValueError: recompute is not "none", "selective" or "full".
+    """
+    h, s, layers = hidden_size, sequence_length, num_layers
+    base = float(batch_size) * s * layers * h * h
+    if recompute == "full":
+        return 96 * base * (1 + s / (6 * h) + vocab_size / (16 * layers * h))
+    if recompute not in ("none", "selective"):
+        raise ValueError(f"recompute is {recompute!r}; choose none, selective or full")
+    flops = 72 * base * (1 + s / (6 * h) + vocab_size / (12 * layers * h))
+    return flops + (4.0 * batch_size * s * s * h * layers if recompute == "selective" else 0.0)
+
+
 def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     output = batch * s * h * 2
     return Layer(

@@ -33,18 +33,3 @@ WORKLOAD = workload_of(((300, 200), (300,)), ((100, 400), (7,)), ((64, 64, 3, 3)
 
 def plan_of(compression, *, data=4, **options):
     return Plan(data=data, bucket_bytes=200_000, first_bucket_bytes=100_000, compression=compression, **options)
-
-
-def gpt_step_flops(hidden_size, num_layers, sequence_length, vocab_size, batch_size, *, recompute="none"):
-    """Return the FLOPs that a step executes: 72 B s l h^2 (1 + s/6h + V/12lh), or 96 (1 + s/6h + V/16lh) recomputing.
-
-    Source: Narayanan et al. 2021 (2104.04473), equation 3, whose TFLOP/s count what is recomputed (hardware
-        utilisation, HFU); without recomputing it is model utilisation (MFU). Selective recompute adds 4 B s^2 h a layer
-        (2205.05198).
-    """
-    h, s, layers = hidden_size, sequence_length, num_layers
-    base = float(batch_size) * s * layers * h * h
-    if recompute == "full":
-        return 96 * base * (1 + s / (6 * h) + vocab_size / (16 * layers * h))
-    flops = 72 * base * (1 + s / (6 * h) + vocab_size / (12 * layers * h))
-    return flops + (4.0 * batch_size * s * s * h * layers if recompute == "selective" else 0.0)

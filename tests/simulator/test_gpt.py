@@ -1,7 +1,6 @@
 import pytest
 
-from simulator import gpt_num_parameters, gpt_workload
-from tests.simulator.step_cases import gpt_step_flops
+from simulator import gpt_num_parameters, gpt_step_flops, gpt_workload
 
 SIZES = {"hidden_size": 96, "num_layers": 5, "sequence_length": 40, "vocab_size": 311}
 
@@ -58,3 +57,8 @@ def test_the_head_has_flops_and_no_parameters_of_its_own():
 def test_senseless_sizes_are_refused(changes):
     with pytest.raises(ValueError, match="GPT: "):
         workload(**changes)
+
+
+def test_an_unknown_recompute_is_refused():
+    with pytest.raises(ValueError, match="choose none, selective or full"):
+        gpt_step_flops(**SIZES, batch_size=1, recompute="sometimes")

@@ -15,8 +15,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
-from simulator import cluster, gpt_workload, simulate
-from tests.simulator.step_cases import gpt_step_flops
+from simulator import cluster, gpt_step_flops, gpt_workload, simulate
 
 # heads, hidden, layers, tensor, pipeline, data, batch, seconds: Narayanan et al. 2021 (2104.04473), table 1, derived
 # from its TFLOP/s by equation 3; full recompute, sequences of 2048, a vocabulary of 51200.
