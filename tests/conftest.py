@@ -52,11 +52,23 @@ def _pools(no_process_left: None) -> Iterator[dict[int, Ranks]]:
         pool.close()
 
 
+# A gloo group has threads that wake up a hundred times a second, also when nobody uses it any more.
+MANY_THREADS = 12
+
+
 @pytest.fixture
 def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
-    """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced."""
+    """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced.
+
+    Ranks on which earlier tests have left many groups are replaced too, before the test.
+    """
 
     from distlab.comm import Ranks  # loads torch, which many tests do without
+
+    for world_size, pool in list(_pools.items()):
+        if _is_crowded(pool):
+            pool.close()
+            del _pools[world_size]
 
     def of_size(world_size: int) -> Ranks:
         if world_size not in _pools:
@@ -64,6 +76,12 @@ def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
         return _pools[world_size]
 
     return of_size
+
+
+def _is_crowded(pool: Ranks) -> bool:
+    with contextlib.suppress(psutil.Error):  # a rank that has ended is replaced by its pool
+        return any(psutil.Process(pid).num_threads() > MANY_THREADS for pid in pool.pids[:1])
+    return False
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
