@@ -21,17 +21,27 @@ from distlab.comm.agree import group_device
 from distlab.measure.machine.ranks import largest_over_ranks, now
 
 MAX_DRIFT = 0.05
+MAX_TAKEN_CORES = 0.2
 MIN_WINDOWS = 10
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window of equal steps and what the calibrations around it predict for a step, in seconds."""
+    """One window of equal steps and what the calibrations around it predict for a step, in seconds.
+
+    `taken_cores` are those that other processes took from the ranks meanwhile.
+    """
 
     measured_s: float
     predicted_s: float
     predicted_before_s: float
     predicted_after_s: float
+    taken_cores: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes took so much of the cores that the ranks waited for them."""
+        return self.taken_cores > MAX_TAKEN_CORES
 
     @property
     def drift(self) -> float:
@@ -83,21 +93,40 @@ class Verdict:
 
 
 def windows_between(
-    measured_s: Sequence[float], predicted_s: Callable[[int, int, int], float], *, start: int = 0
+    measured_s: Sequence[float],
+    predicted_s: Callable[[int, int, int], float],
+    *,
+    taken_cores: Sequence[float] = (),
+    start: int = 0,
 ) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
     Args:
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
         predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
+        taken_cores: from each round's end to the next one's; the first begins before round 0.
         start: the window to begin with.
     """
     windows = []
     for index, seconds in enumerate(measured_s[start:], start):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
-        each = (predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop)))
-        windows.append(Window(seconds, *each))
+        around, before, after = (
+            predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop))
+        )
+        taken = taken_cores[index : index + 2]
+        windows.append(Window(seconds, around, before, after, sum(taken) / len(taken) if taken else 0.0))
     return windows
+
+
+def trouble_of(windows: Sequence[Window]) -> str:
+    """Say in a sentence why no window is calm; "" where one is."""
+    if any(window.calm and not window.busy for window in windows):
+        return ""
+    taken = [window.taken_cores for window in windows if window.busy]
+    if taken:
+        return f"The machine was busy: other processes took {np.median(taken):.1f} of its cores from the ranks."
+    drift = min(window.drift for window in windows)
+    return f"The machine changed its speed: calibrations before and after the steps differ by {drift:.0%}."
 
 
 def time_window(

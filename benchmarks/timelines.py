@@ -1,0 +1,154 @@
+"""How often the timelines of the lessons are right: predicted over measured, run again and again as a reader runs them.
+
+A lesson's timeline is an `Overlay`, and the cell that measures it calibrates too. This takes, from the solution's
+notebook, each cell that measures an `overlay`, and the cells that it needs: those that define the names that it uses. It
+runs them in a kernel, and repeats the cell that measures. For each timeline it writes the median of the absolute
+errors, the share of runs whose measured median lies in the predicted band, and how many runs said that the machine was
+not calm.
+
+    python benchmarks/timelines.py                              # all lessons, 20 runs each: about 12 minutes
+    python benchmarks/timelines.py --lessons 03 09 --runs 5     # two lessons, 5 runs each
+    python benchmarks/timelines.py --quick                      # one run each: shows that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import nbformat
+from _rows import Row, median_interval
+from nbclient import NotebookClient
+
+LESSONS = Path(__file__).resolve().parents[1] / "lessons"
+NUMBERS = ("02", "03", "05", "07", "08", "09", "10", "11")
+NUM_RUNS = 20
+ERROR_BAR, INSIDE_BAR = 0.10, 0.90
+MEASURES = r"\boverlay = (overlay_of|measure)"
+RESULT = "timeline of this run: "
+TELL = f"""
+import json as _json
+_seen = [overlay.error, overlay.inside, overlay.trouble, *overlay.middle_s, str(overlay)]
+print({RESULT!r} + _json.dumps(_seen))
+"""
+
+
+class Run(NamedTuple):
+    """What one run of a timeline said: see `Overlay`."""
+
+    error: float
+    inside: bool
+    trouble: str
+    measured_s: float
+    predicted_s: float
+    text: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lessons", nargs="+", default=NUMBERS, choices=NUMBERS, metavar="NN")
+    parser.add_argument("--runs", type=int, default=NUM_RUNS, help=f"runs of each timeline ({NUM_RUNS})")
+    parser.add_argument("--quick", action="store_true", help="one run each: shows that it runs, proves nothing")
+    arguments = parser.parse_args(argv)
+    failed = 0
+    for number in arguments.lessons:
+        for row in rows_of(number, 1 if arguments.quick else arguments.runs):
+            print(row, flush=True)
+            failed += row.holds is False
+    return 1 if failed else 0
+
+
+def rows_of(number: str, num_runs: int) -> Iterator[Row]:
+    """Yield two rows for each timeline of a lesson: its error, and how often the step was in the band."""
+    cells = code_cells(next(LESSONS.glob(f"{number}_*/solution.ipynb")))
+    for place, (cell, runs) in enumerate(run_timelines(cells, num_runs).items(), 1):
+        errors = [abs(run.error) for run in runs]
+        inside = sum(run.inside for run in runs) / len(runs)
+        busy = [run.trouble for run in runs if run.trouble]
+        signed = median(run.error for run in runs)
+        times = f"measured {median(run.measured_s for run in runs) * 1e3:.3g} ms"
+        note = f"{len(runs)} runs, cell {cell}, {times}, bias {signed:+.1%}, not calm in {len(busy)}"
+        note += f", for example: {busy[0]}" if busy else ""
+        what = f"timeline {place} of lesson {number}"
+        middle = median(errors)
+        yield Row(
+            f"{what}: median error",
+            middle,
+            None,
+            None,
+            median_interval(errors),
+            "relative",
+            f"<= {ERROR_BAR}",
+            middle <= ERROR_BAR,
+            note,
+        )
+        span = (inside, inside)
+        claim = f"{what}: measured step in the predicted band"
+        yield Row(claim, inside, None, None, span, "of the runs", f">= {INSIDE_BAR}", inside >= INSIDE_BAR, note)
+
+
+def code_cells(notebook: Path) -> list[str]:
+    """Return the source of each code cell, without those that magics run."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == "code" and not cell.source.lstrip().startswith("%")]
+
+
+def run_timelines(cells: Sequence[str], num_runs: int) -> dict[int, list[Run]]:
+    """Run each cell that measures, after what it needs; return what each of its runs said, by the cell's number."""
+    measuring = [index for index, cell in enumerate(cells) if re.search(MEASURES, cell)]
+    needed = sorted(set().union(*(needs(cells, index) for index in measuring)) | set(measuring))
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell("%load_ext distlab.notebook")]
+    for index in needed:
+        again = num_runs if index in measuring else 1
+        source = cells[index] + (f"\n{TELL}" if index in measuring else "")
+        notebook.cells += [nbformat.v4.new_code_cell(source, metadata={"cell": index}) for _ in range(again)]
+    start = time.monotonic()
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(LESSONS)}}).execute()
+    print(f"{time.monotonic() - start:.0f} s for {len(needed)} cells", file=sys.stderr, flush=True)
+    found: dict[int, list[Run]] = {index: [] for index in measuring}
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            for line in output.get("text", "").splitlines():
+                if line.startswith(RESULT):
+                    found[cell.metadata["cell"]].append(Run(*json.loads(line[len(RESULT) :])))
+    return found
+
+
+def needs(cells: Sequence[str], index: int) -> set[int]:
+    """Return the cells before a cell that define what it uses, and what those use."""
+    found: set[int] = set()
+    for name in names_of(cells[index])[1]:
+        before = [place for place in range(index) if name in names_of(cells[place])[0]]
+        if before and before[-1] not in found:
+            found |= {before[-1]} | needs(cells, before[-1])
+    return found
+
+
+def names_of(cell: str) -> tuple[set[str], set[str]]:
+    """Return the names that a cell defines at its top level, and all names that it uses."""
+    tree = ast.parse(cell)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    defined: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            defined.add(statement.name)
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.alias):
+                defined.add((node.asname or node.name).split(".")[0])
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+    return defined, used
+
+
+if __name__ == "__main__":
+    sys.exit(main())
