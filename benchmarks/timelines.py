@@ -1,7 +1,7 @@
 """How often the timelines of the lessons are right: predicted over measured, run again and again as a reader runs them.
 
-A lesson's timeline is an `Overlay`, and the cell that measures it calibrates too. This takes, from the solution's
-notebook, each cell that measures an `overlay`, and the cells that it needs: those that define the names that it uses. It
+A lesson's timeline is an `Overlay`, and the cell that measures it calibrates too. From the solution's notebook this
+takes each cell that measures an `overlay`, and the cells that it needs: those that define the names that it uses. It
 runs them in a kernel, and repeats the cell that measures. For each timeline it writes the median of the absolute
 errors, the share of runs whose measured median lies in the predicted band, and how many runs said that the machine was
 not calm.
@@ -120,6 +120,7 @@ def run_timelines(cells: Sequence[str], num_runs: int) -> dict[int, list[Run]]:
             for line in output.get("text", "").splitlines():
                 if line.startswith(RESULT):
                     found[cell.metadata["cell"]].append(Run(*json.loads(line[len(RESULT) :])))
+                    print(f"    {found[cell.metadata['cell']][-1].text}", file=sys.stderr, flush=True)
     return found
 
 

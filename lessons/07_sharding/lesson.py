@@ -580,7 +580,7 @@ guess_3
 from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
 WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
-TRAINING = TrainingRun(WIDE, Plan(2, sharding=Sharding(stage=3)), num_updates=1, num_windows=3, budget_s=8.0)
+TRAINING = TrainingRun(WIDE, Plan(2, sharding=Sharding(stage=3)), num_updates=1, num_windows=4, budget_s=5.0)
 
 # %%
 overlay = overlay_of_run(RunResult(TRAINING, pair.run(time_training, TRAINING)))

@@ -520,7 +520,7 @@ guess_3
 from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
-TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=3, budget_s=8.0)
+TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=4, budget_s=5.0)
 
 ranks.close()
 ranks = Ranks(2)

@@ -424,7 +424,7 @@ from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_trainin
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
 SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=2)
-TRAINING = TrainingRun(CONFIG, SQUARE, num_updates=1, num_windows=3, budget_s=8.0)
+TRAINING = TrainingRun(CONFIG, SQUARE, num_updates=1, num_windows=4, budget_s=7.0)
 
 # %%
 overlay = overlay_of_run(RunResult(TRAINING, ranks.run(time_training, TRAINING)))

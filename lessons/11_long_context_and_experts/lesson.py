@@ -394,7 +394,7 @@ from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_trainin
 from distlab.plan import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
-SHORT = {"num_windows": 3, "num_updates": 1, "budget_s": 8.0}
+SHORT = {"num_windows": 4, "num_updates": 1, "budget_s": 5.0}
 TRAINING = TrainingRun(model=LONGER, plan=Plan(context=2), batch_size=2, **SHORT)
 
 # %%

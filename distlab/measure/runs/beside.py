@@ -84,10 +84,10 @@ def overlay_of_run(result: RunResult, *, calls: Trace | None = None) -> Overlay:
 def _overlay(
     reports: Sequence[RankReport], windows: Sequence[Window], predicted: Trace, calls: Trace | None
 ) -> Overlay:
-    """Take the calm windows, or all where none is calm. A step lasts as long as on its slowest rank."""
+    """Take the windows in which the machine was not busy, or else all. A step lasts as long as on its slowest rank."""
     from simulator.viz import Overlay  # here: ranks that only time steps need no pictures
 
-    kept = [index for index, window in enumerate(windows) if window.calm and not window.busy] or range(len(windows))
+    kept = [index for index, window in enumerate(windows) if not window.busy] or range(len(windows))
     lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
     by_window = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     measured_s = lengths_ns[by_window] / 1e9
@@ -96,7 +96,7 @@ def _overlay(
     if calls is not None:
         traces += [_in_step(calls, rank, report.step_ns[nearest]) for rank, report in enumerate(reports)]
     measured = Trace.concatenate(traces).from_zero()
-    said = [(windows[index].predicted_before_s, windows[index].predicted_after_s) for index in kept]
+    said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, measured_s.tolist(), np.ravel(said).tolist(), trouble_of(windows))
 
 
