@@ -13,6 +13,7 @@ from distlab.comm.agree import group_device
 from distlab.measure.machine.facts import num_cores
 
 STAT = Path("/proc/stat")
+MAX_TAKEN_CORES = 0.2  # from more on, times say little
 
 
 def busy_s(stat: Path = STAT) -> float | None:
@@ -41,6 +42,11 @@ def taken_cores(all_s: float, ranks_s: float, wall_s: float, *, cores: int, num_
     """
     free = max(0, cores - num_ranks)
     return max(0.0, (all_s - ranks_s) / wall_s - free) if wall_s > 0 else 0.0
+
+
+def busy_sentence(cores: float) -> str:
+    """Say that other processes took so many cores from the ranks."""
+    return f"The machine was busy: other processes took {cores:.1f} of its cores from the ranks."
 
 
 class OtherProcesses:

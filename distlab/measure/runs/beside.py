@@ -89,15 +89,15 @@ def _overlay(
 
     kept = [index for index, window in enumerate(windows) if not window.busy] or range(len(windows))
     lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
-    by_window = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
-    measured_s = lengths_ns[by_window] / 1e9
-    nearest = int(by_window[np.abs(measured_s - np.median(measured_s)).argmin()])
+    timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
+    counted_ns = lengths_ns[timed]
+    nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
     traces = [report.step_trace(nearest) for report in reports]
     if calls is not None:
         traces += [_in_step(calls, rank, report.step_ns[nearest]) for rank, report in enumerate(reports)]
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
-    return Overlay(measured, predicted, measured_s.tolist(), np.ravel(said).tolist(), trouble_of(windows))
+    return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
 
 
 def _in_step(calls: Trace, rank: int, step_ns: tuple[int, int]) -> Trace:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import group_device
+from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
 from distlab.measure.machine.ranks import largest_over_ranks, now
 
 MAX_DRIFT = 0.05
-MAX_TAKEN_CORES = 0.2
 MAX_CHANGE = 0.2
 MIN_WINDOWS = 10
 
@@ -128,7 +128,7 @@ def trouble_of(windows: Sequence[Window]) -> str:
     """
     taken = [window.taken_cores for window in windows if window.busy]
     if len(taken) > len(windows) / 2:
-        return f"The machine was busy: other processes took {np.median(taken):.1f} of its cores from the ranks."
+        return busy_sentence(float(np.median(taken)))
     said = [window.predicted_s for window in windows if not window.busy]
     change = max(said) / min(said) - 1
     if change <= MAX_CHANGE:
