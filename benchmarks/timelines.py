@@ -6,7 +6,8 @@ runs them in a kernel, and repeats the cell that measures. For each timeline it 
 errors, the share of runs whose measured median lies in the predicted band, and how many runs said that the machine was
 not calm.
 
-    python benchmarks/timelines.py                              # all lessons, 20 runs each: about 12 minutes
+    python benchmarks/timelines.py                              # all lessons, 20 runs each: about 20 minutes
+    python benchmarks/timelines.py --minutes 12                 # as many runs, up to 20, as 12 minutes allow
     python benchmarks/timelines.py --lessons 03 09 --runs 5     # two lessons, 5 runs each
     python benchmarks/timelines.py --quick                      # one run each: shows that it runs
 """
@@ -56,20 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lessons", nargs="+", default=NUMBERS, choices=NUMBERS, metavar="NN")
     parser.add_argument("--runs", type=int, default=NUM_RUNS, help=f"runs of each timeline ({NUM_RUNS})")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all lessons; fewer runs where it is short")
     parser.add_argument("--quick", action="store_true", help="one run each: shows that it runs, proves nothing")
     arguments = parser.parse_args(argv)
     failed = 0
-    for number in arguments.lessons:
-        for row in rows_of(number, 1 if arguments.quick else arguments.runs):
+    end = time.monotonic() + 60 * arguments.minutes
+    for place, number in enumerate(arguments.lessons):
+        left_s = max(0.0, end - time.monotonic()) / (len(arguments.lessons) - place)
+        for row in rows_of(number, 1 if arguments.quick else arguments.runs, left_s):
             print(row, flush=True)
             failed += row.holds is False
     return 1 if failed else 0
 
 
-def rows_of(number: str, num_runs: int) -> Iterator[Row]:
+def rows_of(number: str, num_runs: int, budget_s: float) -> Iterator[Row]:
     """Yield two rows for each timeline of a lesson: its error, and how often the step was in the band."""
     cells = code_cells(next(LESSONS.glob(f"{number}_*/solution.ipynb")))
-    for place, (cell, runs) in enumerate(run_timelines(cells, num_runs).items(), 1):
+    for place, (cell, runs) in enumerate(run_timelines(cells, num_runs, budget_s).items(), 1):
         errors = [abs(run.error) for run in runs]
         inside = sum(run.inside for run in runs) / len(runs)
         busy = [run.trouble for run in runs if run.trouble]
@@ -101,27 +105,45 @@ def code_cells(notebook: Path) -> list[str]:
     return [cell.source for cell in cells if cell.cell_type == "code" and not cell.source.lstrip().startswith("%")]
 
 
-def run_timelines(cells: Sequence[str], num_runs: int) -> dict[int, list[Run]]:
-    """Run each cell that measures, after what it needs; return what each of its runs said, by the cell's number."""
+def run_timelines(cells: Sequence[str], num_runs: int, budget_s: float) -> dict[int, list[Run]]:
+    """Run each cell that measures, after what it needs; return what each of its runs said, by the cell's number.
+
+    A cell that measures runs at least once, and at most num_runs times; its share of the time that is left ends it.
+    """
+    end = time.monotonic() + budget_s
     measuring = [index for index, cell in enumerate(cells) if re.search(MEASURES, cell)]
     needed = sorted(set().union(*(needs(cells, index) for index in measuring)) | set(measuring))
+    found: dict[int, list[Run]] = {}
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell("%load_ext distlab.notebook")]
-    for index in needed:
-        again = num_runs if index in measuring else 1
-        source = cells[index] + (f"\n{TELL}" if index in measuring else "")
-        notebook.cells += [nbformat.v4.new_code_cell(source, metadata={"cell": index}) for _ in range(again)]
-    start = time.monotonic()
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(LESSONS)}}).execute()
-    print(f"{time.monotonic() - start:.0f} s for {len(needed)} cells", file=sys.stderr, flush=True)
-    found: dict[int, list[Run]] = {index: [] for index in measuring}
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            for line in output.get("text", "").splitlines():
-                if line.startswith(RESULT):
-                    found[cell.metadata["cell"]].append(Run(*json.loads(line[len(RESULT) :])))
-                    print(f"    {found[cell.metadata['cell']][-1].text}", file=sys.stderr, flush=True)
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(LESSONS)}})
+    with client.setup_kernel():
+        told(client, "%load_ext distlab.notebook")
+        for index in needed:
+            if index not in measuring:
+                told(client, cells[index])
+                continue
+            left = len(measuring) - len(found)
+            stop = time.monotonic() + max(0.0, end - time.monotonic()) / left
+            found[index] = []
+            while not found[index] or (len(found[index]) < num_runs and time.monotonic() < stop):
+                found[index] += told(client, f"{cells[index]}\n{TELL}")
     return found
+
+
+def told(client: NotebookClient, source: str) -> list[Run]:
+    """Run a cell, and return what it said of a timeline.
+
+    Raises:
+        CellExecutionError: the cell fails.
+    """
+    cell = nbformat.v4.new_code_cell(source)
+    client.nb.cells.append(cell)
+    client.execute_cell(cell, len(client.nb.cells) - 1)
+    lines = [line for output in cell.outputs for line in output.get("text", "").splitlines()]
+    runs = [Run(*json.loads(line[len(RESULT) :])) for line in lines if line.startswith(RESULT)]
+    for run in runs:
+        print(f"    {run.text}", file=sys.stderr, flush=True)
+    return runs
 
 
 def needs(cells: Sequence[str], index: int) -> set[int]:

@@ -119,3 +119,21 @@ def test_calibrations_stand_before_between_and_after_windows_on_the_same_ranks()
         assert len(found.measured_s) == 2
         assert len(found.taken_cores) == 3
         assert all(len(found.step_trace(step)) == 1 for step in range(4))
+
+
+def one_reading():
+    import torch.distributed as dist
+
+    from distlab.comm import recorded
+    from distlab.measure.machine.others import OtherProcesses
+
+    others = OtherProcesses()
+    with recorded() as seen:
+        found = others.taken()
+    return found, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
+
+
+def test_a_reading_is_one_small_all_reduce_and_one_broadcast_and_the_same_on_every_rank():
+    (first, calls), (second, other_calls) = run(one_reading, 2)
+    assert first == second >= 0.0
+    assert calls == other_calls == [("all_reduce", 8), ("broadcast", 8)]

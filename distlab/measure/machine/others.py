@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import group_device
 from distlab.measure.machine.facts import num_cores
+from distlab.measure.machine.ranks import mean_over_ranks
 
 STAT = Path("/proc/stat")
 MAX_TAKEN_CORES = 0.2  # from more on, times say little
@@ -50,7 +51,10 @@ def busy_sentence(cores: float) -> str:
 
 
 class OtherProcesses:
-    """Measures the cores that processes other than the ranks take. Every rank makes one, all on one machine."""
+    """Measures the cores that processes other than the ranks take. Every rank makes one.
+
+    On several machines it sees only the first rank's, and counts too few.
+    """
 
     def __init__(self) -> None:
         self._last = self._read()
@@ -62,10 +66,9 @@ class OtherProcesses:
         """
         before, self._last = self._last, self._read()
         wall_s, own_s, all_s = (after - start for after, start in zip(self._last, before, strict=True))
-        ranks_s = torch.tensor(own_s, dtype=torch.float64, device=group_device())
-        dist.all_reduce(ranks_s)
         num_ranks = dist.get_world_size()
-        found = taken_cores(all_s, float(ranks_s), wall_s, cores=num_cores(), num_ranks=num_ranks)
+        ranks_s = num_ranks * mean_over_ranks([own_s], group_device())[0]
+        found = taken_cores(all_s, ranks_s, wall_s, cores=num_cores(), num_ranks=num_ranks)
         agreed = torch.tensor(found, dtype=torch.float64, device=group_device())
         dist.broadcast(agreed, 0)
         return float(agreed)
