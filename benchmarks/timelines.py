@@ -18,6 +18,7 @@ import argparse
 import ast
 import json
 import re
+import symtable
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -147,30 +148,38 @@ def told(client: NotebookClient, source: str) -> list[Run]:
 
 
 def needs(cells: Sequence[str], index: int) -> set[int]:
-    """Return the cells before a cell that define what it uses, and what those use."""
+    """Return the cells before a cell that define what it uses, and what those use; checks of answers are left out."""
     found: set[int] = set()
-    for name in names_of(cells[index])[1]:
-        before = [place for place in range(index) if name in names_of(cells[place])[0]]
+    earlier = {place: defined_by(cell) for place, cell in enumerate(cells[:index]) if " = check(" not in cell}
+    for name in used_by(cells[index]):
+        before = [place for place, defined in earlier.items() if name in defined]
         if before and before[-1] not in found:
             found |= {before[-1]} | needs(cells, before[-1])
     return found
 
 
-def names_of(cell: str) -> tuple[set[str], set[str]]:
-    """Return the names that a cell defines at its top level, and all names that it uses."""
-    tree = ast.parse(cell)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    defined: set[str] = set()
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            defined.add(statement.name)
-            continue
-        for node in ast.walk(statement):
-            if isinstance(node, ast.alias):
-                defined.add((node.asname or node.name).split(".")[0])
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                defined.add(node.id)
-    return defined, used
+def defined_by(cell: str) -> set[str]:
+    """Return the names that a cell defines at its top level."""
+    table = symtable.symtable(cell, "cell", "exec")
+    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+
+
+def used_by(cell: str) -> set[str]:
+    """Return the names that a cell takes from others: what it uses, without what it imports and loops over."""
+    table = symtable.symtable(cell, "cell", "exec")
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported() or symbol.is_namespace()}
+    for loop in (node for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.For)):
+        own |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    top = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    return (top | globals_in(table)) - own
+
+
+def globals_in(table: symtable.SymbolTable) -> set[str]:
+    """Return the global names that functions of a table use."""
+    found: set[str] = set()
+    for child in table.get_children():
+        found |= {symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()} | globals_in(child)
+    return found
 
 
 if __name__ == "__main__":

@@ -531,10 +531,10 @@ for what, table in (("a wire for each rank", own), ("one wire for all", shared))
 
 
 # %%
-OTHER_SIZES = (12_000, 24_000, 96_000, 192_000)
+OTHER_SIZES = (24_000, 36_000, 72_000, 96_000)
 
 
-def time_rings(repeats=15):
+def time_rings(repeats=8):
     """Return the seconds of a ring of each other size: on the slowest rank, the middle one of the repeats."""
     import time
 
@@ -558,7 +558,7 @@ from distlab.trace import Span, SpanWriter, Trace
 def timed(num_bytes=48_000):
     tensor = torch.zeros(num_bytes // 4)
     return time_beside(
-        lambda: ring_all_reduce(tensor), time_rings, SpanWriter(dist.get_rank()), num_windows=4, steps_per_window=15
+        lambda: ring_all_reduce(tensor), time_rings, SpanWriter(dist.get_rank()), num_windows=10, steps_per_window=12
     )
 
 

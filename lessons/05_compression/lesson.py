@@ -681,7 +681,7 @@ def timed(bytes_per_s, compression):
         with throttled(bytes_per_s):
             train()
 
-    return time_beside(step, rounds.measure, spans)
+    return time_beside(step, rounds.measure, spans, num_windows=2, steps_per_window=6)
 
 
 def measure(bytes_per_s, compression):

@@ -565,8 +565,6 @@ print(f"one process: {one_s * 1e3:.0f} ms, two ranks: {two_s * 1e3:.0f} ms; {gue
 # pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
 
 # %%
-from dataclasses import replace
-
 from distlab.trace import Trace
 
 
@@ -577,13 +575,15 @@ def with_gaps(trace):
         start_ns = span.start_ns
         for call in calls:
             if call.rank == span.rank and span.start_ns <= call.start_ns < span.end_ns:
-                cut.append(replace(span, start_ns=start_ns, end_ns=max(start_ns, call.start_ns)))
+                cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, call.start_ns)))
                 start_ns = call.end_ns
-        cut.append(replace(span, start_ns=start_ns, end_ns=max(start_ns, span.end_ns)))
-    return Trace.from_spans(cut + [replace(call, lane="tensor") for call in calls])
+        cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, span.end_ns)))
+    return Trace.from_spans(cut + [call._replace(lane="tensor") for call in calls])
 
 
 # %%
+from dataclasses import replace
+
 from simulator.viz import Timeline
 
 timeline = Timeline(replace(overlay, measured=with_gaps(overlay.measured), predicted=result.predicted.layer_trace))

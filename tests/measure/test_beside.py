@@ -44,7 +44,9 @@ def test_a_busy_machine_is_told_with_how_much_was_taken():
 
 def test_a_machine_that_changes_its_speed_is_told():
     assert "differ by 30%" in trouble_of([window(1.0), window(1.3)])
+    assert "differ by 50%" in trouble_of([window(1.0), window(1.0), window(0.5), window(0.5)])
     assert trouble_of([window(1.0), window(1.1)]) == ""
+    assert trouble_of([window(1.0), window(1.3), window(1.0)]) == ""  # noise, and no change that stays
     assert trouble_of([window(1.0), window(2.0, taken=1.0), window(1.1)]) == ""  # that one does not count
 
 

@@ -122,18 +122,18 @@ def windows_between(
 def trouble_of(windows: Sequence[Window]) -> str:
     """Say in a sentence why a few windows say nothing about a prediction; "" where they do.
 
-    The machine was busy in most of them, or it changed its speed by more than MAX_CHANGE from window to window. (Drift
-    within single windows is no trouble here: with few windows it is the noise of single calibrations, and the spread
-    of predictions shows it.)
+    The machine was busy in most of them, or it changed its speed by more than MAX_CHANGE from their first half to their
+    second. (Drift within single windows is no trouble here: with few windows it is the noise of single calibrations,
+    and the spread of predictions shows it.)
     """
     taken = [window.taken_cores for window in windows if window.busy]
     if len(taken) > len(windows) / 2:
         return busy_sentence(float(np.median(taken)))
     said = [window.predicted_s for window in windows if not window.busy]
-    change = max(said) / min(said) - 1
-    if change <= MAX_CHANGE:
+    early, late = np.median(said[: (len(said) + 1) // 2]), np.median(said[len(said) // 2 :])
+    if abs(late / early - 1) <= MAX_CHANGE:
         return ""
-    return f"The machine changed its speed: predictions from one calibration and another differ by {change:.0%}."
+    return f"The machine changed its speed: the first and the last calibrations differ by {abs(late / early - 1):.0%}."
 
 
 def time_window(

@@ -52,9 +52,10 @@ class Overlay:
 
     @property
     def bands_s(self) -> tuple[View, View]:
-        """From where to where: half of the measured steps; the predictions with MODEL_ERROR on both sides."""
+        """From where to where: half of the measured steps; nine in ten predictions, with MODEL_ERROR on both sides."""
         low, high = np.percentile(self.measured_s, (25, 75)).tolist()
-        return (low, high), (min(self.predicted_s) * (1 - MODEL_ERROR), max(self.predicted_s) * (1 + MODEL_ERROR))
+        early, late = np.percentile(self.predicted_s, (5, 95)).tolist()
+        return (low, high), (early * (1 - MODEL_ERROR), late * (1 + MODEL_ERROR))
 
     @property
     def inside(self) -> bool:
