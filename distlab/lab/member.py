@@ -28,7 +28,7 @@ from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
 from distlab.lab.settings import CommonSettings, parse, what_is_run
 from distlab.lab.watch import Guard, own_traceback
-from distlab.measure.machine.others import MAX_TAKEN_CORES, OtherProcesses, busy_sentence
+from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
@@ -215,8 +215,8 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
         try:
             others = OtherProcesses() if read_environment().is_on_one_machine else None
             run(lab)
-            if others is not None and (taken := others.taken()) > MAX_TAKEN_CORES:
-                lab.report.note(f"{busy_sentence(taken)} Close other programs and run again: times here say little.")
+            if others is not None:
+                lab.report.others_took(others.taken())
             wrong = _tell(lab)
         except SystemExit as error:  # the others would wait for this rank
             left = RuntimeError(f"rank {member.rank} left by exit({error.code}); a function returns instead")
