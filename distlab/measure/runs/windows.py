@@ -123,8 +123,8 @@ def trouble_of(windows: Sequence[Window]) -> str:
     """Say in a sentence why a few windows say nothing about a prediction; "" where they do.
 
     The machine was busy in most of them, or it changed its speed by more than MAX_CHANGE from their first half to their
-    second. (Drift within one window does not count here. With few windows it is the noise of single calibrations, and the
-    spread of predictions shows it.)
+    second. (Drift within one window does not count here. With few windows it is the noise of single calibrations, and
+    the spread of predictions shows it.)
     """
     taken = [window.taken_cores for window in windows if window.busy]
     if len(taken) > len(windows) / 2:
