@@ -52,6 +52,7 @@ from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
 from simulator.viz.timeline.facts import facts_of
+from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ _HOMES = {
     "schedule_editor": "panels.schedules",
 }
 __all__ = [
+    "Overlay",
     "Panel",
     "RecordedCall",
     "ScheduleRun",
