@@ -15,7 +15,7 @@ from simulator.viz.drawing.words import width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
 HIDDEN, EXPOSED = "#0072B2", "#D55E00"
-NAME_PT = 9.5
+NAME_PT = 10.0
 
 
 def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep, moment: float) -> None:

@@ -37,8 +37,13 @@ class Recorded(list[Any]):
         )
 
 
-def messages(rounds: Iterable[Iterable[tuple[int, int]]], num_bytes: int, one_ns: int = 50_000) -> Recorded:
-    """Return the calls of messages (from, to) that are sent round by round, each taken `one_ns` after its round."""
+def messages(
+    rounds: Iterable[Iterable[tuple[int, int]]], num_bytes: int, one_ns: int = 50_000, after_ns: int = 0
+) -> Recorded:
+    """Return the calls of messages (from, to) that are sent round by round, each taken `one_ns` after its round.
+
+    A sender waits from the start of its call, or, for `after_ns`, from the moment at which the message was taken.
+    """
     calls = Recorded()
     for number, pairs in enumerate(rounds):
         for sender, receiver in pairs:
@@ -46,7 +51,9 @@ def messages(rounds: Iterable[Iterable[tuple[int, int]]], num_bytes: int, one_ns
             times = {"start_ns": number * one_ns + 10 * sender, "end_ns": (number + 1) * one_ns - 7 * sender}
             for rank, peer, op in ((sender, receiver, "send"), (receiver, sender, "recv")):
                 waits = {"wait_ns": times["start_ns"], "state": "done"}
-                calls.append(SimpleNamespace(rank=rank, peer=peer, op=op, **shared, **times, **waits))
+                if op == "send" and after_ns:
+                    waits |= {"wait_ns": times["end_ns"] + 50, "end_ns": times["end_ns"] + after_ns}
+                calls.append(SimpleNamespace(rank=rank, peer=peer, op=op, **shared, **(times | waits)))
     calls.sort(key=lambda call: call.start_ns)
     calls.ranks = tuple(sorted({call.rank for call in calls}))
     return calls
@@ -127,7 +134,7 @@ def losses(last: float, wild: float = 0.0) -> torch.Tensor:
 
 def given_01() -> dict[str, Any]:
     token = messages([[(0, 1)], [(1, 2)], [(2, 3)], [(3, 0)]], 4)
-    shift = messages([[(rank, (rank + 1) % 4) for rank in range(4)]], 8)
+    shift = messages([[(rank, (rank + 1) % 4) for rank in range(4)]], 8, after_ns=20_000)
     play = messages([[(number % 2, 1 - number % 2)] for number in range(6)], 10**6, 238_000)
     sizes = [10, 100, 1_000, 4_000, 16_000, 64_000, 128_000, 256_000, 512_000, 1_000_000]
     times_s = [9.7e-5 + size / 4.1e9 * (1 + 0.1 * (-1) ** n) for n, size in enumerate(sizes)]

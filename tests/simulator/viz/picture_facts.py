@@ -1,20 +1,23 @@
 """What a reader sees of a picture's texts: which lie on each other, are cut, are too small or too pale.
 
-The figure is drawn with a renderer that notes every text at the moment at which it is drawn, whatever artist draws it.
+Every text is noted at the moment at which it would be drawn, whatever artist draws it.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from matplotlib.backends import backend_agg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 from simulator.viz import to_png
 
+Theme = Callable[[np.ndarray], np.ndarray]
 TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
 LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
 COVERED = 0.2  # of a text's pixels: a thin line may pass behind it
@@ -38,33 +41,6 @@ class Written(NamedTuple):
         return across and top - TOUCH_PX <= self.top and self.bottom <= bottom + TOUCH_PX
 
 
-class NotingRenderer(backend_agg.RendererAgg):
-    """Draws everything but the texts, which it notes."""
-
-    def __init__(self, width: int, height: int, dpi: float) -> None:
-        super().__init__(width, height, dpi)
-        self.written: list[Written] = []
-
-    def clear(self) -> None:
-        """Begin again: what was drawn to lay the figure out is not what is seen."""
-        super().clear()
-        self.written.clear()
-
-    def draw_text(self, gc, x, y, s, prop, angle, ismath=False, mtext=None):
-        """Note the text: its baseline begins at (x, y), y from the top, and it is turned by `angle` degrees."""
-        if not s.strip():
-            return
-        wide, tall, descent = self.get_text_width_height_descent(s, prop, ismath)
-        turn = np.deg2rad(angle)
-        along, up = np.array([np.cos(turn), -np.sin(turn)]), np.array([-np.sin(turn), -np.cos(turn)])
-        corners = np.array([[x, y] + a * along + b * up for a in (0, wide) for b in (-descent, tall - descent)])
-        clip = gc.get_clip_rectangle()
-        bounds = clip and (clip.x0, self.height - clip.y1, clip.x1, self.height - clip.y0)
-        colour = np.array(gc.get_rgb()[:3])
-        sides = *corners.min(axis=0).tolist(), *corners.max(axis=0).tolist()
-        self.written.append(Written(s, prop.get_size_in_points(), colour, *sides, bounds))
-
-
 class Look(NamedTuple):
     """A picture's texts and the picture without them: pixels [height, width, 3], 0 to 1."""
 
@@ -72,19 +48,36 @@ class Look(NamedTuple):
     pixels: np.ndarray
 
 
-def look_at(figure: Figure, render: Callable[[Figure], object] | None = None) -> Look:
-    """Draw the figure, and return what `render`, which makes the PNG, draws."""
-    made: list[NotingRenderer] = []
+def look_at(figure: Figure, render: Callable[[Figure], bytes] = to_png, theme: Theme = lambda colour: colour) -> Look:
+    """Let `render` make the PNG, and note its texts in place of drawing them; `theme` changes colours [..., 3]."""
+    written: list[Written] = []
 
-    def noting(width: float, height: float, dpi: float) -> NotingRenderer:
-        made.append(NotingRenderer(int(width), int(height), dpi))
-        return made[-1]
+    def note(renderer, gc, x, y, s, prop, angle, ismath=False, mtext=None):
+        """Note a text: its baseline begins at (x, y), y from the top, and it is turned by `angle` degrees."""
+        if not s.strip():
+            return
+        wide, tall, descent = renderer.get_text_width_height_descent(s, prop, ismath)
+        turn = np.deg2rad(angle)
+        along, up = np.array([np.cos(turn), -np.sin(turn)]), np.array([-np.sin(turn), -np.cos(turn)])
+        corners = np.array([[x, y] + a * along + b * up for a in (0, wide) for b in (-descent, tall - descent)])
+        clip = gc.get_clip_rectangle()
+        bounds = clip and (clip.x0, renderer.height - clip.y1, clip.x1, renderer.height - clip.y0)
+        sides = *corners.min(axis=0).tolist(), *corners.max(axis=0).tolist()
+        colour = theme(np.array(gc.get_rgb()[:3]))
+        written.append(Written(s, prop.get_size_in_points(), colour, *sides, bounds))
 
-    backend_agg.FigureCanvasAgg(figure)  # in place of a panel's own, which stamps the texts that it drew before
+    def clear(renderer):
+        """Begin again: what was drawn to lay the figure out is not what is seen."""
+        cleared(renderer)
+        written.clear()
+
+    cleared = RendererAgg.clear
+    FigureCanvasAgg(figure)  # in place of a panel's own, which stamps the texts that it drew before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend_agg, "RendererAgg", noting)
-        (render or to_png)(figure)
-    return Look(made[-1].written, np.asarray(made[-1].buffer_rgba())[..., :3] / 255)
+        patch.setattr(RendererAgg, "draw_text", note)
+        patch.setattr(RendererAgg, "clear", clear)
+        png = render(figure)
+    return Look(written, np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) / 255)
 
 
 def clashes(look: Look) -> list[str]:
@@ -105,13 +98,13 @@ def _overlap(one: Written, other: Written) -> bool:
     return across > TOUCH_PX and min(one.bottom, other.bottom) - max(one.top, other.top) > TOUCH_PX
 
 
-def pale_texts(look: Look, theme=lambda colours: colours) -> list[str]:
-    """Return the texts that stand out too little from what is behind them; `theme` changes colours [..., 3]."""
+def pale_texts(look: Look) -> list[str]:
+    """Return the texts that stand out too little from what is behind them."""
     found = []
     for one in look.written:
         rows = slice(max(0, int(one.top)), max(0, int(one.bottom)) + 1)
         behind = look.pixels[rows, max(0, int(one.left)) : max(0, int(one.right)) + 1].reshape(-1, 3)
-        ratio = contrast(theme(one.colour), theme(behind))
+        ratio = contrast(one.colour, behind)
         if ratio.size and np.quantile(ratio, COVERED) < LEAST_CONTRAST:
             found.append(f"{one.text!r} has {np.quantile(ratio, COVERED):.2f}:1")
     return found

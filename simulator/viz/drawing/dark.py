@@ -1,0 +1,81 @@
+"""Paint a figure light on dark: every colour keeps its hue, and light and dark change places.
+
+White paper turns black, ink white, a pale box a dim one. Letters are drawn in a colour that can be read
+on what is under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from simulator.viz.drawing.style import LEAST_CONTRAST, contrast
+
+Colours = NDArray[np.float64]
+
+
+@contextmanager
+def darkened(figure: Figure) -> Iterator[FigureCanvasAgg]:
+    """Let whatever renders the figure in this context paint it light on dark, and hand out its canvas."""
+    before = figure.canvas
+    try:
+        yield _DarkCanvas(figure)
+    finally:
+        figure.set_canvas(before)
+
+
+def flip(colours: Colours) -> Colours:
+    """Exchange light and dark and keep hue and chroma; twice gives the colours back.
+
+    Shapes: colours [..., 3], 0 to 1 -> [..., 3]
+    """
+    return colours + (1 - colours.max(axis=-1, keepdims=True) - colours.min(axis=-1, keepdims=True))
+
+
+class _DarkCanvas(FigureCanvasAgg):
+    """A figure's canvas whose pixels are flipped once all is drawn."""
+
+    def get_renderer(self) -> RendererAgg:
+        """Return a renderer of this figure's size, new for each drawing."""
+        width, height = self.get_width_height(physical=True)
+        self.renderer = _DarkLetters(width, height, self.figure.dpi)
+        return self.renderer
+
+    def buffer_rgba(self) -> Any:
+        """Return the pixels, light on dark."""
+        pixels = np.array(super().buffer_rgba())  # type: ignore[no-untyped-call]
+        pixels[..., :3] = np.round(255 * flip(pixels[..., :3] / 255))
+        return pixels
+
+
+class _DarkLetters(RendererAgg):
+    """Agg's renderer, with letters in a colour that can be read once the pixels are flipped."""
+
+    def __init__(self, width: int, height: int, dpi: float) -> None:
+        super().__init__(width, height, dpi)  # type: ignore[no-untyped-call]
+
+    def draw_text(self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, *more: Any, **named: Any) -> None:
+        """Draw a text whose baseline begins at (x, y), y from the top."""
+        wide, tall, descent = self.get_text_width_height_descent(s, prop, False)  # type: ignore[no-untyped-call]
+        turned = 45 < angle % 180 < 135
+        box = (x - tall + descent, x + descent, y - wide, y) if turned else (x, x + wide, y - tall + descent, y + descent)
+        left, right, top, bottom = (max(0, int(side)) for side in box)
+        behind = np.asarray(self.buffer_rgba())[top : bottom + 1, left : right + 1, :3].reshape(-1, 3) / 255  # type: ignore[no-untyped-call]
+        if behind.size:
+            letters = _readable(flip(np.array(gc.get_rgb()[:3])), flip(np.median(behind, axis=0)))
+            gc.set_foreground(tuple(np.clip(flip(letters), 0, 1)))
+        super().draw_text(gc, x, y, s, prop, angle, *more, **named)  # type: ignore[no-untyped-call]
+
+
+def _readable(letters: Colours, under: Colours) -> Colours:
+    """Return the letters' colour, mixed with white or black as far as they need to be read on what is under them."""
+    end = max((np.zeros(3), np.ones(3)), key=lambda colour: contrast(colour, under))
+    shares = np.linspace(0, 1, 11)
+    mixed = (letters + share * (end - letters) for share in shares)
+    return next((colour for colour in mixed if contrast(colour, under) >= LEAST_CONTRAST), end)
