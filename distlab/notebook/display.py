@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DPI = 110  # a little more than a screen's, so that a wide page shows a sharp picture
+
 
 class Picture:
     """A figure as PNG, with the text that says what it shows: for screen readers, terminals and diffs."""
@@ -22,7 +24,7 @@ class Picture:
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from simulator.viz import picture_html
 
-        return {"text/plain": self.text, "text/html": picture_html(self.png, self.dark, title=self.text, text=self.text)}
+        return {"text/plain": self.text, "text/html": picture_html(self.png, self.dark, title=self.text, text=self.text, dpi=DPI)}
 
 
 def show(figure: Figure | bytes, text: str) -> None:
@@ -43,7 +45,7 @@ def show(figure: Figure | bytes, text: str) -> None:
     display(Picture(light, text, dark))  # type: ignore[no-untyped-call]
 
 
-def png_of(figure: Any, dpi: int = 110, *, dark: bool = False) -> bytes:
+def png_of(figure: Any, dpi: int = DPI, *, dark: bool = False) -> bytes:
     """Return a figure as PNG: the whole page, and more of it where something stands outside."""
     from matplotlib.transforms import Bbox
 

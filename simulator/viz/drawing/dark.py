@@ -1,6 +1,6 @@
 """Paint a figure light on dark: every colour keeps its hue, and light and dark change places.
 
-White paper turns black, ink white, a pale box a dim one. Letters are drawn in a colour that can be read
+White paper turns black, ink white, a pale box dim. Letters are drawn in a colour that can be read
 on what is under them.
 """
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from simulator.viz.drawing.style import LEAST_CONTRAST, contrast
 
+GREY = 0.05  # a colour of less chroma
 Colours = NDArray[np.float64]
 
 
@@ -31,11 +32,12 @@ def darkened(figure: Figure) -> Iterator[FigureCanvasAgg]:
 
 
 def flip(colours: Colours) -> Colours:
-    """Exchange light and dark and keep hue and chroma; twice gives the colours back.
+    """Exchange light and dark and keep hue and chroma: greys change places, a full colour stays nearly as it is.
 
     Shapes: colours [..., 3], 0 to 1 -> [..., 3]
     """
-    return colours + (1 - colours.max(axis=-1, keepdims=True) - colours.min(axis=-1, keepdims=True))
+    most, least = colours.max(axis=-1, keepdims=True), colours.min(axis=-1, keepdims=True)
+    return np.clip(colours + (1 - most - least) * (1 - (most - least)), 0, 1)
 
 
 class _DarkCanvas(FigureCanvasAgg):
@@ -68,14 +70,16 @@ class _DarkLetters(RendererAgg):
         left, right, top, bottom = (max(0, int(side)) for side in box)
         behind = np.asarray(self.buffer_rgba())[top : bottom + 1, left : right + 1, :3].reshape(-1, 3) / 255  # type: ignore[no-untyped-call]
         if behind.size:
-            letters = _readable(flip(np.array(gc.get_rgb()[:3])), flip(np.median(behind, axis=0)))
-            gc.set_foreground(tuple(np.clip(flip(letters), 0, 1)))
+            gc.set_foreground(tuple(_readable(np.array(gc.get_rgb()[:3]), np.median(behind, axis=0))))
         super().draw_text(gc, x, y, s, prop, angle, *more, **named)  # type: ignore[no-untyped-call]
 
 
-def _readable(letters: Colours, under: Colours) -> Colours:
-    """Return the letters' colour, mixed with white or black as far as they need to be read on what is under them."""
-    end = max((np.zeros(3), np.ones(3)), key=lambda colour: contrast(colour, under))
-    shares = np.linspace(0, 1, 11)
-    mixed = (letters + share * (end - letters) for share in shares)
-    return next((colour for colour in mixed if contrast(colour, under) >= LEAST_CONTRAST), end)
+def _readable(letters: Colours, behind: Colours) -> Colours:
+    """Return the colour for letters that can be read once it and what is behind it are flipped: the nearest there is.
+
+    Grey letters turn black or white at once.
+    """
+    ends, under = (np.zeros(3), np.ones(3)), flip(behind)
+    shares = (0.0, 1.0) if np.ptp(letters) < GREY else np.linspace(0, 1, 11).tolist()
+    mixed = [letters + share * (end - letters) for share in shares for end in ends]
+    return next(colour for colour in mixed if contrast(flip(colour), under) >= LEAST_CONTRAST)

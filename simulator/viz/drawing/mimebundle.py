@@ -9,8 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from simulator.viz.drawing.style import DPI, LEAST_PT
+
 Bundle = tuple[dict[str, Any], dict[str, Any]]
-LEAST_SCALE = 0.7  # letters of 10 points are then still 8 points large; on a narrower page the picture scrolls
+LEAST_SHOWN_PT = 8.0  # letters that are scaled down further are hard to read; on a narrower page the picture scrolls
 DARK_PAGES = 'body[data-jp-theme-light="false"]', "body.vscode-dark", "body.vscode-high-contrast"
 
 
@@ -24,7 +26,7 @@ def with_picture(bundle: Any, png: bytes, *, title: str, text: str) -> Bundle:
     return data, metadata
 
 
-def picture_html(light: bytes, dark: bytes, *, title: str, text: str = "") -> str:
+def picture_html(light: bytes, dark: bytes, *, title: str, text: str = "", dpi: float = DPI) -> str:
     """Return a picture (two PNGs of one size) as HTML that follows the theme of JupyterLab or VS Code.
 
     The dark picture is the background behind the light one, which a dark page hides. A page that drops styles shows
@@ -35,9 +37,11 @@ def picture_html(light: bytes, dark: bytes, *, title: str, text: str = "") -> st
         dark: light on dark, or empty: the light one is shown on every page.
         title: the alt text.
         text: a paragraph under the picture.
+        dpi: pixels per inch at which the PNGs were drawn.
     """
+    least_scale = LEAST_SHOWN_PT * 96 / (LEAST_PT * dpi)  # a page has 96 pixels per inch
     wide = int.from_bytes(light[16:20], "big")  # a PNG's header begins with its width in pixels
-    size = f"width:100%;min-width:{LEAST_SCALE * wide:.0f}px;max-width:{wide}px"
+    size = f"width:100%;min-width:{least_scale * wide:.0f}px;max-width:{wide}px"
     name = f"distlab-{hashlib.sha256(light).hexdigest()[:12]}"
     image = f'<img style="display:block;width:100%" alt="{html.escape(title)}" src="{_address(light)}">'
     style = ""

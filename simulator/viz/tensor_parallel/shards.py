@@ -2,7 +2,7 @@
 
 A weight is drawn as it is used, y = x W: inputs down, outputs across (torch keeps a layer's weight the other way
 round). So a column-parallel layer is cut into columns, a row-parallel one into rows, and an embedding by its tokens. A
-colour is a rank, a darker dot a larger number. Between the layers stand f and g, all that the ranks exchange.
+colour is a rank, a stronger dot a larger number. Between the layers stand f and g, all that the ranks exchange.
 """
 
 from __future__ import annotations
@@ -159,9 +159,9 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
 
 
 def _widened(line: Sequence[_Region]) -> list[_Region]:
-    """Give the weights of a line the width that is left, up to twice their own."""
+    """Give the weights of a line the width that is left, up to three times their own."""
     left = WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
-    factor = min(2.0, 1 + left / sum(card.wide for region in line for card in region.cards))
+    factor = min(3.0, 1 + left / sum(card.wide for region in line for card in region.cards))
     return [
         region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards))
         for region in line

@@ -48,10 +48,13 @@ def messages(
     for number, pairs in enumerate(rounds):
         for sender, receiver in pairs:
             shared = {"number": number, "group": (0, 1), "num_bytes": num_bytes, "channel": 100 * sender + receiver}
-            times = {"start_ns": number * one_ns + 10 * sender, "end_ns": (number + 1) * one_ns - 7 * sender}
+            start_ns = number * one_ns + 10 * sender + 1
+            times = {"start_ns": start_ns, "end_ns": start_ns + one_ns - 17 * sender}
             for rank, peer, op in ((sender, receiver, "send"), (receiver, sender, "recv")):
                 waits = {"wait_ns": times["start_ns"], "state": "done"}
-                if op == "send" and after_ns:
+                if after_ns:
+                    waits["wait_ns"] = one_ns // 2
+                if after_ns and op == "send":
                     waits |= {"wait_ns": times["end_ns"] + 50, "end_ns": times["end_ns"] + after_ns}
                 calls.append(SimpleNamespace(rank=rank, peer=peer, op=op, **shared, **(times | waits)))
     calls.sort(key=lambda call: call.start_ns)
@@ -63,7 +66,7 @@ def deadlock() -> Recorded:
     """Return the calls of two ranks that both receive first."""
     shared = {"op": "recv", "number": 0, "group": (0, 1), "num_bytes": 8, "state": "waiting", "end_ns": 0}
     return Recorded(
-        SimpleNamespace(rank=rank, peer=1 - rank, start_ns=rank, wait_ns=rank, channel=rank, **shared)
+        SimpleNamespace(rank=rank, peer=1 - rank, start_ns=rank + 1, wait_ns=rank + 1, channel=rank, **shared)
         for rank in range(2)
     )
 

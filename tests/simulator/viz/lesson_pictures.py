@@ -119,6 +119,8 @@ class Lesson:
                 control.value = first
         elif isinstance(made, Timeline):
             self._add("timeline", made._picture(None))
+        elif isinstance(getattr(made, "timeline", None), Timeline):
+            self._add("schedules", made.timeline._picture(None))
 
     def _add(self, how: str, figure: Figure) -> None:
         self.shown.append(Shown(self.number, len(self.shown) + 1, how, figure))
