@@ -37,7 +37,7 @@ def flip(colours: Colours) -> Colours:
     Shapes: colours [..., 3], 0 to 1 -> [..., 3]
     """
     most, least = colours.max(axis=-1, keepdims=True), colours.min(axis=-1, keepdims=True)
-    return np.clip(colours + (1 - most - least) * (1 - (most - least)), 0, 1)
+    return np.clip(colours + (1 - most - least) * np.sqrt(1 - (most - least)), 0, 1)
 
 
 class _DarkCanvas(FigureCanvasAgg):
@@ -66,7 +66,9 @@ class _DarkLetters(RendererAgg):
         """Draw a text whose baseline begins at (x, y), y from the top."""
         wide, tall, descent = self.get_text_width_height_descent(s, prop, False)  # type: ignore[no-untyped-call]
         turned = 45 < angle % 180 < 135
-        box = (x - tall + descent, x + descent, y - wide, y) if turned else (x, x + wide, y - tall + descent, y + descent)
+        box = (
+            (x - tall + descent, x + descent, y - wide, y) if turned else (x, x + wide, y - tall + descent, y + descent)
+        )
         left, right, top, bottom = (max(0, int(side)) for side in box)
         behind = np.asarray(self.buffer_rgba())[top : bottom + 1, left : right + 1, :3].reshape(-1, 3) / 255  # type: ignore[no-untyped-call]
         if behind.size:

@@ -29,7 +29,17 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
-from simulator.viz.drawing.style import DPI, INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
+from simulator.viz.drawing.style import (
+    DPI,
+    INK,
+    LEAST_PT,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    KindStyle,
+    LegendBox,
+    text_colour,
+)
 from simulator.viz.drawing.wording import byte_unit, percent
 
 MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(

@@ -163,8 +163,7 @@ def _widened(line: Sequence[_Region]) -> list[_Region]:
     left = WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
     factor = min(3.0, 1 + left / sum(card.wide for region in line for card in region.cards))
     return [
-        region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards))
-        for region in line
+        region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards)) for region in line
     ]
 
 
@@ -181,7 +180,7 @@ def _whole_weights(found: Mapping[str, Shards]) -> str:
     whole = [one for one in found.values() if one.dim is None]
     count = sum(one.values.size for one in whole)
     kept = f"{count:,} numbers of {len(whole)} weights are whole on every rank" if whole else "no weight is whole"
-    return f"Drawn as y = x W: inputs down, outputs across; a stronger colour is a larger number. In addition, {kept}."
+    return f"Drawn as y = x W: inputs down, outputs across; stronger is larger. In addition, {kept}."
 
 
 def _draw_region(

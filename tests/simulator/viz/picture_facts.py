@@ -20,7 +20,7 @@ from simulator.viz import to_png
 Theme = Callable[[np.ndarray], np.ndarray]
 TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
 LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
-COVERED = 0.2  # of a text's pixels: a thin line may pass behind it
+COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
 
 
 class Written(NamedTuple):
@@ -84,9 +84,7 @@ def clashes(look: Look) -> list[str]:
     """Return which texts lie on each other, and which the edge of the picture or of their axes cuts."""
     found = []
     for number, one in enumerate(look.written):
-        found += [
-            f"{one.text!r} over {other.text!r}" for other in look.written[number + 1 :] if _overlap(one, other)
-        ]
+        found += [f"{one.text!r} over {other.text!r}" for other in look.written[number + 1 :] if _overlap(one, other)]
         height, width = look.pixels.shape[:2]
         if not one.within(0, 0, width, height) or (one.clip and not one.within(*one.clip)):
             found.append(f"{one.text!r} is cut")
@@ -119,3 +117,8 @@ def contrast(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _luminance(colour: np.ndarray) -> np.ndarray:
     linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
     return linear @ np.array([0.2126, 0.7152, 0.0722])
+
+
+def small_texts(look: Look, least_pt: float) -> list[str]:
+    """Return the texts whose letters are smaller than so many points."""
+    return [f"{one.text!r} has {one.size_pt:.1f} points" for one in look.written if one.size_pt < least_pt - 0.05]
