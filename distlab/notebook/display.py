@@ -24,10 +24,8 @@ class Picture:
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from simulator.viz import picture_html
 
-        return {
-            "text/plain": self.text,
-            "text/html": picture_html(self.png, self.dark, title=self.text, text=self.text, dpi=DPI),
-        }
+        page = picture_html(self.png, self.dark, title=self.text, text=self.text, dpi=DPI)
+        return {"text/plain": self.text, "text/html": page}
 
 
 def show(figure: Figure | bytes, text: str) -> None:

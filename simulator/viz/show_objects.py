@@ -2,7 +2,8 @@
 
 Those classes stand in packages that need numpy alone. So their method `_repr_mimebundle_` is set here, when
 `simulator.viz` is imported, and an IPython that knows no picture shows their text as before. Jupyter gets a PNG with
-alt text, a page that follows its theme, and the text that says the same. If a picture cannot be drawn, the object's own text is shown.
+alt text, the same as HTML that follows its theme, and the text that says the same. If a picture cannot be drawn, the
+object's own text is shown.
 """
 
 from __future__ import annotations

@@ -130,14 +130,8 @@ def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
         at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
         words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
         side = "right" if at > left * math.exp(0.25 * wide) else "left"
-        axes.text(
-            at / 1.2 if side == "right" else at * 1.15,
-            at / bytes_per_s,
-            words,
-            ha=side,
-            color=text_on_white(BANDWIDTH),
-            **bold,
-        )
+        x, colour = at / 1.2 if side == "right" else at * 1.15, text_on_white(BANDWIDTH)
+        axes.text(x, at / bytes_per_s, words, ha=side, color=colour, **bold)
     latency = f"{format_s(alpha_s)} + " if alpha_s else ""
     words = f"{latency}size / ({format_bytes_per_s(bytes_per_s)})"
     axes.text(0.02, 0.95, words, fontsize=TEXT_PT, color=LINE, weight="bold", transform=axes.transAxes, va="top")

@@ -37,16 +37,17 @@ def flip(colours: Colours) -> Colours:
     Shapes: colours [..., 3], 0 to 1 -> [..., 3]
     """
     most, least = colours.max(axis=-1, keepdims=True), colours.min(axis=-1, keepdims=True)
-    return np.clip(colours + (1 - most - least) * np.sqrt(1 - (most - least)), 0, 1)
+    flipped: Colours = np.clip(colours + (1 - most - least) * np.sqrt(1 - (most - least)), 0, 1)
+    return flipped
 
 
 class _DarkCanvas(FigureCanvasAgg):
     """A figure's canvas whose pixels are flipped once all is drawn."""
 
-    def get_renderer(self) -> RendererAgg:
+    def get_renderer(self) -> Any:
         """Return a renderer of this figure's size, new for each drawing."""
         width, height = self.get_width_height(physical=True)
-        self.renderer = _DarkLetters(width, height, self.figure.dpi)
+        self.renderer = _DarkLetters(width, height, self.figure.dpi)  # type: ignore[no-untyped-call]
         return self.renderer
 
     def buffer_rgba(self) -> Any:
@@ -59,18 +60,15 @@ class _DarkCanvas(FigureCanvasAgg):
 class _DarkLetters(RendererAgg):
     """Agg's renderer, with letters in a colour that can be read once the pixels are flipped."""
 
-    def __init__(self, width: int, height: int, dpi: float) -> None:
-        super().__init__(width, height, dpi)  # type: ignore[no-untyped-call]
-
     def draw_text(self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, *more: Any, **named: Any) -> None:
         """Draw a text whose baseline begins at (x, y), y from the top."""
         wide, tall, descent = self.get_text_width_height_descent(s, prop, False)  # type: ignore[no-untyped-call]
-        turned = 45 < angle % 180 < 135
-        box = (
-            (x - tall + descent, x + descent, y - wide, y) if turned else (x, x + wide, y - tall + descent, y + descent)
-        )
-        left, right, top, bottom = (max(0, int(side)) for side in box)
-        behind = np.asarray(self.buffer_rgba())[top : bottom + 1, left : right + 1, :3].reshape(-1, 3) / 255  # type: ignore[no-untyped-call]
+        sides = (x, x + wide, y - tall + descent, y + descent)
+        if 45 < angle % 180 < 135:  # upright
+            sides = (x - tall + descent, x + descent, y - wide, y)
+        left, right, top, bottom = (max(0, int(side)) for side in sides)
+        pixels = np.asarray(self.buffer_rgba())  # type: ignore[no-untyped-call]
+        behind = pixels[top : bottom + 1, left : right + 1, :3].reshape(-1, 3) / 255
         if behind.size:
             gc.set_foreground(tuple(_readable(np.array(gc.get_rgb()[:3]), np.median(behind, axis=0))))
         super().draw_text(gc, x, y, s, prop, angle, *more, **named)  # type: ignore[no-untyped-call]

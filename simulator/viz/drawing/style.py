@@ -135,10 +135,9 @@ def text_on_white(colour: str) -> str:
 
     Source: Web Content Accessibility Guidelines 2.2, 1.4.3
     """
-    share = 1.0
     while contrast(to_rgb(colour), to_rgb("white")) < LEAST_CONTRAST:
-        share -= 0.05
-        colour = to_hex([share * part for part in to_rgb(colour)])
+        red, green, blue = to_rgb(colour)
+        colour = to_hex((0.95 * red, 0.95 * green, 0.95 * blue))
     return colour
 
 

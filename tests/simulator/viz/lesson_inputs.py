@@ -77,7 +77,8 @@ def in_turn(*results: Recorded) -> type:
 
     class Ranks:
         def __init__(self, *_: Any, **__: Any) -> None:
-            self.records = lambda found=next(waiting): found
+            found = next(waiting)
+            self.records = lambda: found
 
         def __enter__(self) -> Ranks:
             return self

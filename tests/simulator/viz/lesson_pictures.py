@@ -57,7 +57,8 @@ class Lesson:
     def run(self) -> list[Shown]:
         """Execute the cells that make pictures."""
         drawers = {f.name for cell in self.cells for f in cell.body if isinstance(f, ast.FunctionDef) and _makes(f)}
-        for self._at, cell in enumerate(self.cells):
+        for at, cell in enumerate(self.cells):
+            self._at = at
             calls = [statement for statement in cell.body if not isinstance(statement, ast.FunctionDef)]
             if any(_makes(statement) or drawers & _called(statement) for statement in calls):
                 self._execute(cell.body)
