@@ -441,9 +441,11 @@ print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
 
 
 # %%
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 
+@rc_context({"font.size": 12})
 def draw_losses(title):
     figure = Figure(figsize=(12.8, 4.6), layout="constrained")
     lines = (without, ":", "#D55E00", "without memory"), (remembering, "--", "#0072B2", "with memory")
@@ -455,7 +457,7 @@ def draw_losses(title):
         axes.set_title(name, loc="left", color="#666666")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False, fontsize=12)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return figure
 

@@ -231,7 +231,7 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
             rank, filled = steps.ranks[part], bool(masks[chunk, part])
             pen.box((left, bottom), card.column, card.slot, _colour(rank) if filled else IDLE)
             if filled:
-                points = 10 if card.slot > 0.24 else 8.5
+                points = LEAST_PT if card.slot > 0.24 else 8.5
                 pen.words((x, bottom + card.slot / 2), str(rank), size=points, colour=text_colour(_colour(rank)))
         new = chunk == arrived
         pen.words((x, low[1] - 0.15), chunk_name(chunk), colour=INK if new else FAINT, bold=new)

@@ -23,7 +23,7 @@ from simulator.viz.drawing.words import Word, Words
 
 MAX_LABELS = 500
 CHARACTER_WIDTH = 0.66  # of the font size; the widest digits and letters of the default font
-BARE_PT = 10.0  # of a number that stands without its letter, so that it looks no larger than its neighbours
+BARE_PT = LEAST_PT  # of a number that stands without its letter, so that it looks no larger than its neighbours
 WIDE = 0.5  # what a W takes beyond that
 Floats = NDArray[np.float64]
 View = tuple[float, float]

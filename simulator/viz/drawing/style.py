@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 DPI = 100
 WIDTH_IN = 12.8
 TITLE_PT, TEXT_PT, SMALL_PT = 18.0, 13.0, 11.0
-LEAST_PT = 10.0  # what a notebook may scale down by 0.7 and a reader can still read
+LEAST_PT = 10.5  # a notebook scales a picture down by a third, and these letters can still be read
 LEAST_CONTRAST = 4.5
 INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # What belongs to one rank, from Paul Tol's muted colours: none of them is a pass's or an update's. And what is the same

@@ -107,7 +107,7 @@ def test_the_measure_finds_texts_that_touch_or_are_cut(where):
 
 def test_the_measure_finds_pale_and_small_texts():
     figure = Figure(figsize=(4, 3))
-    figure.text(0.1, 0.2, "pale", color="#999999")
+    figure.text(0.1, 0.2, "pale", fontsize=12, color="#999999")
     figure.text(0.1, 0.5, "small", fontsize=7)
     figure.text(0.1, 0.8, "as it should be", fontsize=12)
     look = look_at(figure)
