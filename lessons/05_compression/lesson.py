@@ -441,21 +441,23 @@ print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
 
 
 # %%
-from matplotlib.figure import Figure
+from matplotlib import figure, rc_context
 
 
+@rc_context({"font.size": 12})
 def draw_losses(title):
-    figure = Figure(figsize=(12.8, 4.2), layout="constrained")
+    picture = figure.Figure(figsize=(12.8, 4.6), layout="constrained")
     lines = (without, ":", "#D55E00", "without memory"), (remembering, "--", "#0072B2", "with memory")
-    for place, name in enumerate(without):
-        axes = figure.add_subplot(1, 4, place + 1, title=name, xlabel="update", ylim=(2.7, 4.5))
+    for name, axes in zip(without, picture.subplots(1, 4, sharey=True), strict=True):
         axes.plot(plain.unfold(0, 10, 1).mean(1), color="#1A1A1A", label="no compression")
         for losses, style, colour, label in lines:
-            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2, label=label)
-    figure.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
-    figure.axes[0].legend()
-    figure.suptitle(title, fontsize=16)
-    return figure
+            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2.4, label=label)
+        axes.set(title=name, xlabel="update", ylim=(2.7, 4.5))
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
+    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
+    return picture
 
 
 # %%

@@ -23,6 +23,7 @@ from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
     INK,
+    LEAST_PT,
     SMALL_PT,
     TEXT_PT,
     KindStyle,
@@ -165,7 +166,7 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
         axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=INK, **look)
     for row in placement.rows if named else ():
         words = "predicted" if row.predicted else row.lane
-        size = min(lane_size, 9.0) if row.predicted else lane_size
+        size = min(lane_size, LEAST_PT) if row.predicted else lane_size
         axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
 
 
