@@ -48,8 +48,10 @@ def heights_of(placement: Placement, which: int, shown: NDArray[np.int64]) -> tu
     return top, height
 
 
-def add_boxes(axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle]) -> None:
-    """Draw one exact box per span of one side, with the longest label that fits."""
+def add_boxes(
+    axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle], *, dim: bool = False
+) -> None:
+    """Draw one exact box per span of one side, with the longest label that fits; `dim` makes measured boxes pale."""
     shown = np.flatnonzero(placement.row_of[which] >= 0)
     if not shown.size:
         return
@@ -65,7 +67,7 @@ def add_boxes(axes: Axes, side: Side, placement: Placement, which: int, styles: 
     corners[:, (0, 3), 0], corners[:, (1, 2), 0] = start[:, None], seen_end[:, None]
     corners[:, (0, 1), 1], corners[:, (2, 3), 1] = (top + 0.03)[:, None], (top + height - 0.03)[:, None]
     words = [trace.words[code] for code in trace.kind[shown].tolist()]
-    fills = np.array([fill_of(styles[word], side.predicted) for word in words])
+    fills = np.array([fill_of(styles[word], side.predicted or dim) for word in words])
     edges = np.array([to_rgb(styles[word].colour) if side.predicted else (1.0, 1.0, 1.0) for word in words])
     narrow = (seen_end - start) * scale < 3
     edges[narrow] = fills[narrow]
@@ -188,9 +190,15 @@ def filled_columns(
 
 
 def add_pixels(
-    axes: Axes, sides: Sequence[Side], placement: Placement, styles: Mapping[str, KindStyle], view: View
+    axes: Axes,
+    sides: Sequence[Side],
+    placement: Placement,
+    styles: Mapping[str, KindStyle],
+    view: View,
+    *,
+    dim: bool = False,
 ) -> None:
-    """Draw all sides as one image of pixel columns."""
+    """Draw all sides as one image of pixel columns; `dim` makes what was measured pale."""
     wide, tall = (int(size) for size in axes_pixels(axes))
     kinds = list(styles)
     filled = filled_columns(sides, placement, kinds, num_columns=wide, view=view)
@@ -199,7 +207,7 @@ def add_pixels(
     for index, row in enumerate(placement.rows):
         low = round(row.top * y_scale)
         high = max(low + 1, min(tall, round((row.top + row.height) * y_scale) - (row.height * y_scale > 3)))
-        colours = np.array([*[fill_of(styles[kind], row.predicted) for kind in kinds], to_rgb(IDLE)])
+        colours = np.array([*[fill_of(styles[kind], row.predicted or dim) for kind in kinds], to_rgb(IDLE)])
         picture[low:high] = colours[kinds_at(filled[index], high - low)]
     image = (picture * 255).astype(np.uint8)
     extent = (view[0], view[1], placement.total_height, 0.0)

@@ -105,13 +105,11 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
     if exact:
-        _shade(axes, placement, 0)
+        _shade(axes, placement)
         for which, side in enumerate(sides):
-            add_boxes(axes, side, placement, which, styles)
+            add_boxes(axes, side, placement, which, styles, dim=words.dim)
     else:
-        add_pixels(axes, sides, placement, styles, view)
-    if words.dim:
-        _shade(axes, placement, 2, alpha=0.6)
+        add_pixels(axes, sides, placement, styles, view, dim=words.dim)
     _label_rows(axes, placement)
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
@@ -137,13 +135,13 @@ def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
     return list(boxes.values())
 
 
-def _shade(axes: Axes, placement: Placement, order: int, alpha: float = 1.0) -> None:
-    """Tint every measured row: under the boxes idle time is then seen as something, over them they are dimmed."""
+def _shade(axes: Axes, placement: Placement) -> None:
+    """Tint every measured row under the boxes: idle time is then seen as something."""
     edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in placement.rows if not row.predicted]
     corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
     across = axes.get_yaxis_transform()
     axes.add_collection(
-        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=order, transform=across, alpha=alpha),
+        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=0, transform=across),
         autolim=False,
     )
 

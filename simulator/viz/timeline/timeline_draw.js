@@ -52,10 +52,6 @@ function paint(context, scene, place, look) {
   }
   if (scene.picture) paintColumns(context, scene, place, xOf);
   else paintBoxes(context, scene, place, xOf, look);
-  if (scene.ends.dim) { // the machine was not calm
-    [context.globalAlpha, context.fillStyle] = [0.6, look.idle];
-    for (const row of scene.rows) if (!row.predicted) context.fillRect(left, TOP + row.top * unit, wide, row.height * unit);
-  }
   context.restore();
   if (scene.until !== null) paintClock(context, xOf(scene.until), place);
   paintNames(context, scene, place, look);
@@ -96,7 +92,7 @@ function paintBoxes(context, scene, { left, wide, unit }, xOf, look) {
     if (end < left || x > left + wide) continue;
     const kind = kinds[boxes[i + 4]], predicted = rows[boxes[i + 5]].predicted, width = end - x;
     const y = TOP + boxes[i + 2] * unit, tall = boxes[i + 3] * unit - (boxes[i + 3] * unit > 4 ? 1 : 0);
-    const fill = predicted ? kind.pale : kind.fill;
+    const fill = predicted || scene.ends.dim ? kind.pale : kind.fill; // dim: the machine was not calm
     if (filled !== fill) context.fillStyle = filled = fill;
     context.fillRect(x, y, width > 3 ? width - 1 : width, tall);
     if (predicted && width > 4 && tall > 4) {
@@ -140,7 +136,8 @@ function paintLabels(context, scene, labels, unit) {
       }
     }
     if (!text) continue;
-    const ink = scene.rows[boxes[i + 5]].predicted ? kind.pale_ink : kind.ink, look = `${size} ${ink}`;
+    const pale = scene.rows[boxes[i + 5]].predicted || scene.ends.dim;
+    const ink = pale ? kind.pale_ink : kind.ink, look = `${size} ${ink}`;
     if (!bySize.has(look)) bySize.set(look, { size, ink, written: [] });
     bySize.get(look).written.push([text, from + room / 2, TOP + (boxes[i + 2] + height / 2) * unit]);
   }

@@ -124,7 +124,8 @@ class Timeline {
     const packedColour = (hex) => 0xff000000 | parseInt(hex.slice(5, 7) + hex.slice(3, 5) + hex.slice(1, 3), 16);
     let at = 0;
     this.rows.forEach((row, index) => {
-      const colours = this.kinds.map((kind) => packedColour(row.predicted ? kind.pale : kind.fill));
+      const pale = row.predicted || this.get("ends").dim;
+      const colours = this.kinds.map((kind) => packedColour(pale ? kind.pale : kind.fill));
       for (const end = at + lines[index] * columns; at < end; at++) pixels[at] = colours[codes[at]] || 0;
     });
     const image = new ImageData(new Uint8ClampedArray(pixels.buffer), columns, codes.length / columns);

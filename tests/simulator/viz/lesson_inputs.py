@@ -14,7 +14,7 @@ from distlab.plan import ActionTimes, Cluster, Plan, make_schedule
 from distlab.trace import Span, Trace
 from simulator import cluster, device, gpt_workload, link, memory_of, simulate, simulate_schedule
 from simulator.memory.memory import KINDS
-from simulator.viz import cut_weights
+from simulator.viz import Overlay, cut_weights
 
 WORK = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=256)
 FOUR = cluster("dgx-h100", 4)
@@ -101,10 +101,18 @@ def measured_like(trace: Trace, slower: float = 1.12) -> Trace:
     )
 
 
-def both_of(plan: Plan, ranks: int) -> SimpleNamespace:
-    """Return the measured and the predicted trace of a small GPT's step."""
-    predicted = simulate(WORK, cluster("dgx-h100", ranks), plan)
-    return SimpleNamespace(measured=measured_like(predicted.trace), predicted=predicted)
+def overlay_on(predicted: Trace, trouble: str = "") -> Overlay:
+    """Return a predicted step with measured ones laid over it, uneven."""
+    measured = measured_like(predicted)
+    steps_s = [measured.duration_s * factor for factor in (0.97, 0.99, 1.0, 1.02, 1.08)]
+    return Overlay(
+        measured, predicted, steps_s, [predicted.duration_s * factor for factor in (0.96, 1.0, 1.03)], trouble
+    )
+
+
+def overlay_of_plan(plan: Plan, ranks: int) -> Overlay:
+    """Return the overlay of a small GPT's step."""
+    return overlay_on(simulate(WORK, cluster("dgx-h100", ranks), plan).trace)
 
 
 def held_parts(num_ranks: int = 4) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -154,23 +162,28 @@ def given_02() -> dict[str, Any]:
     ways = np.array([[1e-3, 6e-4, 7e-4, 5e-4]]) + np.outer(sizes, [3e-9, 5e-9, 3.1e-9, 2e-9])
     records = {"ring_all_reduce": ring, "tree_broadcast": tree}
     names = {name: SimpleNamespace(name=name) for name in records}
-    return {"record": lambda what, _: records[what.name], "sizes": sizes, "measured_s": ways, **names}
+    steps = [(f"step {step + 1}", "send", step * 90_000, (step + 1) * 90_000, 12_000) for step in range(6)]
+    predicted = Trace.from_spans(Span(rank, "communication", *step) for rank in range(4) for step in steps)
+    given = {"sizes": sizes, "measured_s": ways, "overlay": overlay_on(predicted)}
+    return {"record": lambda what, _: records[what.name], **given, **names}
 
 
 def given_03() -> dict[str, Any]:
     plans = {rung: Plan(4, gradient_sync=rung) for rung in ("per_parameter", "flat", "bucketed", "overlapped")}
-    measured = {rung: measured_like(simulate(WORK, FOUR, plan).trace) for rung, plan in plans.items()}
-    return {"WORK": WORK, "MACHINE": FOUR, "measured": measured}
+    overlays = {rung: overlay_of_plan(plan, 4) for rung, plan in plans.items()}
+    busy = "The machine was not calm: other processes took 0.6 cores while ranks computed."
+    overlay = overlay_on(overlays["overlapped"].predicted, busy)
+    return {"WORK": WORK, "MACHINE": FOUR, "overlays": overlays, "overlay": overlay}
 
 
 def given_05() -> dict[str, Any]:
     names = ("top-1 %", "random 10 %", "1 bit, by range", "signs")
     here = Cluster("here", device("h100-sxm"), 2, 1, link("nvlink4"), link("ethernet-10g"))
-    seen = {("4 bits", 20e6): measured_like(simulate(WORK, here, Plan(2)).trace)}
+    overlay = overlay_on(simulate(WORK, here, Plan(2)).trace)
     without = {name: losses(3.2 + number / 9, number == 1) for number, name in enumerate(names)}
     remembering = {name: losses(3.13 + number / 50) for number, name in enumerate(names)}
     curves = {"plain": losses(3.1), "without": without, "remembering": remembering}
-    return {**curves, "HOOKS": dict.fromkeys(names), "WORK": WORK, "HERE": here, "CODEC": None, "seen": seen}
+    return {**curves, "HOOKS": dict.fromkeys(names), "WORK": WORK, "HERE": here, "CODEC": None, "overlay": overlay}
 
 
 def given_06() -> dict[str, Any]:
@@ -184,8 +197,7 @@ def given_06() -> dict[str, Any]:
 
 
 def given_07() -> dict[str, Any]:
-    both = both_of(Plan(2), 2)
-    return {"seen": both.measured, "predicted": both.predicted}
+    return {"overlay": overlay_of_plan(Plan(2), 2)}
 
 
 def given_08() -> dict[str, Any]:
@@ -197,24 +209,24 @@ def given_08() -> dict[str, Any]:
         **{name: name for name in returned},
         "ranks": SimpleNamespace(run=lambda name: returned[name]),
         "result": SimpleNamespace(predicted=predicted),
-        "with_calls": lambda spans, _: measured_like(spans),
+        "overlay": overlay_on(predicted.trace),
     }
 
 
 def given_09() -> dict[str, Any]:
-    papers = {
-        name: simulate_schedule(make_schedule(kind, 4, 8), ActionTimes(1.0, 1.0, 1.0), unit_s=2e-3)
-        for name, kind in (("1F1B", "one_f_one_b"), ("ZB, yours", "zb_h1"))
-    }
-    return {"seen": {name: (measured_like(paper.trace), paper) for name, paper in papers.items()}}
+    one_f_one_b, zb_h1 = (
+        simulate_schedule(make_schedule(kind, 4, 8), ActionTimes(1.0, 1.0, 1.0), unit_s=2e-3)
+        for kind in ("one_f_one_b", "zb_h1")
+    )
+    return {"overlay": overlay_on(one_f_one_b.trace), "seen": {"ZB, yours": (measured_like(zb_h1.trace), zb_h1)}}
 
 
 def given_10() -> dict[str, Any]:
-    return {"result": both_of(Plan(tensor=2, pipeline=2, num_microbatches=2), 4)}
+    return {"overlay": overlay_of_plan(Plan(tensor=2, pipeline=2, num_microbatches=2), 4)}
 
 
 def given_11() -> dict[str, Any]:
-    return {"result": both_of(Plan(context=2), 2)}
+    return {"overlay": overlay_of_plan(Plan(context=2), 2)}
 
 
 INPUTS = {f"{number:02}": globals().get(f"given_{number:02}", dict) for number in range(1, 12)}
