@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / "README.md", ROOT / "lessons" / "START.py", *sorted(ROOT.glob("lessons/[0-9][0-9]_*/lesson.py"))]
 TEXTS += sorted(ROOT.glob("lessons/*.md"))
 PROGRAMS = ("distlab ", "torchrun ")
+USAGE = re.compile(r"\.\.\.|\[|NN|\||^distlab lab$")  # a pattern of commands, no command
 
 
 def written(text: str) -> list[str]:
@@ -25,9 +26,7 @@ def written(text: str) -> list[str]:
 
 def examples() -> list[str]:
     found = {command for path in TEXTS for command in written(path.read_text(encoding="utf-8"))}
-    return sorted(
-        command for command in found if not re.search(r"\.\.\.|\[|NN|\||^distlab lab$|^torchrun\W*$", command)
-    )
+    return sorted(command for command in found if not USAGE.search(command))
 
 
 def take(command: str) -> None:
@@ -66,8 +65,8 @@ def test_a_wrong_command_is_refused(command):
 
 
 def test_every_usage_in_the_readme_names_a_command():
-    usages = [command for command in written((ROOT / "README.md").read_text(encoding="utf-8"))]
-    assert {command.split()[1] for command in usages if command.startswith("distlab ")} <= set(COMMANDS)
+    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
 
 
 def test_the_readme_says_how_to_reach_the_commands():

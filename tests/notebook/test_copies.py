@@ -3,11 +3,15 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from distlab.notebook import copies
 from distlab.notebook.copies import damage, make_copies, reset
+from distlab.notebook.course import course_map
+
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 
 
 def notebook(*sources):
@@ -198,3 +202,46 @@ def test_a_work_folder_that_cannot_be_one(lessons, work):
         make_copies(lessons, work)
     with pytest.raises(ValueError, match="inside the lessons"):
         make_copies(lessons, lessons / "work")
+
+
+def links(folder):
+    """Yield each relative link of the notebooks of a folder: (notebook, the file that it leads to)."""
+    for path in sorted(folder.rglob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+            yield from ((path.name, path.parent / link) for link in re.findall(r"\]\((\.\./[^)]+\.ipynb)\)", text))
+
+
+def test_copies_link_to_the_map_and_to_each_other(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    number = len(make_copies(LESSONS, work)) - 1  # without START
+    found = list(links(work))
+    assert len(found) == 2 * (3 * number - 2), "above and below: the map, the one before, the next"
+    assert [link for link in found if not link[1].is_file()] == []
+    assert ("03_data_parallel.ipynb", work / "03_data_parallel/../04_large_batch/04_large_batch.ipynb") in found
+    monkeypatch.chdir(work)
+    html = course_map(LESSONS)._repr_html_()
+    assert '<a href="03_data_parallel/03_data_parallel.ipynb">' in html
+    assert all((work / link).is_file() for link in re.findall(r'href="([^"]+)"', html))
+
+
+def test_the_repositorys_own_notebooks_link_to_each_other():
+    assert [link for link in links(LESSONS) if not link[1].is_file()] == []
+
+
+def test_a_copy_of_the_old_name_stays_and_is_linked_to(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    old = work / "03_data_parallel" / "lesson.ipynb"
+    old.parent.mkdir(parents=True)
+    old.write_text(notebook("mine"))
+    before = old.read_bytes()
+    made = states(make_copies(LESSONS, work))
+    assert made["03_data_parallel/lesson.ipynb"] == "newer"
+    assert "03_data_parallel/03_data_parallel.ipynb" not in made
+    assert old.read_bytes() == before
+    assert [link for link in links(work) if not link[1].is_file()] == []
+    monkeypatch.chdir(work)
+    assert '<a href="03_data_parallel/lesson.ipynb">' in course_map(LESSONS)._repr_html_()
+    _, fresh = reset("03", LESSONS, work)
+    assert fresh == old, "so that links to it stay right"
+    assert set(states(make_copies(LESSONS, work)).values()) == {"kept"}
