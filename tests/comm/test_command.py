@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -51,4 +50,4 @@ def test_another_program_of_that_name_is_not_meant(program, tmp_path, monkeypatc
 def test_without_a_program_this_python_runs_the_module(program, monkeypatch):
     program.unlink()
     assert runnable("distlab check 03") == f"{sys.executable} -m distlab check 03"
-    monkeypatch.setattr(command, "_FOLDER", Path(sys.executable).parent)
+    assert runnable("lab 03 --help") == "lab 03 --help"

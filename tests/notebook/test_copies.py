@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.notebook import copies
+from distlab.notebook import copies, course_map
 from distlab.notebook.copies import damage, make_copies, reset
-from distlab.notebook.course import course_map
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 
