@@ -15,12 +15,13 @@ _FOLDER = Path(sys.executable).parent
 def runnable(command: str) -> str:
     """Return a command such as "distlab check 03" as it runs from this folder.
 
-    It stays as it is where PATH leads to the program, or the program is neither distlab nor torchrun. Else its first word becomes the path of the program next to this
-    Python, such as .venv/bin/distlab, or this Python with the program's module.
+    It stays as it is where PATH leads to the program, and where the program is neither distlab nor torchrun. Else its
+    first word becomes the path of the program next to this Python, such as .venv/bin/distlab. Where there is no such
+    program, it becomes this Python with the program's module.
     """
     program, _, rest = command.partition(" ")
     own, found = _FOLDER / program, shutil.which(program)
-    if program not in _MODULES or found and (not own.exists() or Path(found).samefile(own)):
+    if program not in _MODULES or (found and (not own.exists() or Path(found).samefile(own))):
         return command
     if own.exists():
         start = shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
