@@ -74,6 +74,10 @@ numbers.tolist()
 # are written to `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a
 # terminal: your copy is kept under another name, with the date.
 #
-# Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`.
+# Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`. With
+# `distlab lab 03 --impl mine` the lab runs the functions that you wrote.
+#
+# Commands run as they are written in a terminal of JupyterLab (File > New > Terminal). In a shell of your own, first
+# write `. .venv/bin/activate` in the folder of the repository.
 #
 # Open the first lesson in the table above.

@@ -13,12 +13,14 @@ import cloudpickle
 import psutil
 import pytest
 
+from distlab.comm.command import put_on_path
 from distlab.comm.launch.fork_client import shut_down
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
 MARK = "DISTLAB_TEST_RUN"
+put_on_path()  # messages write commands as they are where the lessons are read
 
 
 def marked_processes(value: str) -> list[psutil.Process]:

@@ -3,7 +3,7 @@
 An exercise is one empty code cell, `# %% exercise="03.flat"`. In its place both notebooks get three cells: the function
 (a stub in the lesson, the whole text in the solution), its hints, and its check. The function's text is read from the
 file where it lives, so that nothing is kept twice. Ids of cells are hashes of what is in them: building twice gives the
-same file.
+same file. Links to the map of the course and to the lessons before and after stand under the title and at the end.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def read_source(path: Path) -> Source:
 def make_notebook(source: Source, kind: str) -> NotebookNode:
     """Return the notebook of one kind, "lesson" or "solution", without outputs."""
     cells = [made for cell in source.cells for made in _cells_of(cell, source, kind)]
+    if links := _links(source.folder, kind) if source.exercises else "":
+        cells.insert(1, _node("markdown", links, {"distlab": {"links": "top"}}))
+        cells.append(_node("markdown", links, {"distlab": {"links": "end"}}))
     seen: dict[str, int] = {}
     for cell in cells:
         cell["id"] = _identity(cell, source.number, kind, seen)
@@ -166,6 +169,17 @@ def _hints(exercise: Exercise) -> str:
         for number, hint in enumerate(exercise.hints, 1)
     )
     return "\n\n".join(folded)
+
+
+def _links(folder: Path, kind: str) -> str:
+    """Return links to the map of the course, to the lesson before and to the one after, as far as they are there."""
+    folders = [path.parent.name for path in sorted(folder.parent.glob("[0-9][0-9]_*/lesson.py"))]
+    place = folders.index(folder.name)
+    links = ["[Map of the course](../START.ipynb)"] if (folder.parent / "START.py").is_file() else []
+    for word, at in (("Previous", place - 1), ("Next", place + 1)):
+        if 0 <= at < len(folders):
+            links.append(f"{word}: [{folders[at].replace('_', ' ')}](../{folders[at]}/{kind}.ipynb)")
+    return " | ".join(links)
 
 
 def _node(kind: str, text: str, metadata: dict[str, Any]) -> NotebookNode:

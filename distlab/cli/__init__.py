@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import distlab
 from distlab.cli import bench, calibrate, check, doctor, export, lab, lesson, simulate, tour
+from distlab.comm.command import runnable
 
 COMMANDS = {
     "doctor": doctor,
@@ -29,7 +30,7 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and where help is."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {message} (see {runnable(self.prog)} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from distlab.grading import Exercise, Lesson, Report, load_lesson
 from distlab.grading.check import examine
-from distlab.grading.lesson import lessons_folder
-from distlab.grading.progress import keep, work_folder
+from distlab.grading.progress import MINE, keep, working_copy
 from distlab.grading.report import SCHEMA
 from distlab.grading.submission import isolated_submission
 
@@ -22,7 +21,7 @@ from distlab.grading.submission import isolated_submission
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab check`."""
     command.add_argument("lesson", metavar="NN", help="a lesson's number, such as 03, or an exercise, such as 03.flat")
-    command.add_argument("--impl", metavar="MODULE|FILE", help="where the answers are (default: your working copy)")
+    command.add_argument("--impl", metavar="MODULE|FILE", help="where answers are (default: mine, your working copy)")
     command.add_argument("--exercise", metavar="NAME", help="check one exercise, such as flat")
     command.add_argument("--json", action="store_true", help="print the reports as JSON")
 
@@ -31,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Check, print one report per exercise, and return 0 when all are right, else 1."""
     lesson = load_lesson(arguments.lesson)
     exercises = _chosen(lesson, arguments.lesson, arguments.exercise)
-    impl = arguments.impl or str(_working_copy(lesson))
+    impl = str(working_copy(lesson.folder.name)) if arguments.impl in (None, MINE) else arguments.impl
     functions, notes = isolated_submission(impl, lesson)
     if not arguments.json:
         print("\n".join([f"Lesson {lesson.number}, {lesson.title}: answers of {impl}", *notes]), flush=True)
@@ -67,22 +66,6 @@ def _chosen(lesson: Lesson, name: str, exercise: str | None) -> tuple[Exercise, 
     if number and number.zfill(2) != lesson.number:
         raise ValueError(f"exercise {asked} is not of lesson {lesson.number}")
     return (lesson.exercise(f"{lesson.number}.{topic}"),)
-
-
-def _working_copy(lesson: Lesson) -> Path:
-    """Return the path of the learner's own copy of the lesson's notebook.
-
-    Raises:
-        ValueError: there is none.
-    """
-    candidates = [work_folder(), lessons_folder().parent / "work", Path.cwd() / "work"]
-    for folder in candidates:
-        if folder is not None and (folder / lesson.folder.name / "lesson.ipynb").is_file():
-            return folder / lesson.folder.name / "lesson.ipynb"
-    raise ValueError(
-        f"there is no working copy of lesson {lesson.number} yet: `distlab lesson start` makes one; or say where your "
-        "answers are, with --impl MODULE, --impl FILE.py or --impl NOTEBOOK.ipynb"
-    )
 
 
 def _as_dict(lesson: Lesson, impl: str, notes: Sequence[str], reports: Sequence[Report]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Run a lesson's lab on ranks of this machine: measure, compare with the prediction and with the reference output.
 
-`distlab lab 03 --help` lists that lab's own flags. `--impl work/03_data_parallel/lesson.ipynb` runs your functions
+`distlab lab 03 --help` lists that lab's own flags. `--impl mine` runs your functions, those of your working copy,
 instead of the reference's. The plain torchrun command that does the same is printed first.
 """
 
@@ -77,6 +77,7 @@ def default_num_ranks() -> int:
 
 def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
     """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
+    from distlab.grading.progress import MINE, working_copy
     from distlab.lab.settings import parser_of
 
     kind = load_settings(number, script)
@@ -86,6 +87,8 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
     values = vars(parser.parse_args(flags))
     num_ranks = values.pop("ranks") or default_num_ranks()
     try:
+        if values["impl"] == MINE:
+            values["impl"] = os.path.relpath(working_copy(script.parent.name))
         settings = _checked(kind(**values))
         settings.check_ranks(num_ranks)
     except ValueError as error:
@@ -106,5 +109,7 @@ def _checked(settings: CommonSettings) -> CommonSettings:
     """
     is_file = settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl
     if is_file and not Path(settings.impl).is_file():
-        raise ValueError(f"--impl {settings.impl}: there is no such file; pass reference, a module, a .py or an .ipynb")
+        raise ValueError(
+            f"--impl {settings.impl}: there is no such file; pass reference, mine, a module, a .py or an .ipynb"
+        )
     return settings

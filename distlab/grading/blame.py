@@ -19,6 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
 MAX_LINE = 300
+CELL = "your cell"
 
 
 class Place(NamedTuple):
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 def label(file: str) -> str:
     """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
     if "ipykernel_" in file or file.startswith("<ipython"):
-        return "your cell"
+        return CELL
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
@@ -137,7 +138,8 @@ def _explanation(text: str) -> str:
 def _shorten(text: str, fn: Callable[..., Any]) -> str:
     """Name the learner's file as the learner knows it."""
     file = file_of(fn)
-    return text.replace(f"{file}:", f"{label(file)}:") if file else text
+    name = label(file)
+    return text.replace(f"{file}:", f"{name}, line " if name == CELL else f"{name}:") if file else text
 
 
 def _cut(line: str) -> str:

@@ -17,11 +17,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distlab.comm.command import runnable
+from distlab.grading.lesson import lessons_folder
+
 if TYPE_CHECKING:
     from distlab.grading.report import Report
 
 MARKER = ".distlab-work"
 FILE = "progress.json"
+MINE = "mine"  # --impl mine: the learner's working copy of the lesson
 SCHEMA = 1
 OUTSIDE = "Not kept: this is not a folder that `distlab lesson start` made."
 
@@ -76,6 +80,31 @@ def work_folder(start: Path | None = None) -> Path | None:
     """Return the folder of working copies that holds `start` (by default the working directory), or None."""
     here = (start or Path.cwd()).resolve()
     return next((folder for folder in (here, *here.parents) if (folder / MARKER).exists()), None)
+
+
+def copy_in(work: Path, folder: str) -> Path:
+    """Return the path of a lesson's working copy: FOLDER/FOLDER.ipynb, or FOLDER/lesson.ipynb where that is there."""
+    old, new = work / folder / "lesson.ipynb", work / folder / f"{folder}.ipynb"
+    return old if os.path.lexists(old) and not os.path.lexists(new) else new
+
+
+def working_copy(folder: str) -> Path:
+    """Return the path of the learner's own copy of a lesson's notebook, looked for from the working directory.
+
+    Args:
+        folder: name of the lesson's folder, such as 03_data_parallel.
+
+    Raises:
+        ValueError: there is none.
+    """
+    places = [work_folder(), lessons_folder().parent / "work", Path.cwd() / "work"]
+    copies = [copy_in(place, folder) for place in places if place is not None]
+    if copy := next((copy for copy in copies if copy.is_file()), None):
+        return copy
+    raise ValueError(
+        f"there is no working copy of lesson {folder[:2]} yet: `{runnable('distlab lesson start')}` makes one; or say "
+        "where your answers are, with --impl MODULE, --impl FILE.py or --impl NOTEBOOK.ipynb"
+    )
 
 
 def keep(report: Report, start: Path | None = None) -> str:

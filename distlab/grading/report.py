@@ -130,9 +130,10 @@ class Report:
         if not mine or not theirs:
             return ""
         cell = "vertical-align:top;text-align:left;padding:4px 12px"
-        columns = "".join(f'<td style="{cell}"><pre>{text}</pre></td>' for text in (mine, theirs))
+        code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
+        columns = "".join(f'<td style="{cell}"><pre style="{code}">{text}</pre></td>' for text in (mine, theirs))
         heads = "".join(f'<th scope="col" style="{cell}">{text}</th>' for text in ("Yours", "The reference"))
         return (
             "<details><summary>Your code and the reference</summary>"
-            f"<table><tr>{heads}</tr><tr>{columns}</tr></table></details>"
+            f'<table style="table-layout:fixed;width:100%"><tr>{heads}</tr><tr>{columns}</tr></table></details>'
         )

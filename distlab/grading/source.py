@@ -19,6 +19,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from distlab.comm.command import runnable
+from distlab.grading.progress import copy_in
+
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
 
 
@@ -56,7 +59,9 @@ def read_source(impl: str) -> Source:
     if not path.exists():
         raise ValueError(f"there is no file {impl}; pass the path of a .py file or a notebook, or a module's name")
     if path.is_dir():
-        raise ValueError(f"{impl} is a folder; pass a .py file or a notebook in it, such as {path / 'lesson.ipynb'}")
+        raise ValueError(
+            f"{impl} is a folder; pass a .py file or a notebook in it, such as {copy_in(path.parent, path.name)}"
+        )
     if path.suffix not in (".py", ".ipynb"):
         raise ValueError(f"{impl} is neither a .py file nor a notebook (.ipynb)")
     try:
@@ -103,7 +108,7 @@ def _module(name: str) -> Source:
 
 def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the code cells of a notebook that can be parsed, and a note on each that cannot."""
-    reset = "; `distlab lesson reset NN` brings a fresh copy of a lesson and keeps yours aside"
+    reset = f"; `{runnable('distlab lesson reset NN')}` brings a fresh copy of a lesson and keeps yours aside"
     try:
         cells = json.loads(text)["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]

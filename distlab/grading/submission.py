@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from distlab.comm.command import runnable
 from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.lesson import Lesson, reference_of
 from distlab.grading.source import Source, execute, read_source
@@ -142,5 +143,6 @@ def _absent(source: Source, exercise: Exercise, notes: tuple[str, ...]) -> str:
     if broken:
         return f"{text}; {'; '.join(broken)}"
     if source.kind == "notebook":
-        text += f"; `distlab lesson reset {exercise.lesson}` brings a fresh copy and keeps yours aside"
+        reset = runnable(f"distlab lesson reset {exercise.lesson}")
+        text += f"; `{reset}` brings a fresh copy and keeps yours aside"
     return text

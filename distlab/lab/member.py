@@ -243,8 +243,10 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
     if impl == "reference":
         return {}
     from distlab.grading import load_lesson, load_submission
+    from distlab.grading.progress import MINE, working_copy
 
-    return load_submission(impl, load_lesson(number))
+    lesson = load_lesson(number)
+    return load_submission(str(working_copy(lesson.folder.name)) if impl == MINE else impl, lesson)
 
 
 def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> Report:

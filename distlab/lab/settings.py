@@ -12,6 +12,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from distlab.comm.command import runnable
+
 MAX_FIELDS = 12
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -29,7 +31,7 @@ class CommonSettings:
     """What every lab can be told.
 
     Attributes:
-        impl: whose functions run: reference, a module, a .py file or a notebook (.ipynb).
+        impl: whose functions run: reference, mine (your working copy), a module, a .py file or a notebook (.ipynb).
         trace: folder for each rank's trace, all of them merged (timeline.json) and a picture (timeline.png).
         device: cpu or cuda; auto takes GPUs when every rank has its own.
         limit_s: seconds after which a lab that hangs is ended.
@@ -52,7 +54,7 @@ class CommonSettings:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {message} (see {runnable(self.prog)} --help)\n")
 
 
 def parser_of(settings: type[CommonSettings], prog: str) -> argparse.ArgumentParser:

@@ -7,22 +7,25 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.grading.progress import MARKER
+from distlab.comm.command import runnable
+from distlab.grading.progress import MARKER, copy_in
 
 VERSIONS = ".versions.json"
 START = "START.ipynb"
-NOTEBOOK = "lesson.ipynb"
+NOTEBOOK = "lesson.ipynb"  # its name in the repository, next to its source
+_LINK = re.compile(r"\(\.\./(\d\d_\w+)/\w+\.ipynb\)")
 
 
 class Copy(NamedTuple):
     """One working copy after `make_copies`.
 
     Attributes:
-        name: such as "03_data_parallel/lesson.ipynb", below the work folder.
+        name: such as "03_data_parallel/03_data_parallel.ipynb", below the work folder.
         state: "made", "kept", "refreshed", "newer" (the lesson has changed since), "damaged" or "blocked".
         message: what to tell about it, or "".
     """
@@ -32,11 +35,11 @@ class Copy(NamedTuple):
     message: str = ""
 
 
-def originals(lessons: Path) -> dict[str, Path]:
-    """Return the notebooks to work in, by the name of their copy: START first, then the lessons in order."""
+def originals(lessons: Path, work: Path) -> dict[str, Path]:
+    """Return the notebooks to work in, by the name of their copy below `work`: START first, then lessons in order."""
     found = {START: lessons / START} if (lessons / START).is_file() else {}
     folders = sorted(path for path in lessons.glob("[0-9][0-9]_*") if (path / NOTEBOOK).is_file())
-    return found | {f"{folder.name}/{NOTEBOOK}": folder / NOTEBOOK for folder in folders}
+    return found | {f"{folder.name}/{copy_in(work, folder.name).name}": folder / NOTEBOOK for folder in folders}
 
 
 def make_copies(lessons: Path, work: Path) -> list[Copy]:
@@ -53,7 +56,7 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
     versions = _read_versions(work)
-    copies = [_copy(name, original, work, versions) for name, original in originals(lessons).items()]
+    copies = [_copy(name, original, work, versions) for name, original in originals(lessons, work).items()]
     _write_versions(work, versions)
     return copies
 
@@ -64,7 +67,7 @@ def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
     Raises:
         ValueError: there is no such lesson, or no copy of it.
     """
-    known = originals(lessons)
+    known = originals(lessons, work)
     wanted = f"{int(number):02}" if number.isdecimal() else number
     names = [name for name in known if wanted in (name[:2], name.partition("/")[0], name.removesuffix(".ipynb"))]
     if not names:
@@ -72,11 +75,11 @@ def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
         raise ValueError(f"there is no lesson {number!r}; pass one of {numbers or '(no lesson has been built)'}")
     name, copy = names[0], work / names[0]
     if not os.path.lexists(copy):
-        raise ValueError(f"nothing to reset: {copy} is not there; distlab lesson start makes it")
+        raise ValueError(f"nothing to reset: {copy} is not there; {runnable('distlab lesson start')} makes it")
     aside = _free_name(copy)
     copy.rename(aside)
     fresh = _read(known[name])
-    _put(copy, _without_outputs(fresh))
+    _put(copy, _to_work_in(fresh, work))
     versions = _read_versions(work)
     versions[name] = fingerprint(fresh)
     _write_versions(work, versions)
@@ -84,8 +87,10 @@ def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
 
 
 def fingerprint(notebook: dict[str, Any]) -> str:
-    """Hash what a person writes in a notebook: the text of its cells, not what they showed when they ran."""
-    cells = [(cell.get("cell_type"), "".join(cell.get("source", ""))) for cell in notebook["cells"]]
+    """Hash what a person writes in a notebook: its cells, without what they showed and without the names of copies."""
+    cells = [
+        (cell.get("cell_type"), _LINK.sub(r"(../\1)", "".join(cell.get("source", "")))) for cell in notebook["cells"]
+    ]
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
 
 
@@ -117,11 +122,12 @@ def damage(path: Path) -> str | None:
 def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Copy:
     """Make one copy, or look at the one that is there."""
     copy, lesson = work / name, _read(original)
-    version, reset_it = fingerprint(lesson), f"distlab lesson reset {name.partition('_')[0].removesuffix('.ipynb')}"
+    version = fingerprint(lesson)
+    reset_it = runnable(f"distlab lesson reset {name.partition('_')[0].removesuffix('.ipynb')}")
     if not os.path.lexists(copy):
         try:
             copy.parent.mkdir(exist_ok=True)
-            _put(copy, _without_outputs(lesson))
+            _put(copy, _to_work_in(lesson, work))
         except OSError as error:
             return Copy(name, "blocked", f"{copy} cannot be made: {error.strerror}")
         versions[name] = version
@@ -134,7 +140,7 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
         return Copy(name, "kept")
     if name == START and fingerprint(_read(copy)) == came_from:  # the learner wrote nothing in it
         with contextlib.suppress(OSError):
-            _put(copy, _without_outputs(lesson), replace=True)
+            _put(copy, _to_work_in(lesson, work), replace=True)
             versions[name] = version
             return Copy(name, "refreshed")
     if fingerprint(_read(copy)) == version:  # brought by hand
@@ -149,10 +155,19 @@ def _read(path: Path) -> dict[str, Any]:
     return notebook
 
 
-def _without_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
-    """A working copy shows nothing before you run it: a result seen beforehand cannot be predicted."""
+def _to_work_in(notebook: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Return a notebook as a working copy: its links lead to other copies, and it shows nothing before you run it.
+
+    A result that is seen beforehand cannot be predicted.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        return f"(../{match[1]}/{copy_in(work, match[1]).name})"
+
     cells = [
-        {**cell, "outputs": [], "execution_count": None} if cell["cell_type"] == "code" else cell
+        {**cell, "outputs": [], "execution_count": None}
+        if cell["cell_type"] == "code"
+        else {**cell, "source": _LINK.sub(link, "".join(cell["source"]))}
         for cell in notebook["cells"]
     ]
     return {**notebook, "cells": cells}

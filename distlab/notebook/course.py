@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.grading.progress import Entry, load_progress
+from distlab.grading.progress import Entry, copy_in, load_progress, work_folder
 
 COURSE = "COURSE.toml"
 
@@ -30,6 +30,7 @@ class Row:
         exercises: names of its exercises.
         passed: how many of them were right.
         solutions_seen: names of those whose solution was shown before they were right.
+        notebook: name of the file to open, in the lesson's folder.
     """
 
     number: str
@@ -42,6 +43,7 @@ class Row:
     exercises: tuple[str, ...] = ()
     passed: int = 0
     solutions_seen: tuple[str, ...] = ()
+    notebook: str = "lesson.ipynb"
 
     @property
     def progress(self) -> str:
@@ -126,7 +128,7 @@ class CourseMap:
 
 def _html_row(row: Row) -> str:
     name = html.escape(f"{row.number} {row.title}")
-    link = f'<a href="{row.folder}/lesson.ipynb">{name}</a>' if row.ready else name
+    link = f'<a href="{row.folder}/{row.notebook}">{name}</a>' if row.ready else name
     minutes = f"{row.minutes} min" if row.minutes else ""
     cells = [link, html.escape(row.can), minutes, html.escape(", ".join(row.needs)), _bar(row)]
     grey = "" if row.ready else ' style="opacity:0.65"'
@@ -149,6 +151,8 @@ def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) ->
     if facts is None:
         return Row(number, folder, title, can, ready=False)
     exercises = tuple(facts.get("exercises", ()))
+    work = work_folder()
+    copy = None if work is None else copy_in(work, folder)
     return Row(
         number,
         folder,
@@ -160,6 +164,7 @@ def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) ->
         exercises=exercises,
         passed=sum(name in progress and progress[name].passed for name in exercises),
         solutions_seen=tuple(name for name in exercises if name in progress and progress[name].solution_seen),
+        notebook=copy.name if copy is not None and copy.is_file() else "lesson.ipynb",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,9 +11,13 @@ if TYPE_CHECKING:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register %%ranks, add the names that are not defined yet, and start loading torch for the ranks."""
+    if "torch" not in sys.modules:
+        print("Loading PyTorch, here and for the ranks. The first time takes about five seconds.", flush=True)
     from distlab.comm import RankError, warm
+    from distlab.comm.command import put_on_path
     from distlab.notebook.magic import RanksMagics
 
+    put_on_path()  # so that `!distlab lab 03` runs in a cell
     warm()  # first: the fork server loads torch while this process does
     shell.register_magics(RanksMagics)
     shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]

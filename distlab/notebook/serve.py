@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 
+from distlab.comm.command import put_on_path
+
 GRACE_S = 3.0
 
 
 def main() -> None:
     """Watch the pipe, then be JupyterLab."""
     lifeline, *options = sys.argv[1:]
+    put_on_path()  # for terminals and kernels
     token = sys.stdin.read().strip()
     threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True, name="lifeline").start()
     from jupyterlab.labapp import LabApp

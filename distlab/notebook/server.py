@@ -17,6 +17,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+from distlab.grading.lesson import lessons_folder
+
 HOST = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 8888, 20
 START_TIMEOUT_S = 90.0
@@ -137,6 +139,7 @@ def _options(work: Path, port: int) -> list[str]:
         "--ServerApp.open_browser=False",
         "--ServerApp.kernel_websocket_connection_class=distlab.notebook.websocket.PromptConnection",
         "--IdentityProvider.hashed_password=",
+        f"--ServerApp.terminado_settings={{'shell_command': {_shell(work)!r}}}",
         "--LabApp.default_url=/lab/tree/START.ipynb",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -145,6 +148,15 @@ def _options(work: Path, port: int) -> list[str]:
         f"--LabApp.user_settings_dir={settings / 'settings'}",
         f"--LabApp.workspaces_dir={settings / 'workspaces'}",
     ]
+
+
+def _shell(work: Path) -> list[str]:
+    """Return how to start a terminal: where the lessons' commands run as written, with this server's PATH.
+
+    Jupyter's own terminals are login shells, which may set PATH anew.
+    """
+    start = 'cd "$1" && exec "${SHELL:-sh}"'
+    return ["sh", "-c", start, "sh", str(lessons_folder(work).parent)]
 
 
 def _quiet_settings(folder: Path) -> None:

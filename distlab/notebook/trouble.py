@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
 STOPPED = "You stopped the ranks. This is where each one stood:"
-_CELL_FILE = re.compile(r"/[^\s\"()]*ipykernel_\d+/\d+\.py")
+_CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
 
@@ -68,11 +68,14 @@ def is_in_ranks(trace: TracebackType | None) -> bool:
 
 
 def name_cells(text: str, shell: InteractiveShell) -> str:
-    """Say `In[3]` for the files in which the kernel keeps the text of cells."""
+    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for one of another cell."""
+    newest = f"In[{len(shell.user_ns.get('In', ' ')) - 1}]"
 
     def name(match: re.Match[str]) -> str:
-        known = shell.compile.format_code_name(match[0])
-        return known[1] if known else match[0]
+        file, line = match[1], match[2] or match[4]
+        known = shell.compile.format_code_name(file) if file else None
+        cell = match[3] or (known[1] if known else file)
+        return f"{'your cell' if cell == newest else cell}{f', line {line}' if line else ''}"
 
     return _CELL_FILE.sub(name, text)
 

@@ -678,7 +678,7 @@ run(same_settings, 3)
 #
 # ```
 # distlab lab 01 --ranks 4
-# distlab lab 01 --ranks 4 --impl work/01_ranks_and_messages/lesson.ipynb --trace traces
+# distlab lab 01 --ranks 4 --impl mine --trace traces
 # torchrun --nproc-per-node 8 lessons/01_ranks_and_messages/lab.py
 # ```
 #

@@ -700,7 +700,7 @@ print(f"your ring takes {np.median(ratios):.2f} times as long as torch's ({ratio
 #
 # ```
 # distlab lab 02 --ranks 4
-# distlab lab 02 --ranks 4 --impl work/02_collectives/lesson.ipynb --trace traces/
+# distlab lab 02 --ranks 4 --impl mine --trace traces/
 # torchrun --nproc-per-node 8 lessons/02_collectives/lab.py --impl reference
 # ```
 #

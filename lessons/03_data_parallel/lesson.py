@@ -1165,7 +1165,7 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 #
 # ```
 # distlab lab 03 --ranks 4 --impl reference
-# distlab lab 03 --ranks 4 --impl work/03_data_parallel/lesson.ipynb --trace traces
+# distlab lab 03 --ranks 4 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):

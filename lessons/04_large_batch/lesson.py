@@ -633,7 +633,7 @@ print(f"; half of the pairs: {low:.1f} to {high:.1f}")
 #
 # ```
 # distlab lab 04 --ranks 4 --impl reference
-# distlab lab 04 --ranks 4 --impl work/04_large_batch/lesson.ipynb --trace traces
+# distlab lab 04 --ranks 4 --impl mine --trace traces
 # torchrun --nproc-per-node 4 lessons/04_large_batch/lab.py --batch 512 --epochs 10
 # ```
 #

@@ -897,7 +897,7 @@ for name in ("top-1 %", "signs"):
 #
 # ```
 # distlab lab 05 --ranks 4 --impl reference
-# distlab lab 05 --ranks 4 --impl work/05_compression/lesson.ipynb --trace traces
+# distlab lab 05 --ranks 4 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):

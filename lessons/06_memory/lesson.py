@@ -780,7 +780,7 @@ for recompute_kind in ("none", "selective", "full"):
 #
 # ```
 # distlab lab 06 --ranks 2 --impl reference
-# distlab lab 06 --ranks 2 --impl work/06_memory/lesson.ipynb --trace traces
+# distlab lab 06 --ranks 2 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):

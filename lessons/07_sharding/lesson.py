@@ -865,7 +865,7 @@ for stage in range(4):
 #
 # ```
 # distlab lab 07 --ranks 4 --impl reference
-# distlab lab 07 --ranks 4 --impl work/07_sharding/lesson.ipynb --trace traces
+# distlab lab 07 --ranks 4 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):

@@ -775,7 +775,7 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #
 # ```
 # distlab lab 08 --ranks 4 --impl reference
-# distlab lab 08 --ranks 4 --impl work/08_tensor_parallel/lesson.ipynb --trace traces
+# distlab lab 08 --ranks 4 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number: 2, 4 or 8):

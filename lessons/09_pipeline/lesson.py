@@ -908,7 +908,7 @@ for name in THEIRS:
 #
 # ```
 # distlab lab 09 --ranks 4 --impl reference
-# distlab lab 09 --ranks 4 --impl work/09_pipeline/lesson.ipynb --trace traces
+# distlab lab 09 --ranks 4 --impl mine --trace traces
 # distlab lab 09 --ranks 2 --schedule my_order.txt
 # ```
 #

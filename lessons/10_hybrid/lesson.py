@@ -778,7 +778,7 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 #
 # ```
 # distlab lab 10 --ranks 8 --impl reference
-# distlab lab 10 --ranks 8 --tensor 4 --pipeline 1 --impl work/10_hybrid/lesson.ipynb --trace traces
+# distlab lab 10 --ranks 8 --tensor 4 --pipeline 1 --impl mine --trace traces
 # distlab lab 10 --ranks 4 --tensor 2 --pipeline 2 --order tensor,data,expert,context,pipeline
 # ```
 #

@@ -816,7 +816,7 @@ print(f"{ratios[1]:.2f} by all-to-all")
 #
 # ```
 # distlab lab 11 --ranks 4 --impl reference
-# distlab lab 11 --ranks 4 --impl work/11_long_context_and_experts/lesson.ipynb --trace traces
+# distlab lab 11 --ranks 4 --impl mine --trace traces
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number; 2, 4 or 8):

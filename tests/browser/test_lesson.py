@@ -41,7 +41,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lesson(server, tmp_path_factory):
     base, token = server
-    address = f"{base}/lab/tree/{LESSON}/lesson.ipynb?token={token}"
+    address = f"{base}/lab/tree/{LESSON}/{LESSON}.ipynb?token={token}"
     with open_notebook(address, base, tmp_path_factory.mktemp("browser")) as opened:
         opened.wait_for_kernel()
         yield opened

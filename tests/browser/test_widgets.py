@@ -251,9 +251,12 @@ def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots)
     area.fill(right.replace("2F0 2B0", "2B0 2F0"))
     problem.wait_for()
     assert "<-- rank 2: 2B0" in problem.inner_text()
+    opacity = "(stage) => Number(getComputedStyle(stage).opacity)"
+    assert editor.locator(".stage").evaluate(opacity) < 0.5, "the picture is of before"
     notebook.shoot(shots / "editor.png")
     area.fill(right)
     problem.wait_for(state="hidden")
+    assert editor.locator(".stage").evaluate(opacity) == 1
 
 
 def test_a_degree_changes_the_picture_and_its_text(notebook, shots):

@@ -247,7 +247,10 @@ def test_default_is_the_working_copy_and_progress_is_kept(folder: Path, capsys: 
     copy = folder / "work" / "91_trial"
     copy.mkdir(parents=True)
     (folder / "work" / MARKER).touch()
-    notebook(copy / "lesson.ipynb", *GOOD.split("\n\n"))
+    notebook(copy / "91_trial.ipynb", *GOOD.split("\n\n"))
+    code, out, _ = run(capsys, "91.double", "--impl", "mine")
+    assert (code, "91_trial.ipynb" in out) == (0, True)
+    (copy / "91_trial.ipynb").rename(copy / "lesson.ipynb")  # as copies were named before
     code, out, _ = run(capsys, "91.double")
     assert (code, "1 of 1 exercises right." in out) == (0, True)
     assert load_progress(copy)["91.double"].passed

@@ -3,11 +3,14 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
-from distlab.notebook import copies
+from distlab.notebook import copies, course_map
 from distlab.notebook.copies import damage, make_copies, reset
+
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 
 
 def notebook(*sources):
@@ -44,23 +47,27 @@ def text_of(path):
 
 def test_copies_are_made_once_without_results(lessons, work):
     first = make_copies(lessons, work)
-    assert [copy.name for copy in first] == ["START.ipynb", "01_ranks/lesson.ipynb", "03_data_parallel/lesson.ipynb"]
+    assert [copy.name for copy in first] == [
+        "START.ipynb",
+        "01_ranks/01_ranks.ipynb",
+        "03_data_parallel/03_data_parallel.ipynb",
+    ]
     assert set(states(first).values()) == {"made"}
     assert (work / ".distlab-work").exists()
-    cell = json.loads((work / "03_data_parallel/lesson.ipynb").read_text())["cells"][0]
+    cell = json.loads((work / "03_data_parallel/03_data_parallel.ipynb").read_text())["cells"][0]
     assert (cell["source"], cell["outputs"], cell["execution_count"]) == ("first", [], None)
     assert set(states(make_copies(lessons, work)).values()) == {"kept"}
 
 
 def test_what_you_wrote_is_kept_and_a_newer_lesson_is_told(lessons, work):
     make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "lesson.ipynb"
+    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
     mine.write_text(notebook("my own words"))
     before = mine.read_bytes()
-    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
 
     (lessons / "03_data_parallel" / "lesson.ipynb").write_text(notebook("better"))
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
     assert told.state == "newer"
     assert "there is a newer version" in told.message
     assert "distlab lesson reset 03" in told.message
@@ -73,7 +80,7 @@ def test_new_results_alone_make_no_newer_lesson(lessons, work):
     changed = json.loads(original.read_text())
     changed["cells"][0]["outputs"] = [{"x": 2}]
     original.write_text(json.dumps(changed))
-    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
 
 
 def test_the_map_follows_the_course_unless_you_wrote_in_it(lessons, work):
@@ -100,9 +107,9 @@ DAMAGED = {
 @pytest.mark.parametrize("says", DAMAGED)
 def test_a_damaged_copy_is_told_exactly_and_left_alone(lessons, work, says):
     make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "lesson.ipynb"
+    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
     mine.write_bytes(DAMAGED[says])
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
     assert told.state == "damaged"
     assert says in told.message
     assert "distlab lesson reset 03" in told.message
@@ -115,9 +122,9 @@ def test_a_damaged_copy_is_told_exactly_and_left_alone(lessons, work, says):
 
 
 def test_a_folder_in_the_place_of_a_copy(lessons, work):
-    (work / "03_data_parallel" / "lesson.ipynb").mkdir(parents=True)
-    (work / "03_data_parallel" / "lesson.ipynb" / "notes.txt").write_text("mine")
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    (work / "03_data_parallel" / "03_data_parallel.ipynb").mkdir(parents=True)
+    (work / "03_data_parallel" / "03_data_parallel.ipynb" / "notes.txt").write_text("mine")
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
     assert (told.state, "is a folder, not a file" in told.message) == ("damaged", True)
     aside, fresh = reset("03", lessons, work)
     assert (aside / "notes.txt").read_text() == "mine"
@@ -128,9 +135,9 @@ def test_a_file_in_the_place_of_a_lessons_folder_stops_only_that_lesson(lessons,
     work.mkdir()
     (work / "03_data_parallel").write_text("mine")
     told = {copy.name: copy for copy in make_copies(lessons, work)}
-    assert told["03_data_parallel/lesson.ipynb"].state == "blocked"
-    assert "cannot be made" in told["03_data_parallel/lesson.ipynb"].message
-    assert told["01_ranks/lesson.ipynb"].state == "made"
+    assert told["03_data_parallel/03_data_parallel.ipynb"].state == "blocked"
+    assert "cannot be made" in told["03_data_parallel/03_data_parallel.ipynb"].message
+    assert told["01_ranks/01_ranks.ipynb"].state == "made"
     assert (work / "03_data_parallel").read_text() == "mine"
 
 
@@ -139,8 +146,8 @@ def test_no_permission_stops_only_that_lesson(lessons, work):
     (work / "03_data_parallel").mkdir(parents=True)
     (work / "03_data_parallel").chmod(0o500)
     told = {copy.name: copy for copy in make_copies(lessons, work)}
-    assert "Permission denied" in told["03_data_parallel/lesson.ipynb"].message
-    assert told["01_ranks/lesson.ipynb"].state == "made"
+    assert "Permission denied" in told["03_data_parallel/03_data_parallel.ipynb"].message
+    assert told["01_ranks/01_ranks.ipynb"].state == "made"
 
 
 def test_a_copy_that_cannot_be_read_is_told(lessons, work, monkeypatch):
@@ -153,25 +160,25 @@ def test_a_copy_that_cannot_be_read_is_told(lessons, work, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(copies.Path, "read_bytes", refuse)
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/lesson.ipynb"]
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
     assert (told.state, "cannot be read (Permission denied)" in told.message) == ("damaged", True)
 
 
 def test_resets_within_one_second_keep_every_copy(lessons, work):
     make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "lesson.ipynb"
+    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
     kept = []
     for number in range(3):
         mine.write_text(notebook(f"attempt {number}"))
         aside, _ = reset("03", lessons, work)
-        assert re.fullmatch(r"lesson\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?\.ipynb", aside.name)
+        assert re.fullmatch(r"03_data_parallel\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?\.ipynb", aside.name)
         kept.append(aside)
     assert [text_of(path) for path in kept] == [["attempt 0"], ["attempt 1"], ["attempt 2"]]
-    assert states(make_copies(lessons, work))["03_data_parallel/lesson.ipynb"] == "kept"
+    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
 
 
 def test_nothing_to_reset_and_no_such_lesson(lessons, work):
-    with pytest.raises(ValueError, match="nothing to reset: .*lesson.ipynb is not there"):
+    with pytest.raises(ValueError, match="nothing to reset: .*03_data_parallel.ipynb is not there"):
         reset("03", lessons, work)
     with pytest.raises(ValueError, match="there is no lesson '17'; pass one of START, 01, 03"):
         reset("17", lessons, work)
@@ -181,11 +188,11 @@ def test_damaged_notes_about_versions_lose_nothing(lessons, work):
     make_copies(lessons, work)
     (work / copies.VERSIONS).write_text("{")
     assert set(states(make_copies(lessons, work)).values()) == {"kept"}
-    (work / "01_ranks" / "lesson.ipynb").write_text(notebook("mine"))
+    (work / "01_ranks" / "01_ranks.ipynb").write_text(notebook("mine"))
     (work / copies.VERSIONS).write_text("[]")
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["01_ranks/lesson.ipynb"]
+    told = {copy.name: copy for copy in make_copies(lessons, work)}["01_ranks/01_ranks.ipynb"]
     assert (told.state, "not known which version" in told.message) == ("newer", True)
-    assert text_of(work / "01_ranks" / "lesson.ipynb") == ["mine"]
+    assert text_of(work / "01_ranks" / "01_ranks.ipynb") == ["mine"]
 
 
 def test_a_work_folder_that_cannot_be_one(lessons, work):
@@ -194,3 +201,46 @@ def test_a_work_folder_that_cannot_be_one(lessons, work):
         make_copies(lessons, work)
     with pytest.raises(ValueError, match="inside the lessons"):
         make_copies(lessons, lessons / "work")
+
+
+def links(folder):
+    """Yield each relative link of the notebooks of a folder: (notebook, the file that it leads to)."""
+    for path in sorted(folder.rglob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+            yield from ((path.name, path.parent / link) for link in re.findall(r"\]\((\.\./[^)]+\.ipynb)\)", text))
+
+
+def test_copies_link_to_the_map_and_to_each_other(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    number = len(make_copies(LESSONS, work)) - 1  # without START
+    found = list(links(work))
+    assert len(found) == 2 * (3 * number - 2), "above and below: the map, the one before, the next"
+    assert [link for link in found if not link[1].is_file()] == []
+    assert ("03_data_parallel.ipynb", work / "03_data_parallel/../04_large_batch/04_large_batch.ipynb") in found
+    monkeypatch.chdir(work)
+    html = course_map(LESSONS)._repr_html_()
+    assert '<a href="03_data_parallel/03_data_parallel.ipynb">' in html
+    assert all((work / link).is_file() for link in re.findall(r'href="([^"]+)"', html))
+
+
+def test_the_repositorys_own_notebooks_link_to_each_other():
+    assert [link for link in links(LESSONS) if not link[1].is_file()] == []
+
+
+def test_a_copy_of_the_old_name_stays_and_is_linked_to(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    old = work / "03_data_parallel" / "lesson.ipynb"
+    old.parent.mkdir(parents=True)
+    old.write_text(notebook("mine"))
+    before = old.read_bytes()
+    made = states(make_copies(LESSONS, work))
+    assert made["03_data_parallel/lesson.ipynb"] == "newer"
+    assert "03_data_parallel/03_data_parallel.ipynb" not in made
+    assert old.read_bytes() == before
+    assert [link for link in links(work) if not link[1].is_file()] == []
+    monkeypatch.chdir(work)
+    assert '<a href="03_data_parallel/lesson.ipynb">' in course_map(LESSONS)._repr_html_()
+    _, fresh = reset("03", LESSONS, work)
+    assert fresh == old, "so that links to it stay right"
+    assert set(states(make_copies(LESSONS, work)).values()) == {"kept"}

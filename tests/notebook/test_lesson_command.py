@@ -130,6 +130,24 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(tmp_path):
             socket.create_connection(("127.0.0.1", lab.port), timeout=2)
 
 
+def test_terminals_and_kernels_find_the_commands_of_the_lessons(tmp_path):
+    with started(tmp_path / "work") as lab:
+        lab.post("/api/terminals", {})
+        lab.post("/api/kernels", {"name": "python3"})
+        server = psutil.Process(lab.process.pid).children()[0]
+        deadline = time.monotonic() + 30
+        while len(found := [one for one in server.children() if is_alive(one)]) < 2:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        here, root = str(Path(sys.executable).parent), str(Path(__file__).resolve().parents[2])
+        assert [one.environ()["PATH"].split(os.pathsep)[0] for one in found] == [here, here]
+        terminal = next(one for one in found if "ipykernel" not in " ".join(one.cmdline()))
+        while terminal.cwd() != root:
+            assert time.monotonic() < deadline, terminal.cwd()
+            time.sleep(0.1)
+        lab.gone_after(signal.SIGINT)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_the_server_goes_however_its_parent_goes(tmp_path, number):
     with started(tmp_path / "work") as lab:

@@ -1,10 +1,12 @@
 """Errors shortened for a notebook, pictures with words."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from distlab.notebook import show
 from distlab.notebook.display import Picture, png_of
-from distlab.notebook.trouble import explain, shorten
+from distlab.notebook.trouble import explain, name_cells, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no
 
@@ -45,6 +47,18 @@ def test_an_interrupt_is_told_first():
     text = explain("the call was interrupted\n\nrank 0 waits in recv", {})
     assert text.startswith("You stopped the ranks. This is where each one stood:")
     assert "rank 0 waits in recv" in text
+
+
+def test_a_line_of_a_cell_is_named_as_the_learner_knows_it():
+    names = {"/tmp/ipykernel_7/11.py": ("Cell", "In[2]"), "/tmp/ipykernel_7/12.py": ("Cell", "In[3]")}
+    shell = SimpleNamespace(user_ns={"In": ["", "a", "b", "c"]}, compile=SimpleNamespace(format_code_name=names.get))
+    text = "recv at /tmp/ipykernel_7/12.py:8 for 2 s, send at /tmp/ipykernel_7/11.py:4, barrier at <ranks In[3]>:5"
+    assert (
+        name_cells(text, shell)
+        == "recv at your cell, line 8 for 2 s, send at In[2], line 4, barrier at your cell, line 5"
+    )
+    assert name_cells('File "<ranks In[2]>", line 4, in f', shell) == 'File "In[2]", line 4, in f'
+    assert name_cells('File "/tmp/ipykernel_7/12.py", line 4', shell) == 'File "your cell", line 4'
 
 
 def test_a_picture_has_alt_text_and_words():

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 from distlab.comm.checks import check_timeout, check_world_size
+from distlab.comm.command import runnable
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
 from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
 
@@ -46,7 +47,7 @@ Echo = Callable[[int | None, str], None]
 
 def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] = ()) -> str:
     """Return what a user types to start the same without distlab."""
-    return shlex.join(["torchrun", "--nproc-per-node", str(num_ranks), str(script), *arguments])
+    return runnable(shlex.join(["torchrun", "--nproc-per-node", str(num_ranks), str(script), *arguments]))
 
 
 def run_script(

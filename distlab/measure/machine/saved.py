@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import run
+from distlab.comm.command import runnable
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
@@ -81,10 +82,12 @@ def load_calibration(path: Path) -> Calibration:
         facts = json.loads(path.read_text())
         return Calibration(_cluster(facts["cluster"]), facts["errors"], facts["seconds"], facts["machine"])
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; run distlab calibrate first, or name a preset") from None
+        raise ValueError(
+            f"{path} does not exist; run {runnable('distlab calibrate')} first, or name a preset"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a calibration ({type(error).__name__}: {error}); run distlab calibrate"
+            f"{path} is not a calibration ({type(error).__name__}: {error}); run {runnable('distlab calibrate')}"
         ) from None
 
 

@@ -20,6 +20,7 @@ from simulator.viz.drawing.paint import Painter
 
 Draw = Callable[..., tuple[Figure, str]]
 CONTROL_WIDTH = "26em"
+FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
 
 
 Named = TypeVar("Named")
@@ -104,7 +105,8 @@ class Panel(Redrawn):
         self._picture = Picture()
         shown = [self._adopt(name, control) for name, control in controls.items()]
         row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        super().__init__([row, self._picture] if shown else [self._picture])
+        parts = [row, self._picture] if shown else [self._picture]
+        super().__init__(parts if len(shown) <= FEW else parts[::-1])
         self.redraw()
 
     @property

@@ -58,7 +58,8 @@ class ScheduleTimeline(Redrawn):
             control.observe(self._clock if name == "moment" else self.redraw, "value")
         self._play.observe(self._tick, "value")
         row = widgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        super().__init__([row, widgets.HBox([self._play, clock]), self.timeline])
+        parts = [row, widgets.HBox([self._play, clock]), self.timeline]
+        super().__init__(parts if "text" in controls else parts[::-1])
 
     @property
     def values(self) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Timeline {
     if (this.caption.textContent !== this.get("summary")) this.caption.textContent = this.get("summary");
     if (this.problem.textContent !== this.get("problem")) this.problem.textContent = this.get("problem");
     this.problem.hidden = !this.get("problem");
+    this.stage.classList.toggle("stale", !this.problem.hidden); // the picture is of before
     const explained = this.kinds !== this.get("kinds") || this.rows !== this.get("rows");
     if (explained) this.explain();
     if (explained || this.packet !== this.get("packet") || this.packed !== this.get("packed")) this.unpack();

@@ -1,0 +1,75 @@
+"""Every command that README, START and the lessons show is one that the command line takes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import COMMANDS, parser
+from distlab.cli.lab import find_lab, load_settings
+from distlab.lab.settings import parser_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [ROOT / "README.md", ROOT / "lessons" / "START.py", *sorted(ROOT.glob("lessons/[0-9][0-9]_*/lesson.py"))]
+TEXTS += sorted(ROOT.glob("lessons/*.md"))
+PROGRAMS = ("distlab ", "torchrun ")
+USAGE = re.compile(r"\.\.\.|\[|NN|\||^distlab lab$")  # a pattern of commands, no command
+
+
+def written(text: str) -> list[str]:
+    """Return the commands of a text: whole lines of code, and code spans."""
+    plain = re.sub(r"^# ?", "", text, flags=re.MULTILINE)  # markdown in a lesson's source is a comment
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", plain)
+    return [line.strip() for line in (*plain.splitlines(), *spans) if line.startswith(PROGRAMS)]
+
+
+def examples() -> list[str]:
+    found = {command for path in TEXTS for command in written(path.read_text(encoding="utf-8"))}
+    return sorted(command for command in found if not USAGE.search(command))
+
+
+def take(command: str) -> None:
+    """Parse a command as the program would; a mistake is a SystemExit."""
+    program, *words = shlex.split(command, comments=True)
+    if program == "torchrun":
+        script = next(word for word in words if word.endswith(".py"))
+        assert (ROOT / script).is_file(), f"{command}: no {script} in the repository's root"
+        number, flags = Path(script).parent.name[:2], words[words.index(script) + 1 :]
+    elif words[0] == "lab":
+        number, flags = words[1], words[2:]
+    else:
+        parser().parse_args(words)
+        return
+    number, path = find_lab(number)
+    lab = parser_of(load_settings(number, path), f"distlab lab {number}")
+    lab.add_argument("--ranks", type=int)
+    lab.parse_args(flags)
+
+
+@pytest.mark.parametrize("command", examples())
+def test_a_written_command_is_taken(command):
+    take(command)
+
+
+def test_the_texts_have_commands_of_each_kind():
+    assert {command.split()[1] for command in examples() if command.startswith("distlab")} >= {"lab", "lesson", "check"}
+    assert len([command for command in examples() if "--impl mine" in command]) >= 11
+    assert any(command.startswith("torchrun") for command in examples())
+
+
+@pytest.mark.parametrize("command", ["distlab labs 03", "distlab lab 03 --rank 4", "distlab lesson begin"])
+def test_a_wrong_command_is_refused(command):
+    with pytest.raises(SystemExit):
+        take(command)
+
+
+def test_every_usage_in_the_readme_names_a_command():
+    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
+
+
+def test_the_readme_says_how_to_reach_the_commands():
+    venv = re.search(r"^VENV := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"\n. {venv[1]}/bin/activate\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`. {venv[1]}/bin/activate`" in (ROOT / "lessons" / "START.py").read_text(encoding="utf-8")
