@@ -43,7 +43,6 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_is_one_line_and_exit_2_before_any_work(arguments, capsys, monkeypatch):
     for work in (
-        "simulator.simulate",
         "distlab.measure.calibrate",
         "distlab.cli.tour.run_tour",
         "distlab.cli.bench.load_rows",
