@@ -53,7 +53,7 @@ def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
             tempfile.TemporaryFile(dir=where).close()
     except OSError as error:
         raise ValueError(
-            f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass {expected} in a folder of yours"
+            f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass a path where you may write"
         ) from None
 
 

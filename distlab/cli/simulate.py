@@ -121,7 +121,9 @@ def check_picture(flag: str, path: Path) -> None:
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise ValueError(f"{flag} {path}: expected a picture such as step.png, got {path.suffix}; pass one of {kinds}")
+        raise ValueError(
+            f"{flag} {path}: expected a picture such as step.png, got {path.suffix}; kinds are {', '.join(kinds)}"
+        )
 
 
 def save_pictures(
