@@ -9,7 +9,7 @@ from distlab.plan.sharding import DTYPE_BYTES
 
 
 class Widths(NamedTuple):
-    """Bytes of one element: what a parameter costs in each of its forms, and how wide activations and messages are.
+    """Bytes of one element: of a parameter in each of its forms, and of messages; for activations it is a factor.
 
     Attributes:
         parameter: to compute with.

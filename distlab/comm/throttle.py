@@ -78,8 +78,8 @@ class ThrottledLink:
         """
         if operation.op in PAIRS:
             raise ValueError(
-                f"rank {dist.get_rank()}: {operation.op} at {site[0]}:{site[1]} inside throttled(), which paces "
-                "collectives alone; use a collective, or a link that the system slows down (tc)"
+                f"rank {dist.get_rank()}: {operation.op} at {site[0]}:{site[1]} inside throttled(), which slows down "
+                "collectives only; use a collective, or slow the network down with the Linux tool tc"
             )
         num_bytes = sum(map(num_bytes_of, tensors_in(data)))
         seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)

@@ -19,12 +19,14 @@ from distlab.gradient_hook import GradientBucket
 class Memory:
     """What the hook keeps of one bucket: its state, and room for the messages.
 
+    PowerSGD sends a matrix of gradients as two thin ones, a left and a right factor; small tensors are sent whole.
+
     Attributes:
         layout: where matrices and factors lie.
         steps: steps of this bucket so far.
-        error: [E] what this rank's messages left out, zeros where tensors go whole; None without error feedback.
-        right: [R] the mean right factors of the last step; None before the first.
-        first: [F] room for the first message: what goes whole, then the left factors.
+        error: [E] what this rank's messages left out (zeros for whole tensors); None without error feedback.
+        right: [R] right factors of the last step, the mean over ranks; None before the first step.
+        first: [F] room for the first message: the whole tensors, then the left factors.
         second: [R] room for the second.
     """
 

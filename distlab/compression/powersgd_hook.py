@@ -182,7 +182,7 @@ class PowerSGD:
         """Take back what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: it is of a hook of another rank of factors.
+            ValueError: the state was saved with another PowerSGD rank (number of columns of the factors).
         """
         if state_dict["rank"] != self.rank:
             raise ValueError(

@@ -68,7 +68,7 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
 
 
 def average_gradients_(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Replace each parameter's gradient by its mean over the ranks, of which each had as many targets.
+    """Replace each parameter's gradient by its mean over the ranks; every rank must have had as many targets.
 
     A parameter that has a gradient on no rank keeps none; one that some ranks used counts as zero on the others.
 

@@ -28,6 +28,7 @@ from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
 from distlab.lab.settings import CommonSettings, parse, what_is_run
 from distlab.lab.watch import Guard, own_traceback
+from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
@@ -212,7 +213,10 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
             return _refuse(number, error)
         lab = Lab(number, settings, member, functions, _report(number, settings, member, beside), guard)
         try:
+            others = OtherProcesses() if read_environment().is_on_one_machine else None
             run(lab)
+            if others is not None:
+                lab.report.others_took(others.taken())
             wrong = _tell(lab)
         except SystemExit as error:  # the others would wait for this rank
             left = RuntimeError(f"rank {member.rank} left by exit({error.code}); a function returns instead")

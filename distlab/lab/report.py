@@ -97,6 +97,13 @@ class Report:
         if text not in self.notes:
             self.notes.append(text)
 
+    def others_took(self, cores: float) -> None:
+        """Add a line that says that the machine was busy, where other processes took that many cores from the ranks."""
+        from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
+
+        if cores > MAX_TAKEN_CORES:
+            self.note(f"{busy_sentence(cores)} Close other programs and run again: times here say little.")
+
     @property
     def wrong(self) -> list[Row]:
         """Facts that are not what they have to be."""

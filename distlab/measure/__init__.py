@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from distlab.measure.machine.saved import DEFAULT_PATH, Calibration, calibrate, load_calibration
     from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
     from distlab.measure.memory.measured import KINDS, MeasuredMemory, MemoryLimitError, storage_bytes, track_memory
+    from distlab.measure.runs.beside import overlay_of, overlay_of_run, time_beside
+    from distlab.measure.runs.calibrate import CalibrationOfRun
     from distlab.measure.runs.calls import measure_messages
     from distlab.measure.runs.codec import measure_codec, median_codec
     from distlab.measure.runs.predict import CalibrationRound, median_calibration, predict_step
@@ -42,6 +44,8 @@ _NAMES = {
     "memory.measured": ["KINDS", "MemoryLimitError", "MeasuredMemory", "storage_bytes", "track_memory"],
     "runs.run": ["RankReport", "RunResult", "TrainingRun", "time_on_new_ranks", "time_training", "windows_of"],
     "runs.predict": ["CalibrationRound", "median_calibration", "predict_step"],
+    "runs.beside": ["overlay_of", "overlay_of_run", "time_beside"],
+    "runs.calibrate": ["CalibrationOfRun"],
     "runs.calls": ["measure_messages"],
     "runs.codec": ["measure_codec", "median_codec"],
     "runs.windows": ["Verdict", "Window", "judge"],
@@ -49,6 +53,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = [
     "Calibration",
+    "CalibrationOfRun",
     "CalibrationRound",
     "DEFAULT_PATH",
     "KINDS",
@@ -79,9 +84,12 @@ __all__ = [
     "memory_bytes",
     "num_cores",
     "on_first_rank",
+    "overlay_of",
+    "overlay_of_run",
     "predict_step",
     "storage_bytes",
     "this_machine",
+    "time_beside",
     "time_on_new_ranks",
     "time_training",
     "track_memory",

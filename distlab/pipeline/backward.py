@@ -30,9 +30,10 @@ from distlab.pipeline.layers import LayerRule, Notes, Sums, place_of, rule_of
 
 
 class LinearPlainly(torch.autograd.Function):
-    """The simplest split: y = x w^T, whose backward makes x's gradient and leaves a note for w's.
+    """The simplest backward pass in two parts, for y = x w^T.
 
-    `notes` is a list; W is `for x, gradient in notes: w.grad += gradient.T @ x`.
+    Backward returns x's gradient and appends (x, y's gradient) to the list `notes`. Action W computes w's gradient
+    later: `for x, gradient in notes: w.grad += gradient.T @ x`.
 
     Shapes: x [N, I], w [O, I] -> y [N, O]
     """

@@ -93,7 +93,9 @@ class Stage:
         return _gradients(kept.leaves)
 
     def input_gradient(self, microbatch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run I: return the gradients of the inputs that want one; what W will need stays.
+        """Run action I: return the gradients of the inputs that want one, and keep what action W needs later.
+
+        I computes gradients of inputs, W (`weight_gradient`) those of weights.
 
         Shapes: as `backward`.
         """

@@ -109,9 +109,9 @@ class Experts:
         num_experts: in the layer.
         top_k: experts of each token.
         row_bytes: of all rows that go to experts, a micro-batch: top_k of each token, less what capacity drops.
-        forward: work of the experts, part of the layer's and outside of its regions; the next two likewise.
-        input_gradient: see forward.
-        weight_gradient: see forward.
+        forward: the experts' work in the forward pass: part of the layer's work, and of none of its regions.
+        input_gradient: the same for the gradients of inputs.
+        weight_gradient: the same for the gradients of weights.
         kernels_each: of `forward.num_kernels`, those of one expert; as many in each of the other two.
     """
 

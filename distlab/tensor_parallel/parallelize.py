@@ -78,7 +78,7 @@ def parallelize(
         raise ValueError(f"rank {rank}: num_parts is {num_parts}; pass at least 1")
     if regather and not sequence_parallel:
         raise ValueError(
-            f"rank {rank}: regather needs sequence_parallel: else there is nothing to gather; leave it out"
+            f"rank {rank}: regather=True needs sequence_parallel=True, else nothing is gathered; set both or neither"
         )
     check_heads(model.config.num_heads, model.config.num_heads, group)
     made = ParallelGPT(model, group, sequence_parallel=sequence_parallel)

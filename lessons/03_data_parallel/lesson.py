@@ -319,10 +319,9 @@ def count_work():
 WORK = ranks.run(count_work)[0]
 
 
-def predicted(rung, bucket_bytes=500_000):
-    return simulate(
-        WORK, MACHINE, Plan(4, gradient_sync=rung, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
-    )
+def predicted(rung, bucket_bytes=500_000, machine=MACHINE):
+    sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+    return simulate(WORK, machine, Plan(4, gradient_sync=rung, **sizes))
 
 
 # %% [markdown]
@@ -342,40 +341,62 @@ exposed_ms = step.exposed_communication_s * 1e3
 print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms of them communication, the rest compute")
 
 # %% [markdown]
-# **Run it.** The recorder writes down every call that a rank makes to torch.distributed. Together with the marked
-# spans it is the measured timeline. Of the steps, take the one of median length.
+# **Run it.** A machine does not keep its speed. So `time_beside` calibrates, times a few steps, calibrates again, and
+# so on, all on the same ranks.
 
 # %%
-from distlab.trace import Trace
-from simulator.viz import step_of
+from distlab.measure import overlay_of, time_beside
 
 
-def measure(prepare, num_steps=7):
-    reports = ranks.run(train, prepare, num_steps)
+def timed(prepare):
+    rank, counts = dist.get_rank(), {}
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    call = {"loss_fn": model.loss, "synchronize": prepare(model), "spans": SpanWriter(rank)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = CORPUS.batch(0, 16, rank=rank, world_size=4)
+    step = lambda: train_step(model, optimizer, batch=batch, **call)  # noqa: E731
+    return time_beside(step, lambda: measure_round(torch.device("cpu"), works=counts), call["spans"])
+
+
+# %% [markdown]
+# The recorder writes down every call that a rank makes to torch.distributed. Together with the marked spans it is the
+# measured timeline. `overlay_of` takes the step of median length, predicts it from the calibrations around it, and
+# leaves out steps for which the machine was not calm.
+
+# %%
+from distlab.measure import median_round
+
+
+def measure(rung, prepare):
+    reports = ranks.run(timed, prepare)
     calls = ranks.records().to_trace()
     calls = calls.select(calls.is_word("lane", "communication"))
-    both = Trace.concatenate([calls, *(trace for _, _, trace in reports)])
-    steps = [step_of(both, number) for number in range(2, num_steps)]  # the first two warm up
-    return sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
+    predict_step = lambda rounds: predicted(rung, machine=fit_cluster(median_round(rounds), 4)).trace  # noqa: E731
+    return overlay_of(reports, predict_step, calls=calls)
 
 
 # %%
-measured = {"per_parameter": measure(one_by_one)}
-print(guess_1.compare(measured["per_parameter"].duration_s * 1e3))
+overlay = measure("per_parameter", one_by_one)
+overlays = {"per_parameter": overlay}
+print(guess_1.compare(overlay.middle_s[0] * 1e3))
+print(overlay)
 
 # %% [markdown]
 # Predicted and measured on one timeline: the upper row of each pair is what was measured, the pale one under it what
 # the simulator said. A3 is an all-reduce, number 3; the measured numbers begin higher, since they count from the first
-# step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it.
+# step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it. The grey
+# bands show where half of the measured steps end, and where the prediction lets them end: a calibration is not exact,
+# and the model is right to about 10 %. If the picture says that the machine was not calm, its boxes are pale. Close
+# other programs and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline
 
-timeline = Timeline(measured["per_parameter"], predicted("per_parameter").trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, measured["per_parameter"].duration_s / 2)  # the first half of the step
+timeline.view = (0.0, overlay.measured.duration_s / 2)  # the first half of the step
 
 # %% [markdown]
 # Forward and backward come first, with nothing on the wire. Then the wire is busy, one small message after the other,
@@ -409,8 +430,9 @@ def flat(model):
     return lambda: average_flat(model)
 
 
-measured["flat"] = measure(flat)
-print(guess_2.compare(measured["flat"].duration_s * 1e3))
+overlays["flat"] = measure("flat", flat)
+print(guess_2.compare(overlays["flat"].middle_s[0] * 1e3))
+print(overlays["flat"])
 
 # %% [markdown]
 # The recorder counts calls and bytes. They are facts of the algorithm, so they are the same on any machine:
@@ -485,8 +507,9 @@ guess_3
 # %%
 guess_3.default(70)  # assumed if you gave no number above
 print(f"the simulator says {predicted('bucketed').duration_s * 1e3:.0f} ms")
-measured["bucketed"] = measure(bucketed)
-print(guess_3.compare(measured["bucketed"].duration_s * 1e3))
+overlays["bucketed"] = measure("bucketed", bucketed)
+print(guess_3.compare(overlays["bucketed"].middle_s[0] * 1e3))
+print(overlays["bucketed"])
 
 # %% [markdown]
 # Buckets alone buy little: more latencies than flat, and still everything after backward. All that they hide is the
@@ -524,15 +547,17 @@ guess_4
 # %%
 guess_4.default(70)  # assumed if you gave no number above
 print(f"the simulator says {predicted('overlapped').duration_s * 1e3:.0f} ms")
-measured["overlapped"] = measure(overlapped)
-print(guess_4.compare(measured["overlapped"].duration_s * 1e3))
+overlay = measure("overlapped", overlapped)
+overlays["overlapped"] = overlay
+print(guess_4.compare(overlay.middle_s[0] * 1e3))
+print(overlay)
 
 # %%
-timeline = Timeline(measured["overlapped"], predicted("overlapped").trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
+timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # Now boxes stand on the wire *under* backward. Two things about the measured ones. A bucket begins when its own rank
@@ -561,36 +586,33 @@ prediction_panel.controls["at_ms"].value = 0.8 * predicted("flat").duration_s * 
 # computes.
 
 # %%
-measured_panel = train_step_panel({rung: measured[rung] for rung in reversed(RUNGS)})
+measured_panel = train_step_panel({rung: overlays[rung].measured for rung in reversed(RUNGS)})
 measured_panel
 
 # %%
 measured_panel.controls["version"].value = "flat"
-measured_panel.controls["at_ms"].value = 0.8 * measured["flat"].duration_s * 1e3
+measured_panel.controls["at_ms"].value = 0.8 * overlays["flat"].measured.duration_s * 1e3
 
 # %% [markdown]
 # ### The ladder, predicted and measured
 #
-# The calibration is some time old by now. Take another, so that the prediction rests on what was before *and* after.
+# All rungs together, each predicted from the calibrations around its own steps.
 
 # %%
-from distlab.measure import median_round
 from simulator.viz import facts_of
 
-rounds.append(ranks.run(measure_round, torch.device("cpu"))[0])
-MACHINE = fit_cluster(median_round(rounds), 4)
 print(f"{'':14} predicted  measured   error   of it exposed")
 for rung in RUNGS:
-    said_s, step = predicted(rung).duration_s, measured[rung]
-    exposed_s = facts_of(step).exposed_s
-    print(f"{rung:14} {said_s * 1e3:6.0f} ms {step.duration_s * 1e3:6.0f} ms", end=" ")
-    print(f"{said_s / step.duration_s - 1:+7.0%} {exposed_s * 1e3:9.0f} ms")
+    overlay = overlays[rung]
+    measured_ms, said_ms = (1e3 * seconds for seconds in overlay.middle_s)
+    exposed_ms = facts_of(overlay.measured).exposed_s * 1e3
+    print(f"{rung:14} {said_ms:6.0f} ms {measured_ms:6.0f} ms {overlay.error:+7.0%} {exposed_ms:9.0f} ms")
 
 # %% [markdown]
-# Read the errors before the times. Two calibrations, and one step of each rung, on a machine that other programs use
-# too: that is a rough measurement, and the error says how rough. (`distlab bench` does it properly: many windows, a
-# calibration around each, noisy ones dropped; `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out
-# is what the timelines showed: ranks that are late.
+# Read the errors before the times. A dozen steps of each rung and four calibrations are a rough measurement, and the
+# error says how rough. (`distlab bench` takes more: many windows, a calibration around each, noisy ones dropped;
+# `benchmarks/RESULTS.md` has its last run.) What the simulator leaves out is what the timelines showed: ranks that are
+# late.
 #
 # On a laptop, communication is done *by the same cores* that compute. Hiding it behind compute then hides little, and
 # flat can win. A GPU sends with hardware of its own. The simulator knows the difference by two numbers only, the two

@@ -441,21 +441,23 @@ print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
 
 
 # %%
-from matplotlib.figure import Figure
+from matplotlib import figure, rc_context
 
 
+@rc_context({"font.size": 12})
 def draw_losses(title):
-    figure = Figure(figsize=(12.8, 4.2), layout="constrained")
+    picture = figure.Figure(figsize=(12.8, 4.6), layout="constrained")
     lines = (without, ":", "#D55E00", "without memory"), (remembering, "--", "#0072B2", "with memory")
-    for place, name in enumerate(without):
-        axes = figure.add_subplot(1, 4, place + 1, title=name, xlabel="update", ylim=(2.7, 4.5))
+    for name, axes in zip(without, picture.subplots(1, 4, sharey=True), strict=True):
         axes.plot(plain.unfold(0, 10, 1).mean(1), color="#1A1A1A", label="no compression")
         for losses, style, colour, label in lines:
-            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2, label=label)
-    figure.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
-    figure.axes[0].legend()
-    figure.suptitle(title, fontsize=16)
-    return figure
+            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2.4, label=label)
+        axes.set(title=name, xlabel="update", ylim=(2.7, 4.5))
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
+    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
+    return picture
 
 
 # %%
@@ -591,16 +593,26 @@ print(pays.text)
 # encoding and decoding cost.
 
 # %%
+import time
 from dataclasses import replace
+from statistics import median
 
-from distlab.measure import fit_cluster, measure_codec, measure_round, workload_from_module
+from distlab.measure import CalibrationOfRun, fit_cluster, median_calibration, workload_from_module
+from distlab.plan import AXES, Contention, Link, Protocol
 
 WIDE = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
 QUANTIZE = Compression("quantize", bits=4)
-HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)
-CODEC = pair.run(lambda: measure_codec(QUANTIZE, HERE, device=torch.device("cpu")))[0]
-print(f"encode 1 MB: {(CODEC.encode_s + 1e6 * CODEC.encode_s_per_byte) * 1e3:.1f} ms, ", end="")
-print(f"decode 2 ranks' 1 MB: {(CODEC.decode_s + 1e6 * CODEC.decode_s_per_byte) * 1e3:.1f} ms")
+SIZES = {"bucket_bytes": 500_000, "first_bucket_bytes": 500_000}
+
+
+def calibration(compression):
+    return CalibrationOfRun(Plan(2, compression=compression, **SIZES), AXES, {}, device=torch.device("cpu"))
+
+
+ROUND = pair.run(lambda: calibration(QUANTIZE).measure())[0]
+print(f"encode 1 MB: {(ROUND.codec.encode_s + 1e6 * ROUND.codec.encode_s_per_byte) * 1e3:.1f} ms, ", end="")
+print(f"decode 2 ranks' 1 MB: {(ROUND.codec.decode_s + 1e6 * ROUND.codec.decode_s_per_byte) * 1e3:.1f} ms; ", end="")
+print(f"in a step both take {ROUND.overhead.codec_slowdown:.1f} times as long")
 
 
 # %%
@@ -615,13 +627,12 @@ def count_work():
 WORK = pair.run(count_work)[0]
 
 
-def predicted(bytes_per_s, compression):
-    wire = replace(
-        HERE.intra_node, protocols=tuple(replace(p, bytes_per_s=bytes_per_s) for p in HERE.intra_node.protocols)
-    )
-    plan = Plan(2, compression=compression, bucket_bytes=500_000, first_bucket_bytes=500_000)
-    codec = CODEC if compression is not None else None
-    return simulate(WORK, replace(HERE, intra_node=wire), plan, measured=Measured(codec))
+def predicted(bytes_per_s, compression, rounds=(ROUND,)):
+    middle, wire = median_calibration(rounds), Link("throttled", (Protocol(0.0, bytes_per_s),))
+    # Who waits for a throttled wire sleeps, and takes nothing from a rank that computes: no contention.
+    here = replace(fit_cluster(middle.compute, 2), intra_node=wire, contention=Contention())
+    codec = middle.codec.slower(middle.overhead.codec_slowdown) if compression is not None else None
+    return simulate(WORK, here, Plan(2, compression=compression, **SIZES), measured=Measured(codec))
 
 
 # %% [markdown]
@@ -642,61 +653,99 @@ print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
 # %%
 from distlab.comm import throttled
 from distlab.data_parallel import train_step
-from distlab.trace import SpanWriter, Trace
+from distlab.trace import SpanWriter
 
 
-def timed(bytes_per_s, make_hook, num_steps=7):
-    rank, spans = dist.get_rank(), SpanWriter(dist.get_rank())
-    model = GPT(WIDE, torch.Generator().manual_seed(0))
-    sizes = {"bucket_bytes": 500_000, "first_bucket_bytes": 500_000}
-    replicas = DataParallel(model, hook=make_hook(), spans=spans, **sizes)
+def make_step(compression, spans):
+    rank, model = dist.get_rank(), GPT(WIDE, torch.Generator().manual_seed(0))
+    hook = Quantize(4) if compression is not None else None
+    replicas = DataParallel(model, hook=hook, spans=spans, **SIZES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     call = {"loss_fn": model.loss, "synchronize": replicas.synchronize, "spans": spans}
-    with throttled(bytes_per_s):
-        for step in range(num_steps):
-            train_step(model, optimizer, batch=CORPUS.batch(step, 8, rank=rank, world_size=2), **call)
-    return spans.trace()
+    batch = CORPUS.batch(0, 8, rank=rank, world_size=2)
+    return lambda: train_step(model, optimizer, batch=batch, **call)
+
+
+# %% [markdown]
+# A machine does not keep its speed. So `time_beside` calibrates, times a few steps, calibrates again, and so on, on the
+# same ranks. `overlay_of` takes the step of median length, and predicts it from the calibrations around it.
 
 
 # %%
-from simulator.viz import step_of
+from distlab.measure import overlay_of, time_beside
 
 
-def middle_step(bytes_per_s, make_hook):
-    trace = Trace.concatenate(pair.run(timed, bytes_per_s, make_hook))
-    steps = sorted((step_of(trace, number) for number in range(2, 7)), key=lambda step: step.duration_s)
-    return steps[len(steps) // 2]
+def timed(bytes_per_s, compression):
+    spans, rounds = SpanWriter(dist.get_rank()), calibration(compression)
+    train = make_step(compression, spans)
+
+    def step():
+        with throttled(bytes_per_s):
+            train()
+
+    return time_beside(step, rounds.measure, spans, num_windows=2, steps_per_window=6)
 
 
-HOOK_OF = {"none": lambda: None, "4 bits": lambda: Quantize(4)}
-PLAN_OF = {"none": None, "4 bits": QUANTIZE}
-SPEEDS = (5e6, 20e6, 80e6, 320e6)
-seen = {(name, speed): middle_step(speed, HOOK_OF[name]) for name in HOOK_OF for speed in SPEEDS}
-print(guess_4.compare(seen["4 bits", 20e6].duration_s * 1e3))
+def measure(bytes_per_s, compression):
+    reports = pair.run(timed, bytes_per_s, compression)
+    return overlay_of(reports, lambda rounds: predicted(bytes_per_s, compression, rounds).trace)
+
 
 # %%
-print("            predicted  measured   error")
-for (name, speed), step in seen.items():
-    said_s = predicted(speed, PLAN_OF[name]).duration_s
-    error = said_s / step.duration_s - 1
-    print(f"{name:6} {speed / 1e6:4.0f} MB/s {said_s * 1e3:6.0f} ms {step.duration_s * 1e3:6.0f} ms {error:+7.0%}")
+overlay = measure(20e6, QUANTIZE)
+print(guess_4.compare(overlay.middle_s[0] * 1e3))
+print(overlay)
 
 # %% [markdown]
 # Predicted and measured on one timeline, at 20 MB/s with 4 bits: the upper row of each pair is what was measured, the
-# pale one under it what the simulator said.
+# pale one under it what the simulator said. The grey bands show where half of the measured steps end, and where the
+# prediction lets them end. If the picture says that the machine was not calm, its boxes are pale. Close other programs
+# and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline
 
-timeline = Timeline(seen["4 bits", 20e6], predicted(20e6, QUANTIZE).trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, seen["4 bits", 20e6].duration_s)  # the whole step
+timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # ### The break-even, predicted and measured
 #
+# Now at four bandwidths, with 4 bits and without.
+
+
+# %%
+def several_steps(bytes_per_s, compression, num_steps=7):
+    step, times = make_step(compression, None), []
+    with throttled(bytes_per_s):
+        for _ in range(num_steps):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+    return times[2:]  # the first two warm up
+
+
+# %%
+PLAN_OF = {"none": None, "4 bits": QUANTIZE}
+SPEEDS = (5e6, 20e6, 80e6, 320e6)
+rounds = [ROUND]
+seen = {}
+for name, compression in PLAN_OF.items():
+    for speed in SPEEDS:
+        seen[name, speed] = median(map(max, zip(*pair.run(several_steps, speed, compression), strict=True)))
+    rounds.append(pair.run(lambda: calibration(QUANTIZE).measure())[0])
+
+# %%
+print("            predicted  measured   error")
+for (name, speed), step_s in seen.items():
+    said_s = predicted(speed, PLAN_OF[name], rounds).duration_s
+    print(f"{name:6} {speed / 1e6:4.0f} MB/s {said_s * 1e3:6.0f} ms {step_s * 1e3:6.0f} ms {said_s / step_s - 1:+7.0%}")
+
+# %% [markdown]
 # Between the bandwidth where 4 bits win and the one where they lose lies the break-even. The measured one is read off
 # by drawing a straight line through the two differences around it, on a logarithmic scale of bandwidth.
 
@@ -715,8 +764,9 @@ def in_words(speed):
     return "not between 5 and 320 MB/s" if speed is None else f"{speed / 1e6:.0f} MB/s"
 
 
-gains = {speed: seen["none", speed].duration_s - seen["4 bits", speed].duration_s for speed in SPEEDS}
-said = {speed: predicted(speed, None).duration_s - predicted(speed, QUANTIZE).duration_s for speed in SPEEDS}
+gains = {speed: seen["none", speed] - seen["4 bits", speed] for speed in SPEEDS}
+steps = {speed: [predicted(speed, plan, rounds).duration_s for plan in (None, QUANTIZE)] for speed in SPEEDS}
+said = {speed: without_s - with_s for speed, (without_s, with_s) in steps.items()}
 print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_words(crossing(gains))}")
 
 # %% [markdown]
@@ -725,8 +775,9 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # that only the rows of 4 bits have lies in what compression adds to a step: the codec. Timing it is a trap worth
 # knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so it shares no core; in a step
 # all ranks encode at once, and where four share two cores it takes twice as long or more. Timed one bucket at a time,
-# steps of four ranks with 4 bits took three times as long as predicted. `measure_codec` therefore times twelve buckets
-# in a row on all ranks together, and here two ranks run, for which two cores are enough. What is sure is the direction:
+# steps of four ranks with 4 bits took three times as long as predicted. A calibration therefore times twelve buckets in
+# a row on all ranks together. It also trains two other models with and without compression, and reads off how much
+# slower the codec is in a step. What is sure is the direction:
 # on a slow wire it pays, on a wire as fast as memory it costs. `benchmarks/throttled.py` does it with more methods and
 # repeats.
 

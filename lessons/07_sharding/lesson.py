@@ -567,76 +567,48 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # %% [markdown]
 # ### Measured over predicted
 #
-# Does the simulator get a real step right? Two ranks on this machine, the `pair` of above. First what it must know: how
-# fast this machine computes and sends, and what work the model is.
-
-# %%
-from distlab.measure import fit_cluster, measure_round, workload_from_module
-
-WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
-HERE = fit_cluster(pair.run(measure_round, torch.device("cpu"))[0], 2)
-
-
-def count_work():
-    model, (inputs, targets) = GPT(WIDE), CORPUS.batch(0, 16, rank=0, world_size=2)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return workload_from_module(
-        model, lambda: model.loss(model(inputs), targets), optimizer=adam, samples=8, name="small GPT"
-    )
-
-
-WORK = pair.run(count_work)[0]
-predicted = simulate(WORK, HERE, Plan(2, sharding=Sharding(stage=3)))
+# Does the simulator get a real step right? Two ranks on this machine, the `pair` of above, train a small GPT with the
+# `FullyShard` of above and SGD. A machine does not keep its speed. So `time_training` calibrates, times a few steps,
+# calibrates again, and so on. A calibration measures how fast the two ranks compute, what gathers and reduce-scatters
+# cost alone, and what they add to the steps of two other models.
 
 # %%
 guess_3 = predict("How long is a step of FSDP on two ranks?", unit="ms")
 guess_3
 
 # %%
-from distlab.data_parallel import train_step
-from distlab.trace import SpanWriter, Trace
-from simulator.viz import step_of
+from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
-
-def timed(num_steps=10):
-    rank, spans = dist.get_rank(), SpanWriter(dist.get_rank())
-    sharded = FullyShard(GPT(WIDE, torch.Generator().manual_seed(0)), spans=spans)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
-    call = {"loss_fn": GPT.loss, "synchronize": sharded.synchronize, "spans": spans}
-    for step in range(num_steps):
-        train_step(sharded, optimizer, batch=CORPUS.batch(step, 16, rank=rank, world_size=2), **call)
-    return spans.trace()
-
+WIDE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128)
+TRAINING = TrainingRun(WIDE, Plan(2, sharding=Sharding(stage=3)), num_updates=1, num_windows=4, budget_s=5.0)
 
 # %%
-trace = Trace.concatenate(pair.run(timed))
-steps = sorted((step_of(trace, number) for number in range(2, 10)), key=lambda step: step.duration_s)
-seen = steps[len(steps) // 2]
-guess_3.default(round(predicted.duration_s * 1e3))  # assumed if you gave no number above
-print(f"predicted {predicted.duration_s * 1e3:.0f} ms, measured {seen.duration_s * 1e3:.0f} ms, ", end="")
-print(f"error {predicted.duration_s / seen.duration_s - 1:+.0%}; ", guess_3.compare(seen.duration_s * 1e3), sep="")
+overlay = overlay_of_run(RunResult(TRAINING, pair.run(time_training, TRAINING)))
+guess_3.default(40)  # assumed if you gave no number above
+print(guess_3.compare(overlay.middle_s[0] * 1e3))
+print(overlay)
 
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said: gathers, compute, and
-# reduce-scatters each on a row of their own.
+# reduce-scatters each on a row of their own. The grey bands show where half of the measured steps end, and where the
+# prediction lets them end. If the picture says that the machine was not calm, its boxes are pale. Close other programs
+# and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline
 
-timeline = Timeline(seen, predicted.trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, seen.duration_s)  # the whole step
+timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # Look at the order first. Each gather runs during the compute of the unit before it. In backward the units come the
 # other way round, and reduce-scatters follow. The simulator says the same. Then look at the lengths. A measured gather
 # begins when its rank starts it and ends when the *slowest* rank has taken part: it is longer than the predicted one
-# wherever ranks wait for each other. On a machine that does other things at the same time all of compute gets longer
-# too. If the error printed above is large, that is the first suspect; run the cells again when it is quiet.
-# `benchmarks/predicted.py` measures with repeats, drops windows in which the machine changed, and holds the error
-# against a bar.
+# wherever ranks wait for each other. `benchmarks/predicted.py` takes more windows of more kinds of steps, and holds the
+# error against a bar.
 
 # %% [markdown]
 # ## Two levels: hybrid sharding

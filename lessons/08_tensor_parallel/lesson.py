@@ -508,23 +508,28 @@ print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequ
 # %% [markdown]
 # ### Measured over predicted
 #
-# Does the simulator get a real step right? Two ranks on this machine, which really compute now. First the machine is
-# calibrated: how fast it multiplies and sends. Then some steps are timed, and it is calibrated once more.
+# Does the simulator get a real step right? Two ranks on this machine, which really compute now. A machine does not keep
+# its speed. So it is calibrated (how fast it multiplies and sends), some steps are timed, it is calibrated again, and
+# so on.
 
 # %%
 guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as one process?", unit="x")
 guess_3
 
 # %%
-from distlab.measure import RunResult, TrainingRun, time_training
-from distlab.trace import SpanWriter, Trace
+from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
-TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_windows=1, budget_s=1.0)
+TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=4, budget_s=5.0)
 
 ranks.close()
 ranks = Ranks(2)
+
+# %%
 result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
+calls = ranks.records().to_trace()
+overlay = overlay_of_run(result, calls=calls.select(calls.is_word("lane", "communication")))
+print(overlay)
 
 # %% [markdown]
 # And one process, with the same model and the same batches. (Rank 0 alone, while rank 1 waits.)
@@ -547,59 +552,41 @@ def seconds_alone(num_steps=8):
 
 # %%
 one_s = median(ranks.run(seconds_alone)[0])
-two_s, said_s = (median(getattr(one, what) for one in result.windows) for what in ("measured_s", "predicted_s"))
-print(f"two ranks: predicted {said_s * 1e3:.0f} ms a step, measured {two_s * 1e3:.0f}, error {said_s / two_s - 1:+.0%}")
+two_s = overlay.middle_s[0]
 guess_3.default(2)  # assumed if you gave no number above
-print(f"one process: {one_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
+print(f"one process: {one_s * 1e3:.0f} ms, two ranks: {two_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
 
 # %% [markdown]
-# Now one step with every call on record, next to the predicted one. The upper row of each pair is what was measured,
-# the pale one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward,
-# and a few for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a
-# sum. Forward, these gaps are as long as the sums: all of them is exposed.
-
-
-# %%
-def recorded_steps(num_steps=6):
-    model, spans, traces = parallelize(GPT(WIDE)), SpanWriter(dist.get_rank()), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    for step in range(num_steps):
-        (inputs, targets), _ = WIDE_CORPUS.batch(step, 16), spans.clear()
-        dist.barrier()
-        with recorded() as seen:
-            with spans.span("forward", "F"):
-                loss = model.loss(model(inputs), targets)
-            with spans.span("backward", "B"):
-                loss.backward()
-        with spans.span("optimizer", "optimizer"):
-            (optimizer.step(), optimizer.zero_grad())
-        traces.append((spans.trace(), seen.records.rank(dist.get_rank())))
-    return traces
-
+# Now the step of median length, next to the predicted one. The upper row of each pair is what was measured, the pale
+# one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward, and a few
+# for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum.
+# Forward, these gaps are as long as the sums: all of them is exposed. The grey bands show where half of the measured
+# steps end, and where the prediction lets them end. If the picture says that the machine was not calm, its boxes are
+# pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
 
 # %%
-def with_calls(spans, records):
-    """Put the calls on a row of their own; a rank computes nothing while it waits for one."""
-    writer, calls = SpanWriter(records.ranks[0]), records.calls(records.ranks[0])
-    for call in calls:
-        writer.add(call.op, call.op, call.start_ns, call.end_ns, lane="tensor", num_bytes=call.num_bytes)
-    for span in spans:
+from distlab.trace import Trace
+
+
+def with_gaps(trace):
+    """Put the calls on the row "tensor"; a rank computes nothing while it waits for one."""
+    cut, calls = [], [span for span in trace if span.lane == "communication"]
+    for span in (span for span in trace if span.lane == "compute"):
         start_ns = span.start_ns
         for call in calls:
-            if span.start_ns <= call.start_ns < span.end_ns:
-                writer.add(span.name, span.kind, start_ns, max(start_ns, call.wait_ns or call.start_ns))
+            if call.rank == span.rank and span.start_ns <= call.start_ns < span.end_ns:
+                cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, call.start_ns)))
                 start_ns = call.end_ns
-        writer.add(span.name, span.kind, start_ns, max(start_ns, span.end_ns))
-    return writer.trace()
+        cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, span.end_ns)))
+    return Trace.from_spans(cut + [call._replace(lane="tensor") for call in calls])
 
 
 # %%
+from dataclasses import replace
+
 from simulator.viz import Timeline
 
-per_rank = ranks.run(recorded_steps)
-steps = [Trace.concatenate(with_calls(*one) for one in step) for step in zip(*per_rank, strict=True)][2:]
-measured = sorted(steps, key=lambda step: step.end_ns.max() - step.start_ns.min())[len(steps) // 2].from_zero()
-timeline = Timeline(measured, result.predicted.layer_trace)
+timeline = Timeline(replace(overlay, measured=with_gaps(overlay.measured), predicted=result.predicted.layer_trace))
 timeline
 
 # %%
@@ -609,8 +596,8 @@ timeline.view = (0.0, result.predicted.duration_s / 2)  # the first half, larger
 # The order is the predicted one: nothing in it is left to chance. Where lengths differ, look at the sums first. A
 # measured sum begins when its rank starts it and ends when the *slower* rank has come: it holds every delay of the
 # other. There are four a layer and step, and each makes all ranks meet. So tensor parallelism suffers from uneven ranks
-# as nothing else does: data parallelism meets once a step. If the error printed above is large, run the cells again
-# when the machine is quiet; `benchmarks/predicted.py` holds it against a bar, over windows in which nothing changed.
+# as nothing else does: data parallelism meets once a step. `benchmarks/predicted.py` holds the error against a bar,
+# over more windows in which nothing changed.
 #
 # And the speed? Two ranks halve the products. They do not halve norms and the residual stream, nor what each call of a
 # small layer costs whatever its size. With $h = 128$ that is much; with $h = 5120$ the products are everything.

@@ -478,24 +478,69 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 # %% [markdown]
 # ### Measured over predicted
 #
-# The timeline of the real 1F1B step from above. The upper row of each pair is what was measured, the pale one under it
-# what the simulator said.
+# Above, the prediction took the sleeps that we asked for. A real sleep is longer, messages take time, and autograd has
+# work of its own. So measure what F, I and W really take here, on another and shorter step: GPipe with four
+# micro-batches. Seven times F and B follow one another in it, $m + p - 1 = 7$, which are 21 units. This is a
+# calibration. A machine does not keep its speed, so take one before each few steps and one after.
+
+# %%
+GPIPE_4, ONE_F_ONE_B = make_schedule("gpipe", 4, 4), schedule_of([one_f_one_b_order(rank, 4, 8) for rank in range(4)])
+
+
+def time_unit(pipeline, repeats=4):
+    """Return the seconds of one F, read off a step of GPipe: the middle one of the repeats, on the slowest rank."""
+    times = torch.zeros(repeats)
+    for repeat in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.step(BATCH[:4], torch.zeros(4, 8))
+        times[repeat] = time.perf_counter() - start
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.median().item() / 21
+
+
+# %%
+from distlab.measure import overlay_of, time_beside
+
+
+def timed():
+    rank, spans = dist.get_rank(), SpanWriter(dist.get_rank())
+    reference = Pipeline({rank: Stage()}, GPIPE_4, loss=squares)
+    pipeline = Pipeline({rank: Stage()}, ONE_F_ONE_B, loss=squares, spans=spans)
+    step = lambda: pipeline.step(BATCH, torch.zeros_like(BATCH))  # noqa: E731
+    report = time_beside(step, lambda: time_unit(reference), spans)
+    pipeline.close()
+    reference.close()
+    return report
+
+
+# %%
+def simulated(units):
+    return simulate_schedule(ONE_F_ONE_B, THREE, unit_s=sum(units) / len(units)).trace
+
+
+overlay = overlay_of(ranks.run(timed), simulated)
+print(overlay)
+
+# %% [markdown]
+# The timeline of the 1F1B step of median length. The upper row of each pair is what was measured, the pale one under it
+# what the simulator said. The grey bands show where half of the measured steps end, and where the prediction lets them
+# end. If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the cell
+# above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline
 
-trace, paper = seen["1F1B"]
-timeline = Timeline(trace, paper.trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, paper.duration_s / 2)  # the first half, larger
+timeline.view = (0.0, overlay.predicted.duration_s / 2)  # the first half, larger
 
 # %% [markdown]
-# The order is the predicted one, action for action. Each box is a little longer than predicted, and these differences
-# add up along the chain on which everything waits: from `0F0` down to rank 3 and back. A pipeline passes on every
-# delay. That is why a slow rank hurts more here than its own share: one that takes 1.3 times as long makes all others
-# wait.
+# The order is the predicted one, action for action. Where a box is longer than predicted, the difference goes along the
+# chain on which everything waits: from `0F0` down to rank 3 and back. A pipeline passes on every delay. That is why a
+# slow rank hurts more here than its own share: one that takes 1.3 times as long makes all others wait.
 
 # %% tags=["nbval-check-output"]
 plain = simulate_schedule(one_f_one_b(4, 32), THREE)

@@ -419,31 +419,34 @@ for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
 # the simulator takes measured speeds and predicts the step.
 
 # %%
-from distlab.measure import RunResult, TrainingRun, time_training
-from simulator.viz import Timeline
+from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
 ranks.close()
 ranks = Ranks(4, timeout_s=120)
 SQUARE = Plan(tensor=2, pipeline=2, num_microbatches=2)
-TRAINING = TrainingRun(CONFIG, SQUARE, num_updates=1, num_windows=1, steps_per_window=2, budget_s=1.0)
-result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
-for window in result.windows:
-    error = window.predicted_s / window.measured_s - 1
-    print(f"measured {window.measured_s * 1e3:5.1f} ms, predicted {window.predicted_s * 1e3:5.1f} ms ({error:+.0%})")
+TRAINING = TrainingRun(CONFIG, SQUARE, num_updates=1, num_windows=4, budget_s=7.0)
 
 # %%
-timeline = Timeline(result.measured, result.predicted.trace)
+overlay = overlay_of_run(RunResult(TRAINING, ranks.run(time_training, TRAINING)))
+print(overlay)
+
+# %%
+from simulator.viz import Timeline
+
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, result.predicted.duration_s)  # the predicted step's length
+timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's length
 
 # %% [markdown]
 # The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
 # pairs (ranks 0 and 1, 2 and 3) move in step. Speeds were measured while all four ranks computed. Where they share
 # fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the prediction does so too.
-# So on few cores all that ranks do adds up, and a bubble costs little. Few windows of a small model are little to
-# judge by: the lab takes more, and `benchmarks/` holds the error against a bar.
+# So on few cores all that ranks do adds up, and a bubble costs little. The grey bands show where half of the measured
+# steps end, and where the prediction lets them end. If the picture says that the machine was not calm, its boxes are
+# pale. Close other programs and run the cell above again: it calibrates again, too. `benchmarks/` takes more windows,
+# and holds the error against a bar.
 
 # %% [markdown]
 # ## Which axis on which wire

@@ -385,48 +385,48 @@ for kind, values in losses.items():
 # ### Measured over predicted
 #
 # What does the simulator say of a step of such a model? First it must know this machine: how fast two ranks compute,
-# and what a hop costs. `time_training` calibrates before and after it times some steps; `RunResult` predicts them
-# from these calibrations. Two ranks on a ring, 512 positions, two samples.
+# and what a hop costs. A machine does not keep its speed. So `time_training` calibrates, times a few steps, calibrates
+# again, and so on; `overlay_of_run` predicts the steps from the calibrations around them. Two ranks on a ring, 512
+# positions, two samples.
 
 # %%
-from distlab.measure import RunResult, TrainingRun, time_training
+from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 from distlab.plan import Plan
 
 LONGER = GPTConfig(context=512, num_layers=2, num_heads=4, hidden_size=128, tied=False)
-SHORT = {"num_windows": 1, "steps_per_window": 3, "num_updates": 1, "budget_s": 1.0}
+SHORT = {"num_windows": 4, "num_updates": 1, "budget_s": 5.0}
 TRAINING = TrainingRun(model=LONGER, plan=Plan(context=2), batch_size=2, **SHORT)
 
+# %%
 with Ranks(2, timeout_s=110) as pair:
-    result = RunResult(TRAINING, pair.run(time_training, TRAINING))
+    overlay = overlay_of_run(RunResult(TRAINING, pair.run(time_training, TRAINING)))
 
 # %%
 guess_ring = predict("How long is this step, in milliseconds?", unit="ms")
 guess_ring
 
 # %%
-from statistics import median
-
 guess_ring.default(100)  # assumed if you gave no number above
-seen, said = (median(getattr(one, what) for one in result.windows) for what in ("measured_s", "predicted_s"))
-print(f"measured {seen * 1e3:.0f} ms, predicted {said * 1e3:.0f} ms, error {said / seen - 1:+.0%}")
-print(guess_ring.compare(seen * 1e3))
+print(guess_ring.compare(overlay.middle_s[0] * 1e3))
+print(overlay)
 
 # %%
 from simulator.viz import Timeline
 
-timeline = Timeline(result.measured, result.predicted.trace)
+timeline = Timeline(overlay)
 timeline
 
 # %%
-timeline.view = (0.0, result.measured.duration_s)  # the whole step
+timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said. Green is the ring:
 # keys and values on their way during attention (the ranks mark their forward and backward passes as a whole, the
 # simulator each hop). Loopback is a fast wire compared with such slow cores, so next to nothing of the ring waits.
-# Gradients of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Errors
-# come from a machine that does other things too, and from ranks that wait for each other; `benchmarks/predicted.py`
-# repeats this, and holds the error against a bar.
+# Gradients of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. The grey
+# bands show where half of the measured steps end, and where the prediction lets them end. If the picture says that the
+# machine was not calm, its boxes are pale. Close other programs and run the cell again that calibrates.
+# `benchmarks/predicted.py` repeats this, and holds the error against a bar.
 
 # %% [markdown]
 # ### The question, answered
@@ -766,6 +766,8 @@ def side_by_side(num_steps=5):
 
 
 # %%
+from statistics import median
+
 rows, gap = ranks.run(side_by_side)[0]
 ratios = [median(row[index] / row[2] for row in rows) for index in (0, 1)]
 print(f"outputs differ from torch's by {gap:.0e}; forward takes {ratios[0]:.2f} times as long by our ring,", end=" ")

@@ -56,7 +56,9 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes on each rank of the pipeline (all replicas hold the same): on each stage, where a rank has one.
+    """Bytes on each rank of the pipeline; all replicas hold the same.
+
+    With one stage per rank, rank and stage have the same number.
 
     Attributes:
         stages: what each stage holds, and when.
@@ -132,7 +134,9 @@ class Memory:
         return self.max_bytes <= device.memory_bytes and (host is None or self.host_bytes <= host)
 
     def over_time(self, rank: int = 0) -> tuple[Ints, Ints]:
-        """Return moments in nanoseconds (without a clock in passes of a layer) and the bytes of each kind from then on.
+        """Return times, and the bytes of each kind from each time on.
+
+        Times are nanoseconds. Where nothing was timed, they count passes of one layer.
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """

@@ -207,7 +207,7 @@ def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
 class _Upkeep(NamedTuple):
     """What a rank of a stage does in addition to its passes: how it exchanges gradients and updates its parameters.
 
-    Stages whose layers are of the same kinds, and whose copies sit alike in their nodes, have it in common.
+    Stages share one `_Upkeep` if their layers have the same kinds and their copies are placed on nodes in the same way.
     """
 
     buckets: tuple[BucketCost, ...]

@@ -64,11 +64,10 @@ def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequ
         ValueError: sizes is empty, the plan does not shard parameters, or as `simulate`.
     """
     chosen = tuple(sorted(set(unit_sizes(workload) if sizes is None else sizes)))
-    if not chosen or plan.sharding.stage != 3:
-        raise ValueError(
-            f"{len(chosen)} sizes and sharding stage {plan.sharding.stage}; pass at least one number of layers, and a "
-            "plan of stage 3, whose parameters are gathered in units"
-        )
+    if not chosen:
+        raise ValueError("sizes is empty; pass at least one number of layers per unit")
+    if plan.sharding.stage != 3:
+        raise ValueError(f"sharding stage is {plan.sharding.stage}; pass a plan of stage 3: it gathers units")
     each = widths_of(workload, plan).parameter
     steps = [simulate(workload, cluster, with_unit_layers(plan, size)) for size in chosen]
     units = [[time.unit for time in step.stages[0].units] for step in steps]

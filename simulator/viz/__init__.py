@@ -23,6 +23,8 @@ from simulator.viz.collectives.ring_record import RecordedCall
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
+from simulator.viz.drawing.dark import darkened
+from simulator.viz.drawing.mimebundle import picture_html
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
 from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
@@ -52,6 +54,7 @@ from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
 from simulator.viz.timeline.facts import facts_of
+from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ _HOMES = {
     "schedule_editor": "panels.schedules",
 }
 __all__ = [
+    "Overlay",
     "Panel",
     "RecordedCall",
     "ScheduleRun",
@@ -84,6 +88,7 @@ __all__ = [
     "compression_panel",
     "context_figure",
     "cut_weights",
+    "darkened",
     "degrees_figure",
     "degrees_panel",
     "describe_batch_sizes",
@@ -131,6 +136,7 @@ __all__ = [
     "facts_of",
     "memory_panel",
     "mesh_figure",
+    "picture_html",
     "placement_figure",
     "race_panel",
     "ring_panel",

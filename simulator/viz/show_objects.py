@@ -2,7 +2,8 @@
 
 Those classes stand in packages that need numpy alone. So their method `_repr_mimebundle_` is set here, when
 `simulator.viz` is imported, and an IPython that knows no picture shows their text as before. Jupyter gets a PNG with
-alt text, and the text that says the same. If a picture cannot be drawn, the object's own text is shown.
+alt text, the same as HTML that follows its theme, and the text that says the same. If a picture cannot be drawn, the
+object's own text is shown.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from distlab.plan import AXES, SCHEDULES, ActionTimes, Mesh, Plan, Schedule, make_schedule
 from distlab.trace import Trace
 from simulator.memory.memory import Memory
 from simulator.step.simulate import Step
-from simulator.viz.drawing.mimebundle import Bundle, title_of, with_picture
+from simulator.viz.drawing.dark import darkened
+from simulator.viz.drawing.mimebundle import Bundle, picture_html, title_of, with_picture
 from simulator.viz.drawing.paint import pack_png
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
@@ -70,11 +73,13 @@ def bundle_of(shown: object, draw: Callable[[Any], list[Picture]]) -> Bundle:
     """Return an object's pictures, one under the other, with their text; its own text if they cannot be drawn."""
     try:
         pictures = draw(shown)
-        png = pack_png(np.vstack([_pixels(figure) for figure, _ in pictures]))
+        light = pack_png(np.vstack([_pixels(FigureCanvasAgg(figure)) for figure, _ in pictures]))
+        dark = pack_png(np.vstack([_dark_pixels(figure) for figure, _ in pictures]))
     except Exception:  # a picture too many must never hide the object: too many ranks, a schedule that deadlocks
         return {"text/plain": repr(shown)}, {}
     title = "; ".join(title_of(figure) for figure, _ in pictures)
-    return with_picture({}, png, title=title, text="\n".join(text for _, text in pictures))
+    text = "\n".join(text for _, text in pictures)
+    return with_picture({"text/html": picture_html(light, dark, title=title)}, light, title=title, text=text)
 
 
 def show_objects() -> None:
@@ -87,7 +92,11 @@ def show_objects() -> None:
         setattr(kind, METHOD, show)
 
 
-def _pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    canvas = FigureCanvasAgg(figure)
+def _pixels(canvas: FigureCanvasAgg) -> NDArray[np.uint8]:
     canvas.draw()  # type: ignore[no-untyped-call]
     return np.asarray(canvas.buffer_rgba(), np.uint8)  # type: ignore[no-untyped-call]
+
+
+def _dark_pixels(figure: Figure) -> NDArray[np.uint8]:
+    with darkened(figure) as canvas:
+        return _pixels(canvas)

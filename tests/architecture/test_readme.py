@@ -98,7 +98,7 @@ def test_the_places_that_readme_names_are_there():
     rows = [line.split("|")[2:4] for line in text.splitlines()[2:] if line.startswith("|")]
     assert len(rows) >= 10
     for files, functions in rows:
-        sources = "\n".join((ROOT / name).read_text() for name in re.findall(r"`([^`]+)`", files))
+        sources = "\n".join((ROOT / name).read_text() for name in re.findall(r"`([^`]+\.\w+)`", files))
         for name in re.findall(r"`([^`]+)`", functions):
             found = re.search(rf"^ *(async )?(def|class|function) {name}\b", sources, re.M)
             assert found, f"README says that {name} is in {files.strip()}; it is not"

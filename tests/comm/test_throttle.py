@@ -128,7 +128,7 @@ def test_sends_are_refused_and_the_link_is_taken_away(ranks):
             assert dist.Work.is_completed is before
             assert seconds_of(lambda: dist.all_reduce(torch.zeros(1))) >= 0
 
-    with pytest.raises(RankError, match="paces collectives alone"):
+    with pytest.raises(RankError, match="slows down collectives only"):
         ranks(2).run(body)
 
 

@@ -44,6 +44,15 @@ def test_where_predictions_are_near_the_last_line_speaks_of_facts_alone():
     assert report.table().endswith("All 1 facts are right.")
 
 
+def test_a_busy_machine_is_told_below_the_table_and_a_calm_one_is_not():
+    report = filled()
+    report.others_took(0.1)
+    assert "busy" not in report.table()
+    report.others_took(0.6)
+    assert "The machine was busy: other processes took 0.6 of its cores from the ranks." in report.table()
+    assert not report.wrong
+
+
 def test_a_wrong_fact_is_named_and_fails_the_report():
     report = filled()
     report.fact("calls", 7, 1)

@@ -229,7 +229,7 @@ WORDS = {
     "two saves": ["shards 0 and 1 are of different saves"],
     "another model": ["token_embedding.weight is [31, 16] in the model and [31, 12] in the saved shards"],
     "another precision": ["is bfloat16 in the model and float32 in the saved shards; pass convert=True"],
-    "other groups": ["the optimizer has groups of"],
+    "other groups": ["the optimizer's groups have"],
     "no optimizer saved": ["no optimizer was saved with these"],
     "no shard": ["not a saved shard", "load_full_state_dict"],
     "on one rank": ["rank 1: no saved shard was given"],

@@ -50,7 +50,7 @@ def test_gathering_ahead_saves_time():
 
 
 def test_a_plan_without_units_is_refused():
-    with pytest.raises(ValueError, match="stage 1; pass at least one number of layers, and a plan of stage 3"):
+    with pytest.raises(ValueError, match="sharding stage is 1; pass a plan of stage 3"):
         sweep_units(WORKLOAD, cluster_of(4), plan_of(1))
-    with pytest.raises(ValueError, match="0 sizes"):
+    with pytest.raises(ValueError, match="sizes is empty; pass at least one number of layers"):
         sweep_units(WORKLOAD, cluster_of(4), plan_of(3), sizes=[])

@@ -27,7 +27,7 @@ STEPS, REPEATS = 2, 3
 
 
 def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
-    """Return how many times its even share the busiest rank had of the last forward pass; every rank calls this.
+    """Return the busiest rank's tokens over its even share, in the last forward pass; every rank calls this.
 
     Returns:
         One number per layer of experts, in forward order; () for none. 1 is even; the most is the number of ranks that

@@ -1,6 +1,6 @@
 """This machine: how fast it is, what it is, and programs compared on it.
 
 Read `speed` (calibrate), `saved` (keep the result) and `fit` (medians, and fits without negative terms). Then `facts`
-(processor, versions), `blocks` (programs that take turns) and `ranks` (devices, clocks, and numbers that are the same
-on every rank).
+(processor, versions), `blocks` (programs that take turns), `others` (what other processes take from the ranks) and
+`ranks` (devices, clocks, and numbers that are the same on every rank).
 """

@@ -179,8 +179,8 @@ def _time_reference(reference: Reference, device: torch.device, works: dict[str,
 def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) -> Phases:
     """Time a step several times, after one that warms up; return this rank's median seconds of each phase.
 
-    Each step is stretched to the length that it had on the slowest rank, which is when a synchronous step ends. Each
-    rank keeps its own division into phases; take the mean over ranks of what this returns.
+    A synchronous step ends when the slowest rank ends. So each rank's phases are multiplied until they add up to the
+    slowest rank's time. Take the mean over ranks of what this returns.
     """
     rows = np.array([step() for _ in range(repeats + 1)][1:])  # [repeats, phases]
     own = rows.sum(axis=1)

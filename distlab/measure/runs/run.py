@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +31,10 @@ from distlab.comm import run as run_on_ranks
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
+from distlab.measure.machine.others import OtherProcesses
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
 from distlab.measure.runs.calibrate import CalibrationOfRun
-from distlab.measure.runs.predict import (
-    CalibrationRound,
-    between_windows,
-    median_calibration,
-    predict_step,
-    predicted_step_s,
-)
+from distlab.measure.runs.predict import between_windows, median_calibration, predict_step, predicted_step_s
 from distlab.measure.runs.programs import Program, make_program, program_kind, sgd
 from distlab.measure.runs.windows import Verdict, Window, judge, time_window, time_windows, windows_between
 from distlab.models import GPTConfig
@@ -130,9 +126,10 @@ class RankReport:
         losses: mean loss over the batch: of each update before the windows, and of each window's last step.
         weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
         workload: the whole model as counted on the first rank; None without windows.
-        rounds: calibration rounds, one more than windows.
+        rounds: calibration rounds, one more than windows; of a TrainingRun each is a CalibrationRound.
         expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
         measured_s: seconds of a step in each window; see `windows.time_window`.
+        taken_cores: that other processes took from the ranks until the end of each round, from the one before.
         step_ns: start and end of each timed step on the machine's monotonic clock.
         trace: what the rank did.
         peak_in_flight: most micro-batches whose activations a pipeline's rank held at once.
@@ -141,9 +138,10 @@ class RankReport:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     workload: Workload | None = None
-    rounds: list[CalibrationRound] = field(default_factory=list)
+    rounds: list[Any] = field(default_factory=list)
     expert_loads: list[tuple[float, ...]] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
+    taken_cores: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
     peak_in_flight: int = 0
@@ -193,7 +191,7 @@ def _time_windows(
     progress: Callable[[int], None],
 ) -> None:
     """Time windows between calibration rounds until enough of them are calm, or time is up."""
-    device = device_of(run.device, dist.get_rank())
+    device, others = device_of(run.device, dist.get_rank()), OtherProcesses()
 
     def window() -> float:
         program.train_step(*next(batches))  # a warm cache, as in the middle of training
@@ -209,17 +207,20 @@ def _time_windows(
         report.expert_loads.append(expert_loads(program.modules, run.plan, device))
         return seconds
 
+    def calibrate() -> None:
+        report.rounds.append(calibration.measure())
+        report.taken_cores.append(others.taken())
+
+    experts = {"num_experts": run.num_experts, "top_k": run.top_k}
     with contextlib.closing(
-        CalibrationOfRun(
-            run.plan, run.order, program.groups, device=device, num_experts=run.num_experts, top_k=run.top_k
-        )
+        CalibrationOfRun(run.plan, run.order, program.groups, device=device, **experts)
     ) as calibration:
         time_windows(
             report.measured_s,
             num_windows=run.num_windows,
             budget_s=run.budget_s,
             window=window,
-            calibrate=lambda: report.rounds.append(calibration.measure()),
+            calibrate=calibrate,
             windows_from=lambda start: windows_of(run, report, start=start),
             progress=progress,
         )
@@ -244,7 +245,10 @@ def windows_of(
 
     loads = report.expert_loads or [()] * len(report.measured_s)
     return windows_between(
-        report.measured_s, lambda window, first, stop: predicted_s(loads[window], first, stop), start=start
+        report.measured_s,
+        lambda window, first, stop: predicted_s(loads[window], first, stop),
+        taken_cores=report.taken_cores,
+        start=start,
     )
 
 

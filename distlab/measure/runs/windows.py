@@ -18,20 +18,31 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import group_device
+from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
 from distlab.measure.machine.ranks import largest_over_ranks, now
 
 MAX_DRIFT = 0.05
+MAX_CHANGE = 0.2
 MIN_WINDOWS = 10
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window of equal steps and what the calibrations around it predict for a step, in seconds."""
+    """One window of equal steps and what the calibrations around it predict for a step, in seconds.
+
+    `taken_cores` are those that other processes took from the ranks meanwhile.
+    """
 
     measured_s: float
     predicted_s: float
     predicted_before_s: float
     predicted_after_s: float
+    taken_cores: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes took so much of the cores that the ranks waited for them."""
+        return self.taken_cores > MAX_TAKEN_CORES
 
     @property
     def drift(self) -> float:
@@ -89,21 +100,46 @@ class Verdict:
 
 
 def windows_between(
-    measured_s: Sequence[float], predicted_s: Callable[[int, int, int], float], *, start: int = 0
+    measured_s: Sequence[float],
+    predicted_s: Callable[[int, int, int], float],
+    *,
+    taken_cores: Sequence[float] = (),
+    start: int = 0,
 ) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
     Args:
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
         predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
+        taken_cores: from each round's end to the next one's; the first begins before round 0.
         start: the window to begin with.
     """
     windows = []
     for index, seconds in enumerate(measured_s[start:], start):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
-        each = (predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop)))
-        windows.append(Window(seconds, *each))
+        around, before, after = (
+            predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop))
+        )
+        taken = taken_cores[index : index + 2]
+        windows.append(Window(seconds, around, before, after, sum(taken) / len(taken) if taken else 0.0))
     return windows
+
+
+def trouble_of(windows: Sequence[Window]) -> str:
+    """Say in a sentence why a few windows say nothing about a prediction; "" where they do.
+
+    The machine was busy in most of them, or it changed its speed by more than MAX_CHANGE from their first half to their
+    second. (Drift within one window does not count here. With few windows it is the noise of single calibrations, and
+    the spread of predictions shows it.)
+    """
+    taken = [window.taken_cores for window in windows if window.busy]
+    if len(taken) > len(windows) / 2:
+        return busy_sentence(float(np.median(taken)))
+    said = [window.predicted_s for window in windows if not window.busy]
+    early, late = np.median(said[: (len(said) + 1) // 2]), np.median(said[len(said) // 2 :])
+    if abs(late / early - 1) <= MAX_CHANGE:
+        return ""
+    return f"The machine changed its speed: the first and the last calibrations differ by {abs(late / early - 1):.0%}."
 
 
 def time_window(

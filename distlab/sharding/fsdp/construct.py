@@ -106,8 +106,8 @@ def check_drawable(module: nn.Module, draw: Draw | None) -> None:
     for path, layer, _ in _layers(module):
         if not hasattr(layer, "reset_parameters"):
             raise ValueError(
-                f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters() that "
-                "draws them; pass draw=, or give the module a draw_weight(name, parameter, generator)"
+                f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters() that gives "
+                "them random start values; pass draw=, or give the module a draw_weight(name, parameter, generator)"
             )
 
 

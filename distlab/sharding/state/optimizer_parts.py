@@ -139,7 +139,7 @@ def merge_groups(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[s
 
 
 def assemble_rows(buffers: Sequence[SharedBuffer], saved: Sequence[SavedShard]) -> dict[int, Assembled]:
-    """Put every row of this rank together from saved shards; by the id of the row's parameter.
+    """Build this rank's rows (one per unit, or per owned tensor) from saved shards: a dict by `id(row.parameter)`.
 
     Raises:
         ValueError: parts are missing, or cannot share a row.
@@ -166,8 +166,9 @@ def prepare_optimizer(
     then = [[n for n in one["names"] if n in held] for one in merge_groups([one.groups or () for one in saved])]
     if [sorted(names) for names in now] != [sorted(names) for names in then]:
         raise ValueError(
-            f"the optimizer has groups of {[len(names) for names in now]} tensors here and of "
-            f"{[len(names) for names in then]} in the saved state, or of other tensors; build it in the same way"
+            f"the optimizer's groups have {[len(names) for names in now]} tensors here and "
+            f"{[len(names) for names in then]} in the saved state (where these are equal, names differ); build it "
+            "as it was when the state was saved"
         )
     state = optimizer.state_dict()
     taken: dict[str, Any] = {"state": {}, "param_groups": []}

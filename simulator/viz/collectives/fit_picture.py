@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_bytes_per_s, format_s
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT
+from simulator.viz.drawing.style import FAINT, SMALL_PT, TEXT_PT, text_on_white
 from simulator.viz.drawing.wording import percent
 
 POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
@@ -123,14 +123,15 @@ def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
     bold: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "va": "top"}
     if alpha_s:
         words = f"latency alone: {format_s(alpha_s)}"
-        axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=LATENCY, **bold)
+        axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=text_on_white(LATENCY), **bold)
         look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
         axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
         axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
         at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
         words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
         side = "right" if at > left * math.exp(0.25 * wide) else "left"
-        axes.text(at / 1.2 if side == "right" else at * 1.15, at / bytes_per_s, words, ha=side, color=BANDWIDTH, **bold)
+        x, colour = at / 1.2 if side == "right" else at * 1.15, text_on_white(BANDWIDTH)
+        axes.text(x, at / bytes_per_s, words, ha=side, color=colour, **bold)
     latency = f"{format_s(alpha_s)} + " if alpha_s else ""
     words = f"{latency}size / ({format_bytes_per_s(bytes_per_s)})"
     axes.text(0.02, 0.95, words, fontsize=TEXT_PT, color=LINE, weight="bold", transform=axes.transAxes, va="top")

@@ -14,7 +14,7 @@ from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale
+from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
 from simulator.viz.drawing.wording import percent
 
 BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
@@ -52,7 +52,7 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     if compute_s is not None:
         axes.axvline(compute_s, color=LIMIT, linewidth=2.2, linestyle=(0, (5, 3)))
         words = f"compute of a step: {format_s(compute_s)} "
-        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": LIMIT, "weight": "bold"}
+        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
         axes.text(compute_s, -0.5, words, ha="right", va="bottom", **look)
     axes.set_yticks(
         range(len(rows)),

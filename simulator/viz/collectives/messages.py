@@ -8,7 +8,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.patheffects import Normal, Stroke
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
@@ -17,6 +16,7 @@ from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figur
 from simulator.viz.drawing.style import (
     DPI,
     INK,
+    LEAST_PT,
     SMALL_PT,
     WIDTH_IN,
     LegendBox,
@@ -200,8 +200,8 @@ def _label_arrow(
 
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
     taken.append((x, y))
-    text = axes.text(x, y, words, fontsize=9.5, color=INK, ha="center", va="center", zorder=4.5)
-    text.set_path_effects([Stroke(linewidth=3.5, foreground="white"), Normal()])
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.text(x, y, words, fontsize=LEAST_PT, color=INK, ha="center", va="center", zorder=4.5, bbox=clear)
 
 
 def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> None:

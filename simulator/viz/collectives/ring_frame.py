@@ -16,6 +16,7 @@ from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
     INK,
+    LEAST_PT,
     RANK_COLOURS,
     SHARED,
     SMALL_PT,
@@ -205,7 +206,7 @@ def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int)
         x = low[0] + 0.4 + index * slot
         pen.box((x, low[1] + 0.06), slot, 0.26, _colour(part))
         if slot >= 0.13:
-            pen.words((x + slot / 2, spot[1]), str(part), size=9, colour=text_colour(_colour(part)))
+            pen.words((x + slot / 2, spot[1]), str(part), size=LEAST_PT, colour=text_colour(_colour(part)))
 
 
 def _edge(centre: Point, direction: Point, card: _Card) -> Point:
@@ -230,7 +231,7 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
             rank, filled = steps.ranks[part], bool(masks[chunk, part])
             pen.box((left, bottom), card.column, card.slot, _colour(rank) if filled else IDLE)
             if filled:
-                points = 10 if card.slot > 0.24 else 8.5
+                points = LEAST_PT if card.slot > 0.24 else 8.5
                 pen.words((x, bottom + card.slot / 2), str(rank), size=points, colour=text_colour(_colour(rank)))
         new = chunk == arrived
         pen.words((x, low[1] - 0.15), chunk_name(chunk), colour=INK if new else FAINT, bold=new)
@@ -252,4 +253,4 @@ def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
         fill = ARROW if number + 1 == step else "#B9CBDD" if number + 1 < step else IDLE
         pen.box((left + number * wide, middle - 0.2), wide * 0.9, 0.26, fill, line=0)
         spot = (left + (number + 0.45) * wide, middle - 0.07)
-        pen.words(spot, str(number + 1), size=9.5, colour=text_colour(fill))
+        pen.words(spot, str(number + 1), size=LEAST_PT, colour=text_colour(fill))

@@ -130,7 +130,9 @@ def _ends_of_trace(trace: Trace) -> list[_End]:
     for span in trace.select(trace.is_word("kind", "send", "recv")):
         peer = _PEER.search(span.name)
         if peer is None:
-            raise ValueError(f"rank {span.rank}: {span.name!r} names no peer; pass the recorded calls, not their trace")
+            raise ValueError(
+                f"rank {span.rank}: span {span.name!r} does not name the other rank; pass the Records, not a Trace"
+            )
         ends.append(_End(span.rank, span.kind, int(peer.group(1)), span.num_bytes, span.start_ns, span.end_ns))
     return ends
 

@@ -10,12 +10,12 @@ from simulator.units import format_s
 from simulator.viz.data_parallel.step_state import RankStep, TrainStep, passes
 from simulator.viz.drawing.pen import Pen
 from simulator.viz.drawing.plot import draw_time_scale, frame
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, kind_styles, text_colour
+from simulator.viz.drawing.style import FAINT, INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, kind_styles, text_colour
 from simulator.viz.drawing.words import width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
 HIDDEN, EXPOSED = "#0072B2", "#D55E00"
-NAME_PT = 9.5
+NAME_PT = LEAST_PT
 
 
 def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep, moment: float) -> None:

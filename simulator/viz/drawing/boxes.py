@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.viz.drawing.lanes import Placement, Side
 from simulator.viz.drawing.plot import axes_pixels
-from simulator.viz.drawing.style import DPI, IDLE, TEXT_PT, KindStyle, pale, text_colour
+from simulator.viz.drawing.style import DPI, IDLE, LEAST_PT, TEXT_PT, KindStyle, pale, text_colour
 from simulator.viz.drawing.words import Word, Words
 
 MAX_LABELS = 500
-SMALLEST_PT = 6.5
 CHARACTER_WIDTH = 0.66  # of the font size; the widest digits and letters of the default font
-BARE_PT = 9.0  # of a number that stands without its letter, so that it looks no larger than its neighbours
+BARE_PT = LEAST_PT  # of a number that stands without its letter, so that it looks no larger than its neighbours
 WIDE = 0.5  # what a W takes beyond that
 Floats = NDArray[np.float64]
 View = tuple[float, float]
@@ -109,7 +108,7 @@ def _add_labels(
     words: list[Word] = []
     for index in order.tolist():
         size, width = float(sizes[index]), float(widths[index])
-        if len(words) >= MAX_LABELS or width < CHARACTER_WIDTH * SMALLEST_PT * DPI / 72:
+        if len(words) >= MAX_LABELS or width < CHARACTER_WIDTH * LEAST_PT * DPI / 72:
             break
         span = trace[int(shown[index])]
         texts = labels_of(span.name, styles[span.kind].letter, span.microbatch, largest)
@@ -126,7 +125,7 @@ def _fitting(texts: Sequence[tuple[str, int]], room: float, size: float) -> tupl
     """Return the first text that fits into the room (characters x points) and its size; a short one may shrink."""
     for text, length in texts:
         fits = min(size, room / (length + WIDE * text.count("W")), BARE_PT if text.isdigit() else size)
-        if fits >= (SMALLEST_PT if length <= 4 else max(SMALLEST_PT, 0.9 * size)):
+        if fits >= (LEAST_PT if length <= 4 else max(LEAST_PT, 0.9 * size)):
             return text, fits
     return "", size
 

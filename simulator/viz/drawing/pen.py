@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.viz.drawing.plot import new_figure
-from simulator.viz.drawing.style import INK, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
+from simulator.viz.drawing.style import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
 from simulator.viz.drawing.words import Word, Words, width_in
 
 Point = tuple[float, float] | NDArray[np.float64]
@@ -86,7 +86,7 @@ class Pen:
             x, y = LEGEND_LEFT, low + LEGEND_LINE_IN * number
             for entry in line:
                 self.box((x, y), 0.31, 0.19, entry.fill, edge=entry.edge, line=1.2)
-                self.words((x + 0.155, y + 0.095), entry.letter, size=10, colour=text_colour(entry.fill))
+                self.words((x + 0.155, y + 0.095), entry.letter, size=LEAST_PT, colour=text_colour(entry.fill))
                 self.words((x + 0.4, y + 0.095), entry.words, size=LEGEND_PT, side="left")
                 x += _legend_width(entry)
 

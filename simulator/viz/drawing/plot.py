@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
-from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN
+from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, text_on_white
 from simulator.viz.drawing.wording import time_unit
 from simulator.viz.drawing.words import Word, Words, width_in
 
@@ -112,7 +112,8 @@ def name_line_ends(axes: Axes, values: Sequence[float], names: Sequence[str], co
     look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for end, place, name, colour in zip(ends, spread_apart(ends, heights, top=1.06), names, colours, strict=True):
         axes.plot([0.99, 1.025], [end, place], color=colour, linewidth=1.2, **look)
-        axes.text(1.035, place, name, fontsize=SMALL_PT, weight="bold", color=colour, ha="left", va="center", **look)
+        words: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "color": text_on_white(colour)}
+        axes.text(1.035, place, name, ha="left", va="center", **words, **look)
 
 
 def draw_scale(

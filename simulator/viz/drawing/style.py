@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
+from numpy.typing import NDArray
 
 DPI = 100
 WIDTH_IN = 12.8
 TITLE_PT, TEXT_PT, SMALL_PT = 18.0, 13.0, 11.0
+LEAST_PT = 10.5  # a notebook scales a picture down by a third, and these letters can still be read
+LEAST_CONTRAST = 4.5
 INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # What belongs to one rank, from Paul Tol's muted colours: none of them is a pass's or an update's. And what is the same
 # on all ranks: a sum, a mean.
@@ -122,11 +125,31 @@ def pale(colour: str, share: float = 0.38) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def text_colour(background: str | tuple[float, float, float]) -> str:
-    """Return black or white, whichever reads better on the background."""
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(background)]
-    luminance = float(np.dot([0.2126, 0.7152, 0.0722], linear))
-    return INK if luminance > 0.22 else "white"
+def text_colour(background: Colour) -> str:
+    """Return black or white, whichever reads better on the background: one of them has a contrast of 4.5 at least."""
+    return "black" if _luminance(background) > 0.179 else "white"
+
+
+def text_on_white(colour: str) -> str:
+    """Return the colour for letters on white: as dark as a contrast of 4.5 needs.
+
+    Source: Web Content Accessibility Guidelines 2.2, 1.4.3
+    """
+    while contrast(to_rgb(colour), to_rgb("white")) < LEAST_CONTRAST:
+        red, green, blue = to_rgb(colour)
+        colour = to_hex((0.95 * red, 0.95 * green, 0.95 * blue))
+    return colour
+
+
+def contrast(one: Sequence[float] | NDArray[np.float64], other: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the ratio of the luminances of two colours (red, green, blue, 0 to 1): 1 to 21."""
+    dark, light = sorted((_luminance(tuple(one)), _luminance(tuple(other))))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: Colour) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
 
 class LegendBox(NamedTuple):

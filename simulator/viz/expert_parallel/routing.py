@@ -144,7 +144,7 @@ def _draw_token(
         pen.words((x + wide / 2, y), str(expert), size=min(SMALL_PT, 40 * wide), colour=INK if good else DROPPED)
         if not good:
             half = min(0.1, 0.45 * wide)
-            pen.line((x + wide / 2 - half, y - 0.07), (x + wide / 2 + half, y + 0.07), DROPPED, line=1.2)
+            pen.line((x + wide / 2 - half, y), (x + wide / 2 + half, y), DROPPED, line=0.9)
 
 
 def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], top: float, slot: float) -> None:

@@ -29,7 +29,17 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
-from simulator.viz.drawing.style import DPI, INK, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
+from simulator.viz.drawing.style import (
+    DPI,
+    INK,
+    LEAST_PT,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    KindStyle,
+    LegendBox,
+    text_colour,
+)
 from simulator.viz.drawing.wording import byte_unit, percent
 
 MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
@@ -154,7 +164,7 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
         fills += [style.colour] * num_rows
         for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * DPI / 72).tolist():
             words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
-            if size >= 6.5:
+            if size >= LEAST_PT:
                 axes.text(left[row] + held[row] / 2, row, style.letter, fontsize=size, **words)
         left += held
     look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.8, "gid": "bars"}

@@ -14,7 +14,7 @@ from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import frame, put_title, spread_evenly
-from simulator.viz.drawing.style import FAINT, IDLE, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.style import FAINT, IDLE, INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import counted, percent
 from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
@@ -131,7 +131,7 @@ def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
         pen.words((x + wide / 2, y), text, size=TEXT_PT, bold=degree > 1, colour=ink)
         if step is not None and degree > 1:
             where = "inside a node" if axis in inside else "between nodes"
-            pen.words((x + wide / 2, y - 0.32), where, size=9.5, colour=FAINT)
+            pen.words((x + wide / 2, y - 0.32), where, size=LEAST_PT, colour=FAINT)
         x += wide
     pen.words(
         (x + 0.15, y),

@@ -67,7 +67,7 @@ def sweep_microbatches(
             else:
                 found.setdefault(name, []).append(run)
         if name not in found:
-            raise ValueError(f"{name} has none of these sizes: {problem}")
+            raise ValueError(f"{name} runs with none of these numbers of micro-batches; the last error: {problem}")
     return found
 
 

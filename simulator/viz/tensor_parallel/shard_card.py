@@ -121,7 +121,7 @@ def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
 
 
 def _image(one: Shards) -> NDArray[np.float64]:
-    """Return a colour for every number: the owner's, the darker the larger the number."""
+    """Return a colour for every number: the owner's, the stronger the larger the number."""
     values = np.abs(one.values)
     most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0
     share = 0.22 + 0.78 * np.clip(values / most, 0, 1)

@@ -2,7 +2,7 @@
 
 A weight is drawn as it is used, y = x W: inputs down, outputs across (torch keeps a layer's weight the other way
 round). So a column-parallel layer is cut into columns, a row-parallel one into rows, and an embedding by its tokens. A
-colour is a rank, a darker dot a larger number. Between the layers stand f and g, all that the ranks exchange.
+colour is a rank, a stronger dot a larger number. Between the layers stand f and g, all that the ranks exchange.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def shards_figure(
     """
     found = shards_of(parts, splits)
     regions = _regions(found, _chosen(found, names))
-    lines = _lines(regions)
+    lines = [_widened(line) for line in _lines(regions)]
     height = TOP_IN + sum(HEAD_IN + max(region.tall for region in line) + 0.4 for line in lines) + FOOT_IN
     figure, pen = sheet(height)
     top = height - TOP_IN
@@ -141,7 +141,7 @@ def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]
         words = name.split(".")
         one, turned = found[name], _turned(name)
         rows, columns = one.shape[::-1] if turned else one.shape
-        tall, wide = (min(2.6, max(0.6, 1.2 * (size / width) ** 0.5)) for size in (rows, columns))
+        tall, wide = (min(2.6, max(0.6, 1.4 * (size / width) ** 0.5)) for size in (rows, columns))
         wide *= 1.6 if turned and len(one.sections) == len(FUSED) else 1.0  # room to name three times the ranks
         bias = found.get(".".join([*words[:-1], "bias"]))
         groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(Card(one, turned, wide, tall, bias))
@@ -158,6 +158,15 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
     return lines
 
 
+def _widened(line: Sequence[_Region]) -> list[_Region]:
+    """Give the weights of a line the width that is left, up to three times their own."""
+    left = WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
+    factor = min(3.0, 1 + left / sum(card.wide for region in line for card in region.cards))
+    return [
+        region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards)) for region in line
+    ]
+
+
 def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
     whole = sum(int(np.prod(one.shape)) for one in found.values())
     cut = sum(int(np.prod(one.shape)) for one in found.values() if one.dim is not None)
@@ -171,7 +180,7 @@ def _whole_weights(found: Mapping[str, Shards]) -> str:
     whole = [one for one in found.values() if one.dim is None]
     count = sum(one.values.size for one in whole)
     kept = f"{count:,} numbers of {len(whole)} weights are whole on every rank" if whole else "no weight is whole"
-    return f"Drawn as y = x W: inputs down, outputs across; darker is larger. In addition, {kept}."
+    return f"Drawn as y = x W: inputs down, outputs across; stronger is larger. In addition, {kept}."
 
 
 def _draw_region(

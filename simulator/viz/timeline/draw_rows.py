@@ -23,6 +23,7 @@ from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
     INK,
+    LEAST_PT,
     SMALL_PT,
     TEXT_PT,
     KindStyle,
@@ -35,6 +36,7 @@ from simulator.viz.drawing.style import (
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0  # a slide's height
+BAND_ALPHA = 0.12  # of the bands in which an end may lie
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 
 
@@ -70,18 +72,24 @@ def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:
     )
 
 
-def limit_of(sides: Sequence[Side]) -> float:
-    """Return the right end of the widest view: a little after the last span."""
-    end_s = max(side.trace.duration_s for side in sides)
+def limit_of(sides: Sequence[Side], bands: Sequence[View] = ()) -> float:
+    """Return the right end of the widest view: a little after the last span or the last band."""
+    end_s = max([*(side.trace.duration_s for side in sides), *(end for _, end in bands)])
     return end_s * 1.012 if end_s else 1e-6
 
 
 class Words(NamedTuple):
-    """What stands around the rows: the takeaway, a line of notes, and the text over the lines at the ends."""
+    """What stands around the rows: the takeaway, a line of notes, the text over the lines at the ends, and their bands.
+
+    `bands` are (start, end) in seconds in which the measured and the predicted end may lie. `dim` makes measured boxes
+    pale: the machine was not calm.
+    """
 
     title: str
     note: str
     ends: str
+    bands: tuple[View, ...] = ()
+    dim: bool = False
 
 
 def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure:
@@ -97,16 +105,18 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     axes.set_xlim(view)
     axes.set_ylim(placement.total_height, 0)
     if exact:
-        _shade_idle(axes, placement)
+        _shade(axes, placement, 0)
         for which, side in enumerate(sides):
             add_boxes(axes, side, placement, which, styles)
     else:
         add_pixels(axes, sides, placement, styles, view)
+    if words.dim:
+        _shade(axes, placement, 2, alpha=0.6)
     _label_rows(axes, placement)
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
     draw_time_scale(axes)
-    _mark_ends(axes, sides, words.ends)
+    _mark_ends(axes, sides, words)
     put_title(figure, words.title, words.note)
     put_legend(figure, boxes)
     return figure
@@ -127,13 +137,14 @@ def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
     return list(boxes.values())
 
 
-def _shade_idle(axes: Axes, placement: Placement) -> None:
-    """Tint every row, so that idle time is seen as something and not as paper."""
+def _shade(axes: Axes, placement: Placement, order: int, alpha: float = 1.0) -> None:
+    """Tint every measured row: under the boxes idle time is then seen as something, over them they are dimmed."""
     edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in placement.rows if not row.predicted]
     corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
     across = axes.get_yaxis_transform()
     axes.add_collection(
-        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=0, transform=across), autolim=False
+        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=order, transform=across, alpha=alpha),
+        autolim=False,
     )
 
 
@@ -155,12 +166,12 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
         axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=INK, **look)
     for row in placement.rows if named else ():
         words = "predicted" if row.predicted else row.lane
-        size = min(lane_size, 9.0) if row.predicted else lane_size
+        size = min(lane_size, LEAST_PT) if row.predicted else lane_size
         axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
 
 
-def _mark_ends(axes: Axes, sides: Sequence[Side], text: str) -> None:
-    """Draw a line where each trace ends (dashed for the second), and write the text over the later one."""
+def _mark_ends(axes: Axes, sides: Sequence[Side], words: Words) -> None:
+    """Draw a line where each trace ends (dashed for the second) in its band, and write the text over the later one."""
     low, high = axes.get_xlim()
     up = axes.get_xaxis_transform()
     above = 1 + 3 / axes_pixels(axes)[1]
@@ -169,5 +180,9 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], text: str) -> None:
         if low <= end <= high:
             dashes = (0, (4, 3)) if which else "-"
             axes.plot([end, end], [0, above], transform=up, color=INK, linestyle=dashes, linewidth=1.4, clip_on=False)
+    for start, end in words.bands:
+        if start >= high or end <= low:
+            continue
+        axes.axvspan(max(start, low), min(end, high), color=INK, alpha=BAND_ALPHA, linewidth=0, gid="band")
     x = max(ends) if low <= max(ends) <= high else high
-    axes.text(x, above, text, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")
+    axes.text(x, above, words.ends, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")

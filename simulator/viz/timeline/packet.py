@@ -6,6 +6,7 @@ summed to pixel columns first: one byte per pixel, whatever the number of spans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ FIELDS = ("start", "end", "top", "height", "kind", "row", "bytes", "name", "labe
 MARGIN = 0.25  # of the view, sent on either side, so that a drag finds something there
 
 
-def make_scene(first: Trace, second: Trace | None) -> Scene:
+def make_scene(first: Trace, second: Trace | None, bands: Sequence[View] = ()) -> Scene:
     """Place every span once, so that rows stay where they are while the view moves."""
     sides = [Side(shaded(first.from_zero()), False)]
     if second is not None:
@@ -33,7 +34,7 @@ def make_scene(first: Trace, second: Trace | None) -> Scene:
     ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
     seen = [np.isin(side.trace.rank, ranks) for side in sides]
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=True)
-    return Scene(tuple(sides), placement, styles_of(sides), limit_of(sides))
+    return Scene(tuple(sides), placement, styles_of(sides), limit_of(sides, bands))
 
 
 def note_of(scene: Scene) -> str:

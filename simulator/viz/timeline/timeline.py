@@ -15,13 +15,14 @@ from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
+from simulator.viz.timeline.overlay import Overlay
 
 MAX_BOXES = 4_000
 MAX_RANKS = (64, 16)  # one trace; two
 
 
 def draw_timeline(
-    measured: Trace,
+    measured: Trace | Overlay,
     predicted: Trace | None = None,
     *,
     title: str | None = None,
@@ -34,16 +35,17 @@ def draw_timeline(
     a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway. Of more than
     `max_ranks` ranks (64, or 16 with a prediction) some are drawn, spread evenly.
 
+    Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
+    machine was not calm.
+
     Raises:
         ValueError: a trace is empty, the range holds no time, or max_ranks is below 1.
     """
-    facts = facts_of(measured)
-    expected = None if predicted is None else facts_of(predicted)
-    sides = [Side(measured.from_zero(), False)]
-    if predicted is not None:
-        sides.append(Side(predicted.from_zero(), True))
-    words = Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
+    first, second = traces_of(measured, predicted)
+    sides = [Side(first.from_zero(), False)]
+    if second is not None:
+        sides.append(Side(second.from_zero(), True))
+    return draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s, max_ranks=max_ranks)
 
 
 def draw_rows(
@@ -58,7 +60,7 @@ def draw_rows(
     Raises:
         ValueError: the range holds no time, or max_ranks is below 1.
     """
-    view = view_of(time_range_s, limit_of(sides))
+    view = view_of(time_range_s, limit_of(sides, words.bands))
     sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
     most = MAX_RANKS[len(sides) - 1] if max_ranks is None else max_ranks
     ranks = chosen_ranks(sides, most)
@@ -70,8 +72,24 @@ def draw_rows(
     return draw_scene(scene, words._replace(note=note), view, exact=exact)
 
 
-def describe_timeline(measured: Trace, predicted: Trace | None = None) -> str:
+def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:
+    """Return the trace to draw and the one to lay under it."""
+    return (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
+
+
+def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Words:
+    """Return the words around the rows: an overlay says its verdict, two traces how far their ends are apart."""
+    if isinstance(measured, Overlay):
+        dim = bool(measured.trouble)
+        return Words(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
+    facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
+    return Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
+
+
+def describe_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:
     """Say in one paragraph what `draw_timeline` shows: the picture's text for readers who cannot see it."""
+    if isinstance(measured, Overlay):
+        return f"{describe_timeline(measured.measured)} {measured}"
     facts = facts_of(measured)
     ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
     text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."

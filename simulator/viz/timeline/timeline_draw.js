@@ -52,6 +52,10 @@ function paint(context, scene, place, look) {
   }
   if (scene.picture) paintColumns(context, scene, place, xOf);
   else paintBoxes(context, scene, place, xOf, look);
+  if (scene.ends.dim) { // the machine was not calm
+    [context.globalAlpha, context.fillStyle] = [0.6, look.idle];
+    for (const row of scene.rows) if (!row.predicted) context.fillRect(left, TOP + row.top * unit, wide, row.height * unit);
+  }
   context.restore();
   if (scene.until !== null) paintClock(context, xOf(scene.until), place);
   paintNames(context, scene, place, look);
@@ -174,6 +178,12 @@ function paintNames(context, scene, { left, unit, tall, named }, look) {
 function paintEnds(context, scene, { left, wide, tall }, xOf, look) {
   context.strokeStyle = context.fillStyle = look.ink;
   context.lineWidth = 1.4;
+  context.globalAlpha = 0.12;
+  for (const band of scene.ends.bands_s || []) {
+    const [from, to] = band.map((time) => Math.min(Math.max(xOf(time), left), left + wide));
+    context.fillRect(from, TOP, to - from, tall);
+  }
+  context.globalAlpha = 1;
   scene.ends.at_s.forEach((end, predicted) => {
     const x = xOf(end);
     if (x < left || x > left + wide) return;

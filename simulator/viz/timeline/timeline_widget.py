@@ -19,9 +19,9 @@ from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.mimebundle import with_picture
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.timeline.draw_rows import Scene, Words
-from simulator.viz.timeline.facts import facts_of
+from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
-from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, ends_text, takeaway
+from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, traces_of, words_of
 
 SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
 COLUMNS, MAX_COLUMNS = 1000, 4000
@@ -64,14 +64,18 @@ class Timeline(anywidget.AnyWidget):
     problem = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self, measured: Trace | None = None, predicted: Trace | None = None, title: str = "", height: int = 460
+        self,
+        measured: Trace | Overlay | None = None,
+        predicted: Trace | None = None,
+        title: str = "",
+        height: int = 460,
     ) -> None:
         self._scene: Scene | None = None
         super().__init__(height=height)
         self.show(measured, predicted, title=title)
 
-    def show(self, measured: Trace | None = None, predicted: Trace | None = None, *, title: str = "") -> None:
-        """Show other traces, all of them in view.
+    def show(self, measured: Trace | Overlay | None = None, predicted: Trace | None = None, *, title: str = "") -> None:
+        """Show other traces, or an overlay of two, all of them in view.
 
         Raises:
             ValueError: there is no trace, or a trace is empty.
@@ -80,9 +84,9 @@ class Timeline(anywidget.AnyWidget):
         if first is None:
             raise ValueError("Timeline got no trace; pass Timeline(measured), Timeline(predicted=...) or both")
         second = None if measured is None else predicted
-        facts, expected = facts_of(first), None if second is None else facts_of(second)
-        scene = make_scene(first, second)
-        words = Words(title or takeaway(facts, expected), note_of(scene), ends_text(facts, expected))
+        words = words_of(first, second, title=title)
+        scene = make_scene(*traces_of(first, second), words.bands)
+        words = words._replace(note="; ".join(filter(None, [words.note, note_of(scene)])))
         summary = describe_timeline(first, second)
 
         def picture(view: View | None) -> Figure:
@@ -101,7 +105,8 @@ class Timeline(anywidget.AnyWidget):
             self.total_height = scene.placement.total_height
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
-            self.ends = {"at_s": [side.trace.duration_s for side in scene.sides], "text": words.ends}
+            ends = {"at_s": [side.trace.duration_s for side in scene.sides], "text": words.ends}
+            self.ends = ends | {"bands_s": words.bands, "dim": words.dim}
             self.until_s, self.problem = None, ""
             self.view = (0.0, scene.limit_s)
             self._scene = scene

@@ -73,7 +73,7 @@ def test_chunk_names_go_on_after_z():
     ("trace", "message"),
     [
         (data_parallel(2), "no send"),
-        (Trace.from_spans([Span(0, "communication", "send #1", "send", 0, 5, 8)]), "names no peer"),
+        (Trace.from_spans([Span(0, "communication", "send #1", "send", 0, 5, 8)]), "does not name the other rank"),
         (
             Trace.from_spans([Span(0, "communication", f"send to {to} #1", "send", to, 5, 8) for to in (1, 2)]),
             "one neighbour",

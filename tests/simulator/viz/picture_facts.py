@@ -1,0 +1,124 @@
+"""What a reader sees of a picture's texts: which lie on each other, are cut, are too small or too pale.
+
+Every text is noted at the moment at which it would be drawn, whatever artist draws it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from simulator.viz import to_png
+
+Theme = Callable[[np.ndarray], np.ndarray]
+TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
+LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
+COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
+
+
+class Written(NamedTuple):
+    """A line of text as it was drawn; pixels from the left and from the top."""
+
+    text: str
+    size_pt: float
+    colour: np.ndarray
+    left: float
+    top: float
+    right: float
+    bottom: float
+    clip: tuple[float, float, float, float] | None
+
+    def within(self, left: float, top: float, right: float, bottom: float) -> bool:
+        """Tell whether the text stands in a rectangle."""
+        across = left - TOUCH_PX <= self.left and self.right <= right + TOUCH_PX
+        return across and top - TOUCH_PX <= self.top and self.bottom <= bottom + TOUCH_PX
+
+
+class Look(NamedTuple):
+    """A picture's texts and the picture without them: pixels [height, width, 3], 0 to 1."""
+
+    written: list[Written]
+    pixels: np.ndarray
+
+
+def look_at(figure: Figure, render: Callable[[Figure], bytes] = to_png, theme: Theme = lambda colour: colour) -> Look:
+    """Let `render` make the PNG, and note its texts in place of drawing them; `theme` changes colours [..., 3]."""
+    written: list[Written] = []
+
+    def note(renderer, gc, x, y, s, prop, angle, ismath=False, mtext=None):
+        """Note a text: its baseline begins at (x, y), y from the top, and it is turned by `angle` degrees."""
+        if not s.strip():
+            return
+        wide, tall, descent = renderer.get_text_width_height_descent(s, prop, ismath)
+        turn = np.deg2rad(angle)
+        along, up = np.array([np.cos(turn), -np.sin(turn)]), np.array([-np.sin(turn), -np.cos(turn)])
+        corners = np.array([[x, y] + a * along + b * up for a in (0, wide) for b in (-descent, tall - descent)])
+        clip = gc.get_clip_rectangle()
+        bounds = clip and (clip.x0, renderer.height - clip.y1, clip.x1, renderer.height - clip.y0)
+        sides = *corners.min(axis=0).tolist(), *corners.max(axis=0).tolist()
+        colour = theme(np.array(gc.get_rgb()[:3]))
+        written.append(Written(s, prop.get_size_in_points(), colour, *sides, bounds))
+
+    def clear(renderer):
+        """Begin again: what was drawn to lay the figure out is not what is seen."""
+        cleared(renderer)
+        written.clear()
+
+    cleared = RendererAgg.clear
+    FigureCanvasAgg(figure)  # in place of a panel's own, which stamps the texts that it drew before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RendererAgg, "draw_text", note)
+        patch.setattr(RendererAgg, "clear", clear)
+        png = render(figure)
+    return Look(written, np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) / 255)
+
+
+def clashes(look: Look) -> list[str]:
+    """Return which texts lie on each other, and which the edge of the picture or of their axes cuts."""
+    found = []
+    for number, one in enumerate(look.written):
+        found += [f"{one.text!r} over {other.text!r}" for other in look.written[number + 1 :] if _overlap(one, other)]
+        height, width = look.pixels.shape[:2]
+        if not one.within(0, 0, width, height) or (one.clip and not one.within(*one.clip)):
+            found.append(f"{one.text!r} is cut")
+    return found
+
+
+def _overlap(one: Written, other: Written) -> bool:
+    across = min(one.right, other.right) - max(one.left, other.left)
+    return across > TOUCH_PX and min(one.bottom, other.bottom) - max(one.top, other.top) > TOUCH_PX
+
+
+def pale_texts(look: Look) -> list[str]:
+    """Return the texts that stand out too little from what is behind them."""
+    found = []
+    for one in look.written:
+        rows = slice(max(0, int(one.top)), max(0, int(one.bottom)) + 1)
+        behind = look.pixels[rows, max(0, int(one.left)) : max(0, int(one.right)) + 1].reshape(-1, 3)
+        ratio = contrast(one.colour, behind)
+        if ratio.size and np.quantile(ratio, COVERED) < LEAST_CONTRAST:
+            found.append(f"{one.text!r} has {np.quantile(ratio, COVERED):.2f}:1")
+    return found
+
+
+def contrast(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the ratio of two colours' luminances, 1 to 21."""
+    light, dark = np.maximum(_luminance(one), _luminance(other)), np.minimum(_luminance(one), _luminance(other))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: np.ndarray) -> np.ndarray:
+    linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+    return linear @ np.array([0.2126, 0.7152, 0.0722])
+
+
+def small_texts(look: Look, least_pt: float) -> list[str]:
+    """Return the texts whose letters are smaller than so many points."""
+    return [f"{one.text!r} has {one.size_pt:.1f} points" for one in look.written if one.size_pt < least_pt - 0.05]
