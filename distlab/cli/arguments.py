@@ -1,10 +1,11 @@
-"""What several commands share: numbers as arguments, and scripts that are loaded by their path."""
+"""What several commands share: numbers and output paths that are refused at once, and scripts loaded by their path."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,48 @@ from typing import Any
 MAX_RANKS = 1024
 
 
-def whole_number(what: str, *, least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """Return a converter to a whole number in a range, for argparse's `type`."""
+def whole_number(*, least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """Return a converter to a whole number in a range, for argparse's `type`; argparse names the flag."""
     limits = f"{least} or more" if most is None else f"{least} to {most}"
 
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {what}; pass {limits}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; pass {limits}") from None
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{value} {what} cannot be used; pass {limits}")
+            raise argparse.ArgumentTypeError(f"{value} cannot be used; pass {limits}")
         return value
 
     return convert
+
+
+def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse a path that cannot be written, before the work whose result it is for; its folder is made.
+
+    Args:
+        flag: the flag that names the path.
+        path: of a file, or of a folder.
+        folder: whether it is a folder.
+
+    Raises:
+        ValueError: saying what to pass instead.
+    """
+    expected = "a folder" if folder else "a file"
+    if path.exists() and path.is_dir() != folder:
+        found = "a folder" if path.is_dir() else "a file"
+        raise ValueError(f"{flag} {path}: expected the path of {expected}, got {found}; pass another path")
+    where = path if folder else path.parent
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            path.open("r+b").close()
+        elif not path.is_char_device():
+            tempfile.TemporaryFile(dir=where).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass a path where you may write"
+        ) from None
 
 
 def load_script(name: str, path: Path) -> Any:

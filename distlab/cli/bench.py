@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distlab.cli.arguments import load_script
+from distlab.cli.arguments import check_output, load_script
 from distlab.measure import this_machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -38,6 +38,9 @@ def main(arguments: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"no benchmark is called {unknown[0]!r}; choose from {', '.join(known)}")
     chosen = arguments.name or known
+    if arguments.save:
+        check_output("--save", arguments.save)
+        saved(arguments.save)
     results: dict[str, list[dict[str, object]]] = {}
     for place, name in enumerate(chosen, 1):
         print(f"[{place}/{len(chosen)}] {name} ...", file=sys.stderr, flush=True)
@@ -75,10 +78,24 @@ def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
     yield from load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py").rows(quick=quick)
 
 
+def saved(path: Path) -> dict[str, object]:
+    """Return what a results file holds; {} where there is none yet.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        kept = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise ValueError(f"--save {path}: expected results of distlab bench, got another file; pass another path")
+    return kept
+
+
 def save(path: Path, results: dict[str, list[dict[str, object]]]) -> None:
     """Write rows into a results file, in place of earlier rows of the same benchmark."""
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = saved(path)
     for name, rows in results.items():
         kept[name] = {"machine": this_machine().as_dict(), "rows": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.cli.arguments import MAX_RANKS, whole_number
+from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
 from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SECONDS = 12
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab calibrate`."""
-    ranks = whole_number("ranks", most=MAX_RANKS)
+    ranks = whole_number(most=MAX_RANKS)
     command.add_argument("--ranks", type=ranks, default=4, metavar="N", help="ranks at work at once (default 4)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
     command.add_argument("--output", type=Path, metavar="FILE", help="where to keep it (default: ~/.cache/distlab)")
@@ -35,6 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     device_of(arguments.device, 0)
     path = arguments.output or DEFAULT_PATH
+    check_output("--output", path)
     with progress_file(SECONDS, "calibrating") as file:
         result = calibrate(
             arguments.ranks, device=arguments.device, seconds=SECONDS, progress=functools.partial(report, file)

@@ -70,7 +70,9 @@ class Findings:
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
         lines.insert(5, "")
-        return "\n".join([*lines, "", f"{self.parameters:,} parameters on {self.device}; {step}"])
+        again = f"Try again: distlab tour --ranks {self.ranks} --device {self.device}"
+        retry = [again] if step.holds is None else []
+        return "\n".join([*lines, "", f"{self.parameters:,} parameters on {self.device}; {step}", *retry])
 
 
 def compare_runs(result: RunResult, one_process: RankReport, records: Records) -> Findings:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.cli.arguments import MAX_RANKS, load_script, whole_number
+from distlab.cli.arguments import MAX_RANKS, check_output, load_script, whole_number
 
 if TYPE_CHECKING:
     from distlab.lab import CommonSettings
@@ -40,15 +40,28 @@ def main(arguments: argparse.Namespace) -> int:
     if not settings.json:
         print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
 
-    def echo(rank: int | None, line: str) -> None:
-        if not settings.json:
-            print(f"[rank {rank}] {line}", flush=True)
+    echo = _Echo(as_json=settings.json)
+    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
+
+
+class _Echo:
+    """Prints lines of ranks. Rank 0 tells the lab's story: its lines carry no rank, except those of a traceback."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._in_traceback = False
+
+    def __call__(self, rank: int | None, line: str) -> None:
+        begins = line.startswith("Traceback (most recent call last)")
+        named = rank != 0 or begins or self._in_traceback
+        if rank == 0:  # a traceback ends with a line such as "ValueError: ..." that is not indented
+            self._in_traceback = begins or (self._in_traceback and line.startswith(" "))
+        if not self.as_json:
+            print(f"[rank {rank}] {line}" if named else line, flush=True)
         elif rank == 0 and line.startswith('{"schema"'):
             print(line, flush=True)
         else:
             print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
-
-    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
 
 
 def find_lab(name: str) -> tuple[str, Path]:
@@ -82,14 +95,15 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
 
     kind = load_settings(number, script)
     parser = parser_of(kind, f"distlab lab {number}")
-    ranks = whole_number("ranks", most=MAX_RANKS)
-    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes to start (default: one a GPU, else 4)")
+    ranks = whole_number(most=MAX_RANKS)
+    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes to start (default: one per GPU, else 4)")
     values = vars(parser.parse_args(flags))
     num_ranks = values.pop("ranks") or default_num_ranks()
     try:
         if values["impl"] == MINE:
             values["impl"] = os.path.relpath(working_copy(script.parent.name))
-        settings = _checked(kind(**values))
+        settings = kind(**values)
+        _check(settings)
         settings.check_ranks(num_ranks)
     except ValueError as error:
         parser.error(str(error))
@@ -101,15 +115,24 @@ def load_settings(number: str, script: Path) -> type[CommonSettings]:
     return load_script(f"distlab_lab_{number}", script).Settings  # type: ignore[no-any-return]
 
 
-def _checked(settings: CommonSettings) -> CommonSettings:
-    """Refuse an --impl that is a file which does not exist, before any rank starts.
+def _check(settings: CommonSettings) -> None:
+    """Refuse, before any rank starts, files that cannot be read, a --trace that cannot be written, a missing GPU.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: naming the flag and the path.
     """
-    is_file = settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl
-    if is_file and not Path(settings.impl).is_file():
-        raise ValueError(
-            f"--impl {settings.impl}: there is no such file; pass reference, mine, a module, a .py or an .ipynb"
-        )
-    return settings
+    from distlab.grading.source import read_source
+    from distlab.measure import device_of
+
+    if settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl:
+        try:
+            read_source(settings.impl)
+        except ValueError as error:
+            raise ValueError(f"--impl {settings.impl}: {error}") from None
+    for name, value in vars(settings).items():
+        if isinstance(value, Path) and name != "trace" and not value.is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {value}: there is no such file; pass the path of a file")
+    if settings.trace is not None:
+        check_output("--trace", settings.trace, folder=True)
+    if settings.device == "cuda":
+        device_of("cuda", 0)

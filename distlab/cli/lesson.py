@@ -19,7 +19,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the actions of `distlab lesson` and their flags."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="open the lessons in JupyterLab")
-    start.add_argument("--port", type=whole_number("port", most=65535), help="default: the first free one from 8888")
+    start.add_argument("--port", type=whole_number(most=65535), help="default: the first free one from 8888")
     start.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     listing = actions.add_parser("list", help="show the lessons and how far you are")
     reset = actions.add_parser("reset", help="put your copy of a lesson aside and bring a fresh one")

@@ -26,45 +26,45 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of the model: its name, or its sizes."""
     command.add_argument("--model", metavar="NAME", help="a published model, such as llama-2-7b, in place of sizes")
     for name, (default, what) in SIZES.items():
-        add_count(command, f"--{name}", what, f"{what} (default {default}, or the model's)", default=None)
-    add_count(command, "--experts", "experts", "experts in each block (default 1: no mixture; sizes only)")
-    add_count(command, "--top-k", "experts", "experts that a token goes to", metavar="K")
-    add_count(command, "--microbatch", "samples in a micro-batch", "samples in a micro-batch")
+        add_count(command, f"--{name}", f"{what} (default {default}, or the model's)", default=None)
+    add_count(command, "--experts", "experts in each block (default 1: no mixture; sizes only)")
+    add_count(command, "--top-k", "experts that a token goes to", metavar="K")
+    add_count(command, "--microbatch", "samples in a micro-batch")
 
 
 def add_count(
-    command: argparse.ArgumentParser, flag: str, noun: str, text: str, *, default: int | None = 1, metavar: str = "N"
+    command: argparse.ArgumentParser, flag: str, text: str, *, default: int | None = 1, metavar: str = "N"
 ) -> None:
     """Declare a flag that takes a number of things, 1 or more."""
-    command.add_argument(flag, type=whole_number(noun), default=default, metavar=metavar, help=text)
+    command.add_argument(flag, type=whole_number(), default=default, metavar=metavar, help=text)
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of the plan."""
-    add_count(command, "--data", "replicas", "replicas (default 8)", default=8)
-    add_count(command, "--pipeline", "ranks", "ranks that the model's stages are spread over (default 1)")
-    add_count(command, "--microbatches", "micro-batches", "micro-batches of a step (default 1)")
+    add_count(command, "--data", "replicas (default 8)", default=8)
+    add_count(command, "--pipeline", "ranks that the model's stages are spread over (default 1)")
+    add_count(command, "--microbatches", "micro-batches of a step (default 1)")
     names = f"order of micro-batches: {', '.join(ONE_COPY_SCHEDULES)} (default one_f_one_b)"
     command.add_argument("--schedule", choices=ONE_COPY_SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
     what = "stages on each rank of the pipeline (default: 2 where the schedule has several, else 1)"
-    add_count(command, "--stages-per-rank", "stages", what, default=None)
+    add_count(command, "--stages-per-rank", what, default=None)
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
-    add_count(command, "--bucket-mb", "MB", "bucket capacity", default=25)
+    add_count(command, "--bucket-mb", "bucket capacity in MB (default 25)", default=25)
     what = "what replicas split: 1 optimizer state, 2 gradients too, 3 parameters too (default 0, nothing)"
     command.add_argument("--sharding", type=int, choices=range(4), default=0, metavar="STAGE", help=what)
-    add_count(command, "--unit-layers", "layers", "layers gathered together under stage 3")
-    add_count(command, "--replicas", "groups", "groups of ranks with a full set of shards each")
+    add_count(command, "--unit-layers", "layers gathered together under stage 3")
+    add_count(command, "--replicas", "groups of ranks with a full set of shards each")
     command.add_argument("--offload", choices=OFFLOADS, default="none", help="what the host's memory holds")
     command.add_argument("--recompute", choices=RECOMPUTES, default="none", help="what backward computes again")
     what = "type to compute in (default: 16 bits, 16 bytes in all)"
     command.add_argument("--precision", choices=DTYPE_BYTES, help=what)
     command.add_argument("--gradients", choices=DTYPE_BYTES, help="type that gradients are kept in (default float32)")
     command.add_argument("--no-master", action="store_true", help="keep no float32 copy of the parameters")
-    add_count(command, "--tensor", "ranks", "ranks that split a layer")
-    add_count(command, "--context", "ranks", "ranks that split a sequence")
+    add_count(command, "--tensor", "ranks that split a layer")
+    add_count(command, "--context", "ranks that split a sequence")
     what = "how they attend to all of it (default ring)"
     command.add_argument("--context-kind", choices=CONTEXT_KINDS, default="ring", help=what)
-    add_count(command, "--expert", "ranks", "ranks that split the experts; each is a replica too")
+    add_count(command, "--expert", "ranks that split the experts; each is a replica too")
     what = "tensor ranks split the sequence between layers"
     command.add_argument("--sequence-parallel", action="store_true", help=what)
 

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distlab.cli.arguments import check_output
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
 from distlab.plan import AXES, Cluster, Link, Plan, Workload
 from distlab.plan.axes import check_order
@@ -47,14 +48,19 @@ def main(arguments: argparse.Namespace) -> int:
     plan, workload = plan_of(arguments), workload_of(arguments)
     if plan.world_size > MOST_RANKS:
         raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
+    for flag in ("timeline", "memory", "trace"):
+        if path := getattr(arguments, flag):
+            check_output(f"--{flag}", path)
+            if flag != "trace":
+                check_picture(f"--{flag}", path)
     cluster = find_cluster(arguments.cluster, plan.world_size)
     why_no_time = why_not_timed(plan)
-    step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
-    memory = step.memory if step else memory_of(workload, plan)
-    if step is None and (arguments.timeline or arguments.trace):
+    if why_no_time and (arguments.timeline or arguments.trace):
         raise ValueError(
             f"--timeline and --trace need the step's time, which is not simulated: {why_no_time}; or use --memory"
         )
+    step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
+    memory = step.memory if step else memory_of(workload, plan)
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace import write_chrome
@@ -103,6 +109,21 @@ def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     given = arguments.order.split(",") if arguments.order else []
     rest = [axis for axis in AXES if axis not in given]
     return check_order([*rest, *given])
+
+
+def check_picture(flag: str, path: Path) -> None:
+    """Refuse a picture of a kind that cannot be drawn.
+
+    Raises:
+        ValueError: naming the kinds that can.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ValueError(
+            f"{flag} {path}: expected a picture such as step.png, got {path.suffix}; kinds are {', '.join(kinds)}"
+        )
 
 
 def save_pictures(

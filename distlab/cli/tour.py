@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.cli.arguments import MAX_RANKS, whole_number
+from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
 from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NUM_UPDATES = 10  # after which the ranks' weights are compared with one process
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab tour`."""
-    ranks = whole_number("ranks", most=MAX_RANKS)
+    ranks = whole_number(most=MAX_RANKS)
     command.add_argument("--ranks", type=ranks, default=4, metavar="N", help="processes to train on (default 4)")
     command.add_argument("--data", metavar="FILE", help="a text file to train on (default: Python's documentation)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the tour; exit 0 when the ranks equal one process, else 1."""
     start = time.monotonic()
     training, data = prepare(arguments)
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    check_output("--output", arguments.output, folder=True)
     findings, measured, predicted = run_tour(arguments.ranks, training, data, echo=not arguments.json)
     files = write_files(arguments.output, findings, measured, predicted)
     if arguments.json:

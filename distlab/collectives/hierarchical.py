@@ -29,11 +29,12 @@ def hierarchical_all_reduce(
     group the ranks with the same place on the other machines. Every machine has the same number of ranks.
 
     Shapes: any shape, 0-dim and empty too; contiguous; returns `tensor`.
-    Cost: with g ranks per machine, m machines, S_c the bytes of chunk c of g chunks, i this rank's place on its
-        machine, and X_d the bytes of part d of chunk i cut into m, c this rank's place in the cross group: inside
-        2 S - S_i - S_(i+1) bytes sent per rank, across 2 S_i - X_c - X_(c+1), which is 2 (g-1)/g S inside and
-        2 (m-1)/m S/g across where all divides. A flat ring sends 2 (gm-1)/(gm) S, all of it over the slow links
-        where machines meet. Steps: 2 (g-1) inside and 2 (m-1) across, instead of 2 (gm-1).
+    Cost: the tensor has S bytes, each of m machines has g ranks. A rank sends 2 (g-1)/g S bytes inside its machine in
+        2 (g-1) steps, then 2 (m-1)/m S/g bytes to other machines in 2 (m-1) steps.
+        Example: with 8 machines of 8 ranks and 64 MB, a rank sends 112 MB inside and 14 MB across, in 28 steps. A flat
+        ring sends 2 (gm-1)/(gm) S = 126 MB per rank in 126 steps, and where machines meet all over the slow links.
+        Where S does not divide by g, chunks differ by one element. Rank i of a machine then sends 2 S inside, less
+        the bytes of chunk i and of the chunk after it. The same rule holds across for chunk i, cut into m parts.
     Error: each element is added up once, first inside each machine, then across, and copied: equal bits on all ranks,
         and bit for bit again. The order differs from a flat ring's, and so does the rounding. The mean divides twice.
 

@@ -27,6 +27,7 @@ MARKER = ".distlab-work"
 FILE = "progress.json"
 MINE = "mine"  # --impl mine: the learner's working copy of the lesson
 SCHEMA = 1
+FAILED_CHECKS = 3  # wrong answers before the solution is shown
 OUTSIDE = "Not kept: this is not a folder that `distlab lesson start` made."
 
 
@@ -108,10 +109,19 @@ def working_copy(folder: str) -> Path:
 
 
 def keep(report: Report, start: Path | None = None) -> str:
-    """Write a report down; return one line where it was not kept, or where something else must be told."""
+    """Write a report down; return one line where it was not kept, or where something else must be told.
+
+    With the third wrong answer the line says how to see hints and the solution.
+    """
     if report.verdict not in ("passed", "wrong"):
         return OUTSIDE if work_folder(start) is None else ""
-    return change_entry(report.exercise.name, lambda entry: _updated(entry, report), start)
+    name = report.exercise.name
+    told = change_entry(name, lambda entry: _updated(entry, report), start)
+    entry = entry_of(name, start)
+    if report.passed or entry.failed != FAILED_CHECKS or entry.passed or entry.solution_seen:
+        return told
+    first = f'hint("{name}") shows a hint, and after all hints ' if report.exercise.hints else ""
+    return f'Stuck? In the notebook, {first}solution("{name}") shows the solution. {told}'.rstrip()
 
 
 def change_entry(name: str, alter: Callable[[Entry], Entry], start: Path | None = None) -> str:

@@ -1,18 +1,21 @@
 """Where an answer's functions come from: a module, a file or a notebook; read as text, executed by whoever asks.
 
-Of a notebook only the functions that are asked for are executed, and what they need: helpers, imports and values of any
-cell, whoever wrote it. Cells that train, draw or check are left out.
+Of a notebook only the functions that are asked for are executed, and the statements of any cell that they need:
+imports, helpers and values. All other statements, such as those that train, draw or check, are left out.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import json
 import linecache
 import os
+import re
 import symtable
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,6 +25,7 @@ from typing import Any
 from distlab.comm.command import runnable
 from distlab.grading.progress import copy_in
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
 
 
@@ -34,14 +38,12 @@ class Source:
         name: what the learner calls it: the dotted name or the path.
         pieces: name and text of each piece: of a notebook a cell each, of a file one, of a module none.
         directory: where a file's or a notebook's own imports are looked for.
-        notes: what was left out, in a line each.
     """
 
     kind: str
     name: str
     pieces: tuple[tuple[str, str], ...] = ()
     directory: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def read_source(impl: str) -> Source:
@@ -77,8 +79,7 @@ def read_source(impl: str) -> Source:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
-    pieces, notes = _notebook(impl, path, text)
-    return Source("notebook", impl, pieces, str(path.resolve().parent), notes)
+    return Source("notebook", impl, _notebook(impl, path, text), str(path.resolve().parent))
 
 
 def _module(name: str) -> Source:
@@ -106,8 +107,8 @@ def _module(name: str) -> Source:
     return Source("module", name)
 
 
-def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return the code cells of a notebook that can be parsed, and a note on each that cannot."""
+def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[str, str], ...]:
+    """Return name and text of the code cells of a notebook."""
     reset = f"; `{runnable('distlab lesson reset NN')}` brings a fresh copy of a lesson and keeps yours aside"
     try:
         cells = json.loads(text)["cells"]
@@ -116,27 +117,21 @@ def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[tuple[str, str], 
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{impl} is not a notebook, or it is damaged ({reason}){reset}") from None
-    pieces, notes = [], []
-    for number, cell in enumerate(texts, start=1):
-        plain = _without_magics(cell)
-        try:
-            ast.parse(plain)
-        except SyntaxError as error:
-            notes.append(f"code cell {number} of {impl} has a syntax error in its line {error.lineno}: {error.msg}")
-            continue
-        pieces.append((f"{path.name}, code cell {number}", plain))
-    return tuple(pieces), tuple(notes)
+    return tuple((f"{path.name}, code cell {n}", _without_magics(cell)) for n, cell in enumerate(texts, start=1))
 
 
 def _without_magics(cell: str) -> str:
     """Take out what only a notebook understands, and keep the numbers of the lines."""
+    first, _, body = cell.partition("\n")
+    if first.startswith(("%%time", "%%capture")) and not first.startswith("%%timeit"):
+        return _without_magics("\n" + body)  # their body is Python, and what it defines stays
     if cell.lstrip().startswith("%%"):
         return ""
     try:
         ast.parse(cell)
-    except SyntaxError:
-        kept = ["" if _is_magic(line) else line for line in cell.splitlines()]
-        return "\n".join(kept)
+    except (SyntaxError, ValueError):
+        lines = [(line, len(line) - len(line.lstrip())) for line in cell.splitlines()]
+        return "\n".join(line[:indent] + "pass" if _is_magic(line) else line for line, indent in lines)
     return cell
 
 
@@ -146,7 +141,7 @@ def _is_magic(line: str) -> bool:
 
 
 def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Execute a source in a bare namespace; return the namespace and notes on what did not work.
+    """Execute a source in a bare namespace; return the namespace and a line on each needed statement that failed.
 
     In a notebook's namespace are the names that its extension puts there. Whatever a module or file raises passes.
 
@@ -157,53 +152,92 @@ def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tupl
     if source.directory and source.directory not in sys.path:
         sys.path.insert(0, source.directory)
     if source.kind == "module":
-        return vars(importlib.import_module(source.name)), source.notes
+        return vars(importlib.import_module(source.name)), ()
     namespace: dict[str, Any] = {"__name__": NAMESPACE}
-    notes = list(source.notes)
     for name, text in source.pieces:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    trees = [(name, ast.parse(text, name)) for name, text in source.pieces]
+        if source.kind == "file":
+            exec(compile(text, name, "exec"), namespace)
     if source.kind == "file":
-        for name, tree in trees:
-            exec(compile(tree, name, "exec"), namespace)
-        return namespace, tuple(notes)
+        return namespace, ()
     namespace |= names_for_functions()
-    for name, statement in _needed([(name, statement) for name, tree in trees for statement in tree.body], wanted):
+    statements, notes = _needed(source, wanted, known=set(namespace) | set(dir(builtins)))
+    for name, statement in statements:
         try:
             exec(compile(ast.Module([statement], []), name, "exec"), namespace)
         except Exception as error:
-            lines = ast.unparse(statement).splitlines()
-            first = next((line for line in lines if line.startswith(("def ", "class "))), lines[0])
-            notes.append(f"{name}: {first}: {type(error).__name__}: {error}")
+            inside = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+            line = inside[0] if inside else statement.lineno
+            words = linecache.getline(name, line or 0).strip()
+            notes.append(f"{name}, line {line}: {words}: {type(error).__name__}: {error}")
     return namespace, tuple(notes)
 
 
-def _needed(statements: Sequence[tuple[str, ast.stmt]], wanted: Iterable[str]) -> list[tuple[str, ast.stmt]]:
-    """Return the statements, in order, that bind the wanted names or, again and again, the names that these use.
+def _needed(source: Source, wanted: Iterable[str], known: set[str]) -> tuple[list[tuple[str, ast.stmt]], list[str]]:
+    """Follow the names that the wanted functions use, and those that these need, through the cells of a notebook.
 
-    `flat = check("03.flat", flat).function` is left out: it goes on with the reference where an answer is wrong.
+    Args:
+        source: the notebook.
+        wanted: names of functions.
+        known: names that need no cell.
+
+    Returns:
+        The statements that bind or change such a name, in order, each with its cell's name; and a line on each cell
+        with a syntax error that may hold one of them.
     """
+    statements: list[tuple[str, ast.stmt]] = []
+    broken: list[tuple[str, str]] = []
+    for name, text in source.pieces:
+        try:
+            compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # finds more than the parser alone
+            statements += [(name, each) for each in ast.parse(text, name).body if not _goes_on_with_reference(each)]
+        except (SyntaxError, ValueError) as error:
+            line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            broken.append((text, f"{name} has a syntax error{line}: {getattr(error, 'msg', error)}"))
     names = [_names(statement) for _, statement in statements]
-    goes_on = not any("check" in binds for binds, _ in names)
-    needed, found = set(wanted), -1
-    while len(needed) > found:
-        found = len(needed)
-        chosen = [binds is ANY or bool(binds & needed) for binds, _ in names]
-        chosen = [one and not (goes_on and "check" in uses) for one, (_, uses) in zip(chosen, names, strict=True)]
-        needed |= {name for one, (_, uses) in zip(chosen, names, strict=True) if one for name in uses}
-    return [each for each, one in zip(statements, chosen, strict=True) if one]
+    live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
+    needed, chosen = {*wanted, "*"}, set[int]()
+    while new := {place for place in live if place not in chosen and names[place][0] & needed}:
+        chosen |= new
+        needed = needed.union(*(names[place][1] for place in new))
+    unbound = needed - known - {name for place in chosen for name in names[place][0]}
+    notes = [
+        note
+        for text, note in broken
+        if unbound & set(re.findall(r"\w+", text)) or needed & set(re.findall(r"\b(?:def|class) +(\w+)", text))
+    ]
+    return [statements[place] for place in sorted(chosen)], notes
 
 
-ANY = frozenset("*")  # what a star import binds
+def _goes_on_with_reference(statement: ast.stmt) -> bool:
+    """Whether it is like `flat = check("03.flat", flat).function`, which may put the reference in an answer's place."""
+    if not isinstance(statement, ast.Assign | ast.Expr):
+        return False
+    return re.match(r"(?s).*\bcheck\('\d\d\.\w+'", ast.unparse(statement)) is not None
 
 
-def _names(statement: ast.stmt) -> tuple[frozenset[str], set[str]]:
-    """Return the global names that a statement binds or changes, and those that it uses, also inside functions."""
+def _is_replaced(
+    place: int, statements: Sequence[tuple[str, ast.stmt]], names: Sequence[tuple[set[str], set[str]]]
+) -> bool:
+    """Whether a function or class is defined again later, and nothing between uses the first definition."""
+    statement = statements[place][1]
+    if not isinstance(statement, _DEFINITIONS):
+        return False
+    for (_, later), (_, uses) in zip(statements[place + 1 :], names[place + 1 :], strict=True):
+        if isinstance(later, _DEFINITIONS) and later.name == statement.name:
+            return True
+        if statement.name in uses:
+            return False
+    return False
+
+
+def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return the global names that a statement binds or changes ("*": any), and those it uses, in functions too."""
     if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
-        return ANY, set()
+        return {"*"}, set()
     table = symtable.symtable(ast.unparse(statement), "cell", "exec")
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    for node in ast.walk(statement) if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+    for node in () if isinstance(statement, _DEFINITIONS) else ast.walk(statement):
         if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
             binds |= {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
     uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
@@ -212,7 +246,7 @@ def _names(statement: ast.stmt) -> tuple[frozenset[str], set[str]]:
         scope = scopes.pop()
         uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
         scopes += scope.get_children()
-    return frozenset(binds), uses
+    return binds, uses
 
 
 def names_for_functions() -> dict[str, Any]:

@@ -129,11 +129,11 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
             text = (
                 f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"
             )
-            return Fault("not loaded", f"{text} functions, and runs nothing when it is imported"), source.notes
+            return Fault("not loaded", f"{text} functions, and runs nothing when it is imported"), ()
         except RankError as error:
             first = replace(lesson.exercises[0], on_failure=None)
             fault = fault_of(error, first, Submitted(source, "load"), 1)
-            return Fault("not loaded", f"{source.name} cannot be loaded: {fault.message}"), source.notes
+            return Fault("not loaded", f"{source.name} cannot be loaded: {fault.message}"), ()
 
 
 def _absent(source: Source, exercise: Exercise, notes: tuple[str, ...]) -> str:

@@ -94,7 +94,7 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
     sent = sent_bytes(evidence, most)
     if sent <= wanted_bytes * (1 + slack):
         return None
-    text = f"right result, but {in_megabytes(sent)} sent a rank where {what} needs {in_megabytes(wanted_bytes)}"
+    text = f"right result, but {in_megabytes(sent)} sent per rank where {what} needs {in_megabytes(wanted_bytes)}"
     many = {sent_bytes(evidence, rank) for rank in ranks}
     return Fault("too many bytes", text + (f" (rank {most})" if len(many) > 1 else ""))
 

@@ -41,7 +41,7 @@ class CommonSettings:
     impl: str = "reference"
     trace: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    limit_s: float = flag(300.0, least=1)
+    limit_s: float = flag(300.0, least=1, most=1_000_000)
     json: bool = False
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -164,7 +164,7 @@ def _number(entry: Field[Any], kind: type) -> Callable[[str], Any]:
             value = _bytes(text) if size else kind(text)
         except ValueError:
             what = "a size such as 65536, 64KiB or 1MB" if size else ("a whole number" if kind is int else "a number")
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}; pass {limits}") from None
         if not (value == value and (least is None or value >= least) and (most is None or value <= most)):
             raise argparse.ArgumentTypeError(f"{text} cannot be used; pass {limits}")
         return value

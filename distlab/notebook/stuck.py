@@ -13,9 +13,7 @@ from dataclasses import replace
 
 from distlab.grading import Exercise, load_lesson, reference_of
 from distlab.grading.lesson import source_text
-from distlab.grading.progress import OUTSIDE, Entry, change_entry, entry_of, now
-
-FAILED_CHECKS = 3  # wrong answers before the solution is shown
+from distlab.grading.progress import FAILED_CHECKS, OUTSIDE, Entry, change_entry, entry_of, now
 
 
 class Note:

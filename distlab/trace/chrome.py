@@ -146,7 +146,9 @@ def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:
         raise ValueError(f"the trace was written as {str(header)[:80]}; this program reads version {_VERSION}")
     titles = header.get("traces")
     if not isinstance(titles, list) or not all(isinstance(title, str) for title in titles):
-        raise ValueError("the trace lists no traces by name; write it again")
+        raise ValueError(
+            f"expected a list of the traces' names, got {str(titles)[:80]}; write the file again with write_chrome"
+        )
     spans: dict[str, list[Span]] = {title: [] for title in titles}
     owners: dict[int, tuple[str, int]] = {}
     lanes: dict[tuple[int, int], str] = {}

@@ -81,7 +81,7 @@ def check_shift(lab: Lab[Settings]) -> None:
     lab.report.fact("shift: every rank holds the tensor of the rank before", lab.everywhere(right), True)
     assert seen.records is not None, "the block has ended"
     sent = max(seen.records.sent_bytes(r) for r in seen.records.ranks)
-    lab.report.fact("shift: bytes sent a rank", sent, 8_000 if num_ranks > 1 else 0, "B")
+    lab.report.fact("shift: bytes sent per rank", sent, 8_000 if num_ranks > 1 else 0, "B")
 
 
 def measure_pairs(lab: Lab[Settings]) -> dict[tuple[int, int], Pair]:

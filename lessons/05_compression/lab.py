@@ -205,7 +205,7 @@ def train(lab: Lab[Settings], corpus: ByteCorpus, way: Way) -> tuple[list[float]
     records = seen.records
     assert records is not None, "the block has ended"
     sent = max(records.ring_equivalent_bytes(rank) for rank in records.ranks)
-    lab.report.fact(f"{way.name}: bytes sent a rank in an update", sent, way.sent_bytes, "B")
+    lab.report.fact(f"{way.name}: bytes sent per rank in an update", sent, way.sent_bytes, "B")
     with throttled(settings.mb_per_s * 1e6) if settings.mb_per_s else nullcontext():
         for step in range(1, settings.updates):
             start_ns = lab.now_ns()

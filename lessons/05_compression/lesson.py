@@ -139,7 +139,7 @@ def bench(name, average):
     num_bytes, error = ranks.run(measured, average)[0]
     table[name] = num_bytes, error
     times = table["float32"][0] / num_bytes
-    print(f"{name:20} {num_bytes:9,} bytes sent a rank, {times:6.1f}x less; wrong by {error:.1%}")
+    print(f"{name:20} {num_bytes:9,} bytes sent per rank, {times:6.1f}x less; wrong by {error:.1%}")
 
 
 # %% [markdown]

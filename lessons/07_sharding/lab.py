@@ -200,7 +200,7 @@ def train(lab: Lab[Settings], corpus: ByteCorpus, way: Way) -> list[float]:
     assert records is not None, "the block has ended"
     rank = lab.member.rank
     sent = lab.mean(float(records.sent_bytes(rank) + records.ring_equivalent_bytes(rank)))
-    lab.report.measured(f"{way.name}: sent a rank in an update", sent, "B", predicted=wanted)
+    lab.report.measured(f"{way.name}: sent per rank in an update", sent, "B", predicted=wanted)
     tensors = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.numel() > 1]
     held = lab.slowest(float(sum(tensor.nbytes for tensor in tensors)))
     lab.report.measured(f"{way.name}: optimizer state, fullest rank", held, "B")

@@ -218,7 +218,7 @@ def train(lab: Lab[Settings], way: Way, pairs: list[tuple[Tensor, Tensor]], want
     sent = records.sent_bytes(rank) + records.ring_equivalent_bytes(rank)
     if way.sent is not None:
         lab.report.fact(f"{way.name}: bytes by the formula", lab.everywhere(abs(sent - way.sent) <= 8), True)
-    lab.report.measured(f"{way.name}: sent a rank in an update", lab.mean(float(sent)), "B", predicted=way.sent)
+    lab.report.measured(f"{way.name}: sent per rank in an update", lab.mean(float(sent)), "B", predicted=way.sent)
     lab.report.measured(
         f"{way.name}: parameters of the fullest rank", int(lab.slowest(sum(p.numel() for p in parameters)))
     )

@@ -217,7 +217,7 @@ def report_traffic(lab: Lab[Settings], calls: list[Call], mesh: Mesh) -> None:
     for axis, num_bytes in sent.items():
         mean = lab.mean(num_bytes)
         if mean:
-            lab.report.measured(f"sent a rank and step along {axis}", mean, "bytes")
+            lab.report.measured(f"sent per rank and step along {axis}", mean, "bytes")
     lab.report.measured("calls a rank and step", lab.mean(made))
 
 

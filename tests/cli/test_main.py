@@ -21,6 +21,15 @@ MISTAKES = {
     "unknown device": ["tour", "--device", "abacus"],
     "no GPU here": ["tour", "--device", "cuda"],
     "calibrate no ranks": ["calibrate", "--ranks", "0"],
+    "a folder for a calibration": ["calibrate", "--output", "/"],
+    "a file as the folder of a calibration": ["calibrate", "--output", f"{__file__}/a/b.json"],
+    "a file as the tour's folder": ["tour", "--output", __file__],
+    "a file as the folder of results": ["bench", "--save", f"{__file__}/b.json"],
+    "results that are none": ["bench", "--save", __file__],
+    "a folder for a picture": ["simulate", "--picture", "/"],
+    "an unknown kind of picture": ["simulate", "--memory", "step.docx"],
+    "a file as the folder of a trace": ["simulate", "--trace", f"{__file__}/step.json"],
+    "a port that cannot be": ["lesson", "start", "--port", "80000"],
     "unknown benchmark": ["bench", "perpetual_motion"],
     "unknown preset": ["simulate", "--cluster", "abacus"],
     "damaged calibration": ["simulate", "--cluster", __file__],
@@ -32,7 +41,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_and_exit_2(arguments, capsys):
+def test_a_mistake_is_one_line_and_exit_2_before_any_work(arguments, capsys, monkeypatch):
+    for work in (
+        "distlab.measure.calibrate",
+        "distlab.cli.tour.run_tour",
+        "distlab.cli.bench.load_rows",
+    ):
+        monkeypatch.setattr(work, None)
     if "cuda" in arguments:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():

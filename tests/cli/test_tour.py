@@ -5,6 +5,8 @@ import json
 import pytest
 
 from distlab.cli import main, tour
+from distlab.cli.findings import Findings
+from distlab.measure import Window, judge, this_machine
 from distlab.trace import read_chrome
 
 
@@ -52,3 +54,18 @@ def test_tour_prints_a_table(short, tmp_path, capsys):
     table = capsys.readouterr().out
     for words in ("weights equal?", "yes", "bytes sent", "step time", "error of the prediction", "timeline.png"):
         assert words in table
+
+
+def test_a_tour_that_is_not_judged_says_what_it_saw_and_how_to_try_again():
+    few, enough = ([Window(0.1, 0.11, 0.11, 0.11)] * count for count in (9, 10))
+    said, judged = (_findings(judge(windows, bar=0.15)).table().splitlines() for windows in (few, enough))
+    assert "not judged: 9 of 9 windows were calm, and 10 are needed; over all 9 the median step took 100 ms" in said[-2]
+    assert said[-1] == "Try again: distlab tour --ranks 2 --device cpu"
+    assert judged[-1].endswith(": holds")
+
+
+def _findings(step):
+    counts = {"ranks": 2, "device": "cpu", "parameters": 1, "updates": 1}
+    equal = {"max_difference": 0.0, "equal": True, "losses_one_process": [1.0], "losses": [1.0]}
+    sent = {"sent_bytes": 1, "predicted_bytes": 1, "exposed_s": 0.0, "machine": this_machine()}
+    return Findings(**counts, **equal, **sent, step=step)

@@ -82,7 +82,7 @@ def test_whole_tensors_are_over_budget(ranks: Callable[[int], Ranks]) -> None:
     fault = over_budget(seen, SIZE * 8, "one pass")
     assert fault is not None
     assert fault.code == "too many bytes"
-    assert fault.message == "right result, but 1.9 kB sent a rank where one pass needs 960 bytes"
+    assert fault.message == "right result, but 1.9 kB sent per rank where one pass needs 960 bytes"
     assert over_budget(seen, 2 * SIZE * 8, "two passes") is None
     assert len(calls(seen, 0, "send")) == 2
 

@@ -139,8 +139,13 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     [
         (["17"], "distlab lab: there is no lab 17; labs are 01, 02, 03"),
         (["x"], "'x' names no lesson"),
-        (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 ranks cannot be used"),
-        (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no such file"),
+        (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024"),
+        (["01", "--limit-s", "inf"], "distlab lab 01: argument --limit-s: inf cannot be used; pass 1 to 1000000"),
+        (["01", "--trace", __file__], f"--trace {__file__}: expected the path of a folder, got a file; pass another"),
+        (["01", "--trace", f"{__file__}/a/b"], f"--trace {__file__}/a/b: cannot be written ({__file__}/a/b: "),
+        (["01", "--impl", "tests/"], "distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file"),
+        (["03", "--data", "nothing.txt"], "distlab lab 03: --data nothing.txt: there is no such file; pass the path"),
+        (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb"),
         (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
         (["02", "--ranks", "4", "--ranks-per-machine", "3"], "--ranks-per-machine 3 does not divide 4 ranks"),
         (["08", "--ranks", "5"], "heads is 24, which 5 ranks do not divide"),
@@ -149,7 +154,8 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         (["11", "--ranks", "4", "--length", "50"], "pass --length 48"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_status_2(arguments, told, capsys):
+def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr("distlab.comm.launch.torchrun.run_script", None)
     try:
         status = main(["lab", *arguments])
     except SystemExit as left:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
 
-from distlab.cli.lab import find_lab
+from distlab.cli.lab import _Echo, find_lab
 from distlab.comm.launch.torchrun import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
@@ -47,9 +47,9 @@ def test_a_lab_states_right_facts(lab, number, num_ranks):
         assert found["flat: all-reduces a step"] == 1
         assert found["overlap: all-reduces a step"] == found["buckets: all-reduces a step"] > 1
     if number == "05":  # of 3,192 elements of 4 bytes
-        assert found["whole: bytes sent a rank in an update"] == 12_768
-        assert found["top-k: bytes sent a rank in an update"] == 31 * (4 + 4)
-        assert found["signs: bytes sent a rank in an update"] == 3192 // 8 + 4
+        assert found["whole: bytes sent per rank in an update"] == 12_768
+        assert found["top-k: bytes sent per rank in an update"] == 31 * (4 + 4)
+        assert found["signs: bytes sent per rank in an update"] == 3192 // 8 + 4
     if number == "06":
         assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 
@@ -88,10 +88,22 @@ def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("torchrun --nproc-per-node 2 ")
     assert f"--impl {mine}" in lines[0]
-    assert {"[rank 0] hello from 0", "[rank 1] hello from 1"} <= set(lines)
+    assert {"hello from 0", "[rank 1] hello from 1"} <= set(lines)
     assert done.returncode == 1
     assert any("WRONG: 2 of 3 facts, first: shift: every rank holds" in line for line in lines)
     assert done.stderr == ""  # the table has told it; nothing else is to be said
+
+
+def test_rank_0_is_named_only_in_a_traceback(capsys):
+    echo = _Echo(as_json=False)
+    lines = ["fact", "Traceback (most recent call last):", "  File", "ValueError: no", "fact"]
+    for line in lines:
+        echo(0, line)
+        echo(1, line)
+    printed = capsys.readouterr().out.splitlines()
+    named = [f"[rank 0] {line}" for line in lines[1:4]]
+    assert printed[0::2] == ["fact", *named, "fact"]
+    assert printed[1::2] == [f"[rank 1] {line}" for line in lines]
 
 
 def test_a_function_that_is_missing_or_not_yet_written_is_the_references(lab, tmp_path):

@@ -56,7 +56,7 @@ def test_every_type_is_read():
         ("--rate 1.5", "1.5 cannot be used; pass 0 to 1"),
         ("--rate nan", "nan cannot be used; pass 0 to 1"),
         ("--kind two", "invalid choice: 'two'"),
-        ("--limit-s 0", "0 cannot be used; pass 1 or more"),
+        ("--limit-s 0", "0 cannot be used; pass 1 to 1000000"),
         ("--device tpu", "invalid choice: 'tpu'"),
         ("--frob 3", "unrecognized arguments: --frob 3"),
         ("--rat 1", "unrecognized arguments: --rat 1"),

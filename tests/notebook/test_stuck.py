@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.grading import Lesson, Report, load_lesson, progress, reference_of
-from distlab.grading.progress import FILE, MARKER, Record, keep, load_progress
+from distlab.grading.progress import FILE, MARKER, OUTSIDE, Record, keep, load_progress
 from distlab.notebook import hint, solution
 
 NAME = "03.flat"
@@ -137,3 +137,21 @@ def test_an_exercise_without_hints(work, lesson, monkeypatch):
 def test_a_name_that_is_no_exercise(work, show, name):
     with pytest.raises(ValueError, match="no exercise|no lesson"):
         show(name)
+
+
+def test_the_third_wrong_answer_names_hints_and_solution_once(work, lesson):
+    exercise = lesson.exercise(NAME)
+    wrong = Report(exercise, "wrong", "x", "", (), (1,), 0.1, None, reference_of(exercise))
+    told = [keep(wrong) for _ in range(5)]
+    sentence = f'Stuck? In the notebook, hint("{NAME}") shows a hint, and after all hints solution("{NAME}")'
+    assert told == ["", "", f"{sentence} shows the solution.", "", ""]
+
+
+def test_outside_a_work_folder_too_but_not_once_it_passed(outside, lesson):
+    exercise = lesson.exercise(NAME)
+    wrong = Report(exercise, "wrong", "x", "", (), (1,), 0.1, None, reference_of(exercise))
+    told = [keep(wrong) for _ in range(3)]
+    assert [words.startswith("Stuck? ") for words in told] == [False, False, True]
+    assert told[2].endswith(OUTSIDE)
+    checked(lesson, "passed")
+    assert keep(wrong) == OUTSIDE

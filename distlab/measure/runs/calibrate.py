@@ -60,7 +60,7 @@ class CalibrationOfRun:
         return replace(measured, overhead=self._overhead.measure(measured))
 
     def close(self) -> None:
-        """End the reference models."""
+        """Stop the threads that train the reference models."""
         self._overhead.close()
 
     def _measure_calls(self) -> Calls:

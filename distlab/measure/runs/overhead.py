@@ -206,7 +206,7 @@ class StepOverhead:
         return on_first_rank(solve)
 
     def close(self) -> None:
-        """End the reference models."""
+        """Stop the threads that train the reference models."""
         for program in self._programs:
             program.close()
 

@@ -84,9 +84,15 @@ class Verdict:
     holds: bool | None
 
     def __str__(self) -> str:
-        judged = {True: "holds", False: "falls short", None: f"not judged: needs {MIN_WINDOWS} calm windows"}[
-            self.holds
-        ]
+        if self.holds is None:
+            num_windows = self.num_kept + self.num_dropped
+            return (
+                f"not judged: {self.num_kept} of {num_windows} windows were calm, and {MIN_WINDOWS} are needed; "
+                f"over all {num_windows} the median step took {self.measured_s * 1e3:.3g} ms, the median error is "
+                f"{self.median_error:.1%} and the repeat spread {self.repeat_spread:.1%} (bar {self.bar:.0%}); "
+                "end other programs and run the same command again"
+            )
+        judged = "holds" if self.holds else "falls short"
         return (
             f"median error {self.median_error:.1%} over {self.num_kept} windows, {self.num_dropped} dropped for drift; "
             f"bar {self.bar:.0%} or twice the repeat spread of {self.repeat_spread:.1%}: {judged}"

@@ -75,7 +75,7 @@ def judge_flat(evidence: Evidence) -> Iterator[Fault]:
     tied_bytes = 8 * evidence.results[0]["own"]["first.weight"].numel()
     both = _ring_bytes(gradient_bytes + tied_bytes, evidence.world_size)
     if wanted and round(max(sent_bytes(evidence, rank) for rank in evidence.records.ranks)) == round(both):
-        text = f"right result, but {both:.0f} bytes sent a rank where {wanted:.0f} are enough: the weight that"
+        text = f"right result, but {both:.0f} bytes sent per rank where {wanted:.0f} are enough: the weight that"
         yield Fault("tied weight twice", f"{text} two layers share travels twice; module.parameters() has it once")
     for rank in evidence.records.ranks:
         number = num_calls(evidence, rank=rank)
@@ -159,7 +159,7 @@ WRONG_FLATS = (
         parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
         """,
     ),
-    Mutant("gathers all", "too many bytes", "sent a rank where one all-reduce", 4, 1)
+    Mutant("gathers all", "too many bytes", "sent per rank where one all-reduce", 4, 1)
     .without("flat /= dist.get_world_size()")
     .edit(
         "dist.all_reduce(flat)",

@@ -1,0 +1,83 @@
+"""Of a notebook only what the exercises' functions need is executed; an error there names its cell and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.grading import load_lesson
+from distlab.grading.lesson import lessons_folder
+from distlab.grading.source import execute, read_source
+
+F = "def f():\n    return {}"
+NEEDED: dict[str, tuple[tuple[str, ...], object]] = {
+    "a helper of a later cell": ((F.format("g()"), "def g():\n    return 1"), 1),
+    "a constant of a constant": (("A = 2", "B = A + len('ab')", F.format("B")), 4),
+    "an import in a cell with magics": (("%matplotlib inline\nimport math\n!ls", F.format("math.floor(1.5)")), 1),
+    "a magic alone in a block": (("if True:\n    %matplotlib inline\nA = 3", F.format("A")), 3),
+    "a cell that is timed": (("%%time\nA = 3", F.format("A")), 3),
+    "defined twice": ((F.format("1"), F.format("2")), 2),
+    "the first definition is used": (("def g():\n    return 1", "A = g()", "def g():\n    return 2", F.format("A")), 1),
+    "the first definition fails": (("@gone\n" + F.format("1"), F.format("2")), 2),
+    "a star import": (("from math import *", F.format("floor(1.5)")), 1),
+    "a conditional import": (
+        ("try:\n    import gone as m\nexcept ImportError:\n    import math as m", F.format("m.e > 2")),
+        True,
+    ),
+    "a tuple": (("A, (B, *C) = 1, (2, 3)", F.format("C")), [3]),
+    "augmented": (("A = 1", "A += 4", F.format("A")), 5),
+    "an item and an attribute": (("T = {}\nT['a'] = 1", "def g(): ...\ng.b = 2", F.format("T['a'] + g.b")), 3),
+    "for": (("T = {}\nfor n in range(3):\n    T[n] = n", F.format("sum(T.values())")), 3),
+    "if": (("if 1 > 0:\n    A = 7\nelse:\n    A = 8", F.format("A")), 7),
+    "with": (("import contextlib\nwith contextlib.nullcontext(4) as A:\n    B = A", F.format("B")), 4),
+    "a class and its base": (("class G:\n    n = 5", "K = 2\nclass H(G):\n    m = K", F.format("H.n + H.m")), 7),
+    "a default and a decorator": (
+        ("D = 3\ndef same(fn):\n    return fn", "@same\ndef f(n=D):\n    return n"),
+        3,
+    ),
+    "a comprehension and a lambda": (("A = 2\ng = lambda n: n * A", F.format("[g(n) for n in (1, 2)]")), [2, 4]),
+    "a learner's own check": (("def check(a, b):\n    return a + b", "A = check(1, 2)", F.format("A")), 3),
+    "a name of the extension": (("%load_ext distlab.notebook", F.format("dist.is_available()")), True),
+}
+
+
+def source_of(path: Path, *cells: str) -> Any:
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"cells": code}))
+    return read_source(str(path))
+
+
+@pytest.mark.parametrize("what", NEEDED)
+def test_what_a_function_needs_is_executed(tmp_path: Path, what: str) -> None:
+    cells, expected = NEEDED[what]
+    course = ("lost = MACHINE.num_devices", "for A_STEP in gone():\n    print(A_STEP)", "def broken(:")
+    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *course, *cells, "f = check('91.f', f).function"), ["f"])
+    assert notes == ()
+    assert namespace["f"]() == expected
+
+
+def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path: Path) -> None:
+    cells = ("unused = 1 / 0", "# a comment\nA = 1\nB = A / 0", F.format("B + g()"), "x = 1\ndef g(:")
+    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
+    assert callable(namespace["f"])
+    broken, failed = notes
+    assert broken.startswith("a.ipynb, code cell 4 has a syntax error in its line 2: ")
+    assert failed == "a.ipynb, code cell 2, line 3: B = A / 0: ZeroDivisionError: division by zero"
+
+
+def test_a_broken_second_version_is_told(tmp_path: Path) -> None:
+    namespace, notes = execute(source_of(tmp_path / "a.ipynb", F.format("1"), "def f(:"), ["f"])
+    assert namespace["f"]() == 1
+    assert [note.split(":")[0] for note in notes] == ["a.ipynb, code cell 2 has a syntax error in its line 1"]
+
+
+@pytest.mark.parametrize("name", ["lesson.ipynb", "solution.ipynb"])
+@pytest.mark.parametrize("folder", sorted(path.name for path in lessons_folder().glob("[0-9][0-9]_*")))
+def test_the_courses_own_cells_are_no_ones_error(folder: str, name: str) -> None:
+    functions = {exercise.function for exercise in load_lesson(folder[:2]).exercises}
+    namespace, notes = execute(read_source(str(lessons_folder() / folder / name)), functions)
+    assert notes == ()
+    assert all(callable(namespace[function]) for function in functions)
