@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from distlab.grading.progress import MARKER
 VERSIONS = ".versions.json"
 START = "START.ipynb"
 NOTEBOOK = "lesson.ipynb"
+GLOSSARY = "GLOSSARY.md"  # the lessons link to ../GLOSSARY.md
 
 
 class Copy(NamedTuple):
@@ -40,7 +42,7 @@ def originals(lessons: Path) -> dict[str, Path]:
 
 
 def make_copies(lessons: Path, work: Path) -> list[Copy]:
-    """Bring every missing copy into the work folder, and look at those that are there.
+    """Bring every missing copy into the work folder, and look at those that are there; the glossary is always new.
 
     Raises:
         ValueError: the work folder cannot be one: it is a file, or below the lessons.
@@ -52,6 +54,8 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
         raise ValueError(f"{work} is inside the lessons themselves; pass --work with a folder of your own")
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
+    if (lessons / GLOSSARY).is_file():
+        shutil.copyfile(lessons / GLOSSARY, work / GLOSSARY)
     versions = _read_versions(work)
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons).items()]
     _write_versions(work, versions)
