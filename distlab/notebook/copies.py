@@ -42,7 +42,7 @@ def originals(lessons: Path) -> dict[str, Path]:
 
 
 def make_copies(lessons: Path, work: Path) -> list[Copy]:
-    """Bring every missing copy into the work folder, and look at those that are there; the glossary is always new.
+    """Bring every missing copy into the work folder, and look at those that are there.
 
     Raises:
         ValueError: the work folder cannot be one: it is a file, or below the lessons.
@@ -54,9 +54,8 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
         raise ValueError(f"{work} is inside the lessons themselves; pass --work with a folder of your own")
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
-    if (lessons / GLOSSARY).is_file():
-        shutil.copyfile(lessons / GLOSSARY, work / GLOSSARY)
     versions = _read_versions(work)
+    _bring_glossary(lessons / GLOSSARY, work / GLOSSARY, versions)
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons).items()]
     _write_versions(work, versions)
     return copies
@@ -146,6 +145,17 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
         return Copy(name, "kept")
     since = "there is a newer version of it" if came_from else "it is not known which version it came from"
     return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
+
+
+def _bring_glossary(original: Path, copy: Path, versions: dict[str, str]) -> None:
+    """Copy the glossary, also over an older one in which the learner wrote nothing."""
+    if original.is_file() and (not copy.exists() or versions.get(GLOSSARY) == _hash(copy)):
+        shutil.copyfile(original, copy)
+        versions[GLOSSARY] = _hash(copy)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any]:

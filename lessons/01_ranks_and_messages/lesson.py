@@ -26,7 +26,26 @@
 # You train a model of 94 million parameters. On one GPU a step takes **120 ms**. You rent a second GPU in a second
 # machine and give each GPU a batch of its own. Now a step takes **135 ms**. The program is right. *Where did 15 ms go?*
 #
-# Both GPUs compute what they computed before. One thing is new: once a step they must agree on what they learned, so
+# The next picture shows this step. Each GPU has two rows: what it computes, and what it sends. Time runs to the right.
+# Look at the end, after 120 ms: both GPUs stand still, and only the wire between them works. What decides how long
+# that last box is? This lesson answers it, for any wire.
+
+# %%
+from distlab.trace import Span, Trace
+from simulator.viz import describe_timeline, draw_timeline
+
+PARTS_MS = (("compute", "forward", "F", 0, 40), ("compute", "backward", "B", 40, 120))
+PARTS_MS += (("communication", "gradients to the other GPU", "send", 120, 135),)
+step = Trace.from_spans(
+    Span(gpu, lane, name, kind, start * 10**6, end * 10**6)
+    for gpu in range(2)
+    for lane, name, kind, start, end in PARTS_MS
+)
+words = "One step on two GPUs: 120 ms of work, then 15 ms in which neither GPU works"
+show(draw_timeline(step, title=words), f"{words}. {describe_timeline(step)}")
+
+# %% [markdown]
+# Both GPUs compute what they computed before. One thing is new: once per step they must agree on what they learned. So
 # each sends its gradients to the other. That is one number of 4 bytes for each parameter, in one **message**.
 
 # %% tags=["nbval-check-output"]
@@ -160,6 +179,17 @@ else:
     print("got", box.tolist())
 
 # %% [markdown]
+# Every message of a run is recorded, so it can be drawn. In this picture a line is a rank and an arrow is a message. A
+# bar is a rank that waits. `last_records()` has the calls of the last cell that ran on ranks.
+
+# %%
+from distlab.notebook import last_records
+from simulator.viz import describe_message_diagram, draw_message_diagram
+
+words = "One message: rank 0 sends, rank 1 receives"
+show(draw_message_diagram(last_records(), title=words), f"{words}\n{describe_message_diagram(last_records())}")
+
+# %% [markdown]
 # A message is bytes and nothing else: no shape, no type, no name. Both sides must know what is coming.
 #
 # When is `send` over? Rank 0 sends at once; rank 1 sleeps for 200 ms before it receives. How long is rank 0 in `send`?
@@ -214,14 +244,11 @@ run(two_messages, 2)
 # %% [markdown]
 # On GPUs do not count on tags: nccl, the library that moves tensors between NVIDIA GPUs, has none. There, order is all.
 #
-# Every message of a run is recorded, so we can draw it. Here a **token** goes around: rank 0 starts it, each rank adds
-# its number and passes it on. `Ranks(4)` is what `run` uses inside: it keeps four ranks, and their records, for as
-# long as you want them.
+# Here a **token** goes around: rank 0 starts it, each rank adds its number and passes it on. `Ranks(4)` is what `run`
+# uses inside: it keeps four ranks, and their records, for as long as you want them.
+
 
 # %%
-from simulator.viz import describe_message_diagram, draw_message_diagram
-
-
 def pass_token():
     rank, world_size, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
     if rank > 0:
@@ -494,6 +521,17 @@ for name, claimed, one_way in (("PCIe 4.0 x16", 32e9, pcie), ("NVLink 4", 900e9,
     naive_ms, true_ms = gigabyte / claimed * 1e3, gigabyte / one_way * 1e3
     print(f"{name:<13} {one_way / 1e9:6.1f} GB/s one way; 1 GB: {true_ms:5.1f} ms, not {naive_ms:4.1f} ms")
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+claims = {"PCIe 4.0 x16": (32e9, pcie), "NVLink 4": (900e9, nvlink), "HDR": (200e9, hdr)}
+times_ms = {
+    name: {"number on the box, taken as bytes one way": 1e3 * gigabyte / claimed, "one way": 1e3 * gigabyte / one_way}
+    for name, (claimed, one_way) in claims.items()
+}
+words = {"unit": "ms", "title": "1 GB one way: HDR takes eight times what its number seems to say"}
+show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
+
 # %% [markdown]
 # | claim | what it counts | verdict |
 # |---|---|---|
@@ -552,7 +590,17 @@ def gather_ranks():
 run(gather_ranks, 3)
 
 # %% [markdown]
-# What does it cost? All messages end at one rank, and its wire carries them one after another. With your $\alpha$ and
+# What does it cost? First look at who sends to whom:
+
+# %%
+with Ranks(4) as ranks:
+    ranks.run(gather_ranks)
+    records = ranks.records()
+words = "A gather: every message ends at one rank"
+show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
+
+# %% [markdown]
+# All messages end at one rank, and its wire carries them one after another. With your $\alpha$ and
 # $\beta$, for 1 MB from each rank:
 
 # %%
@@ -620,7 +668,7 @@ def torch_shift(tensor):
 
 # %%
 def race(mine, theirs, blocks=40):
-    tensor, ratios = torch.randn(1 << 18, dtype=torch.float32), []
+    tensor, rows = torch.randn(1 << 18, dtype=torch.float32), []
     equal = torch.equal(mine(tensor), theirs(tensor))
     for _ in range(blocks):
         seconds = []
@@ -629,12 +677,21 @@ def race(mine, theirs, blocks=40):
             start = time.perf_counter()
             fn(tensor)
             seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[0] / seconds[1])
-    return equal, sorted(ratios)[blocks // 2]
+        rows.append(seconds)
+    return equal, rows
 
 
-for rank, (equal, ratio) in enumerate(run(race, 2, args=(shift, torch_shift), record=False)):
+# %%
+from statistics import median
+
+shown = {}
+for rank, (equal, rows) in enumerate(run(race, 2, args=(shift, torch_shift), record=False)):
+    ratio = median(mine / theirs for mine, theirs in rows)
     print(f"rank {rank}: equal {equal}; shift takes {ratio:.2f}x the time of batch_isend_irecv, 1 MiB")
+    names = ("your shift", "batch_isend_irecv")
+    shown[f"rank {rank}"] = {name: 1e3 * median(s) for name, s in zip(names, zip(*rows, strict=True), strict=True)}
+words = {"unit": "ms", "title": "1 MiB to the next rank: your shift, and torch's own"}
+show(draw_bars(shown, **words), describe_bars(shown, **words))
 
 # %% [markdown]
 # Small things that are not tensors (a file name, a dictionary of settings) travel by `broadcast_object_list`, which
@@ -744,15 +801,28 @@ def four_ranks_hang():
     dist.all_reduce(number)
 
 
-try:
-    run(four_ranks_hang, 4)
-except RankError as error:
-    print(str(error).split("\n\n")[0])
+with Ranks(4) as ranks:
+    try:
+        ranks.run(four_ranks_hang)
+    except RankError as error:
+        print(str(error).split("\n\n")[0])
+    records = ranks.records()
+show(draw_message_diagram(records), describe_message_diagram(records))
 
 # %% [markdown]
 # Ranks 2 and 3 do what they should and wait. The circle is between 0 and 1: rank 1 sends something that rank 0 never
-# receives before its `all_reduce`. One of those two lines is wrong: a `recv` is missing on rank 0, or a `send` is too
-# many on rank 1.
+# receives before its `all_reduce`. One of those two lines is wrong: a `recv` is missing on rank 0, or there is one
+# `send` too many on rank 1.
+#
+# ## What to read next
+#
+# - PyTorch documentation, *Distributed communication package* (torch.distributed), 2026: the same calls, with every
+#   argument and what each backend can do. Read "Point-to-point communication" first.
+# - R. Hockney, *The communication challenge for MPP*, 1994: where the line of latency and bandwidth comes from.
+# - S. Bekman, *Machine Learning Engineering*, chapter on the network, 2025: measured wires, and how to test your own.
+#
+# **Next: lesson 2.** It makes an all-reduce of shifts: the sum of a tensor over all ranks. Every lesson after it needs
+# that sum.
 #
 # ## Sources
 #
@@ -764,5 +834,3 @@ except RankError as error:
 #   figures of the table, each with its source in `simulator/presets.toml`.
 # - S. Bekman, *Machine Learning Engineering*, network chapter, 2025: the measured figures of NVLink.
 # - PyTorch issues #77562 and tutorials #1926: `reduce` where `all_reduce` was needed, and the hang that follows.
-#
-# Next: **lesson 2**, where shifts become an all-reduce.

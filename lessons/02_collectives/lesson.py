@@ -25,8 +25,30 @@
 # Forward and backward take 300 ms. Then every GPU holds 1 GB of gradients (4 bytes each) of its own samples, and before
 # the update all 64 need the sum. That is an **all-reduce**: every rank gives a tensor, every rank gets the sum.
 #
-# The first version that comes to mind sends everything to rank 0, which adds up and sends the sum to everybody. What
-# does that cost, if rank 0's wire is the narrowest place?
+# The first version that comes to mind sends everything to rank 0. Rank 0 adds up and sends the sum to all others. The
+# next picture shows this for 4 ranks. Each row is one rank's wire, and a box is a message of 1 GB. Look at rank 0: its
+# wire is busy all the time, while the wires of the others mostly do nothing. How can all wires share this work? That
+# is the question of this lesson.
+
+# %%
+from distlab.trace import Span, Trace
+from simulator.viz import describe_timeline, draw_timeline
+
+
+def through_rank_0(n, message_ns=40_000_000):  # 1 GB at 25 GB/s
+    messages = [(other, 0) for other in range(1, n)] + [(0, other) for other in range(1, n)]
+    for number, (source, to) in enumerate(messages):
+        start_ns, end_ns = number * message_ns, (number + 1) * message_ns
+        yield Span(source, "communication", f"to rank {to}", "send", start_ns, end_ns, 10**9)
+        yield Span(to, "communication", f"from rank {source}", "recv", start_ns, end_ns, 10**9)
+
+
+naive = Trace.from_spans(through_rank_0(4))
+words = "A sum through rank 0: its wire carries every message, one after another"
+show(draw_timeline(naive, title=words), f"{words}. {describe_timeline(naive)}")
+
+# %% [markdown]
+# With 64 ranks it is the same picture with 126 messages. What does that cost in each step?
 
 # %% tags=["nbval-check-output"]
 num_ranks, num_bytes, wire_bytes_per_s = 64, 1e9, 25e9
@@ -93,8 +115,18 @@ def sent_of(records, length=12_000):
 
 # %% tags=["nbval-check-output"]
 for n in (2, 3, 4):
-    times, messages = sent_of(record(relay_all_reduce, n))
+    relayed = record(relay_all_reduce, n)
+    times, messages = sent_of(relayed)
     print(f"{n} ranks: each sends {times:.2f} times the tensor; messages: {messages}")
+
+# %% [markdown]
+# The relay as it was recorded, on 4 ranks. Count the arrows that leave one rank: each of them is a whole tensor.
+
+# %%
+from simulator.viz import describe_message_diagram, draw_message_diagram
+
+words = "The relay: each rank sends a whole tensor to the next one, three times"
+show(draw_message_diagram(relayed, title=words), f"{words}\n{describe_message_diagram(relayed)}")
 
 # %%
 print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
@@ -284,8 +316,6 @@ steps_guess
 # Your broadcast on 8 ranks, as the recorder saw it: a line for each rank, an arrow for each message, time to the right.
 
 # %%
-from simulator.viz import describe_message_diagram, draw_message_diagram
-
 my_tree = record(tree_broadcast, 8)
 title = "A tree reaches 8 ranks in 3 steps: whoever has the tensor sends it on"
 show(draw_message_diagram(my_tree, title=title), describe_message_diagram(my_tree))
@@ -342,9 +372,17 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce)):
 # %% exercise="02.halving_doubling"
 
 # %% tags=["nbval-check-output"]
+sent = {}
 for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce), ("halving-doubling", halving_doubling)):
     times, messages = sent_of(record(fn, 8))
+    sent[f"{name}, {messages} messages"] = times
     print(f"{name:17} {times:.2f} times the tensor in {messages:2} messages")
+
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+words = {"unit": "S", "title": "Halving-doubling sends as little as the ring, in fewer messages"}
+show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", **words), describe_bars(sent, **words))
 
 # %% [markdown]
 # *Bonus.* Any other number of ranks? `distlab/collectives/halving.py` folds it: with 6 ranks two pairs act as one rank
@@ -703,6 +741,17 @@ print(f"{ring.bytes_factor / switch.bytes_factor:.2f} times less")
 # </details>
 
 # %% [markdown]
+# ## What to read next
+#
+# - P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the proof
+#   that no all-reduce can send fewer bytes than your ring.
+# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, 2005: how a
+#   library chooses between a tree, a ring and halving-doubling.
+# - NVIDIA, *NCCL user guide*, 2025: the collectives of GPUs, and the variables that choose among them.
+#
+# **Next: lesson 3.** It puts an all-reduce into a training step, and hides it behind the backward pass. There the
+# seconds that you computed here are weighed against the seconds of the work itself.
+#
 # ## Sources
 #
 # - P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring,
@@ -713,5 +762,3 @@ print(f"{ring.bytes_factor / switch.bytes_factor:.2f} times less")
 # - X. Jia et al., *Highly scalable deep learning training system with mixed-precision*, 2018: two levels.
 # - NVIDIA, *NCCL user guide: environment variables*; Gloo, *docs/algorithms.md*; Horovod, *docs/tensor-fusion.rst*.
 # - In this repository: `distlab/collectives/ring.py`, `tree.py`, `halving.py`, `hierarchical.py`, in this order.
-#
-# Next: lesson 03 puts an all-reduce into a training step, and hides it behind the backward pass.

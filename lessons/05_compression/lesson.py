@@ -30,12 +30,21 @@
 # ## The question
 #
 # You train a GPT of 1.3 billion parameters. You have four machines with one H100 each, and between them ordinary
-# Ethernet of 10 Gb/s. A rank computes a step of 8,192 tokens; gradients are 16-bit numbers. In lesson 3 the last
-# question said "hopeless, unless you send less". How hopeless?
+# Ethernet of 10 Gb/s. A rank computes a step of 8,192 tokens; gradients are 16-bit numbers. A question of lesson 3
+# ended with "hopeless, unless you send less". How hopeless?
+#
+# One machine alone does a step in its own time. Four do four times the work in a step, and they exchange gradients,
+# hidden behind backward as well as possible. Before you look: how many times as much work per second do the four do,
+# compared with one? Type a number into the box that the next cell shows, and press Commit.
+
+# %%
+guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s Ethernet?", unit="x")
+guess_0
 
 # %%
 from distlab.plan import Cluster, Plan
 from simulator import Measured, device, gpt_workload, link, simulate
+from simulator.viz import describe_timeline, draw_timeline
 
 MODEL = gpt_workload(
     hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=4
@@ -47,19 +56,18 @@ def step_on(num_machines, wire="ethernet-10g", compression=None):
     return simulate(MODEL, machines, Plan(num_machines, compression=compression))
 
 
-# %% [markdown]
-# One machine alone does a step in its own time. Four do four times the work in a step, and they exchange gradients,
-# hidden behind backward as well as it goes. Before you look: how many times as much work a second do the four do, seen
-# from one? Type a number into the box that the next cell shows, and press Commit.
-
-# %%
-guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s Ethernet?", unit="x")
-guess_0
-
 # %%
 guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
 print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
+rank_0 = four.trace.select(four.trace.rank == 0)  # all ranks do the same
+words = "One machine's step: the GPU works for a moment, then it waits for the wire"
+show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+
+# %% [markdown]
+# This is the step of one of the four machines. The upper row is what its GPU computes, the lower row what its wire
+# carries. Look how short the upper row is. Everything after it is waiting. How much shorter can the lower row become,
+# and does the model still learn then? This lesson answers both.
 
 # %% tags=["nbval-check-output"]
 print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
@@ -163,6 +171,19 @@ bench("float32", average_in(torch.float32))
 bench("bfloat16", average_in(torch.bfloat16))
 bench("float16", average_in(torch.float16))
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bytes(title):
+    """Draw what each average so far has sent per rank."""
+    sent_kb = {name: num_bytes / 1e3 for name, (num_bytes, _) in table.items()}
+    words = {"unit": "kB", "title": title}
+    show(draw_bars(sent_kb, subtitle="sent per rank, as recorded", **words), describe_bars(sent_kb, **words))
+
+
+show_bytes("Half of the bits is half of the bytes")
+
 # %% [markdown]
 # Half the bytes for an error of less than a hundredth, by one line of code. This compression is not worth a lesson, but
 # it is what all others must beat. Keep it in mind: the bench below compares with float32, and against 16-bit gradients
@@ -214,6 +235,14 @@ for n in (2, 4, 8, 64, 100, 256):
     all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)
     print(f"{n:3} ranks: top-1 % sends {all_reduce / all_gather:6.2f}x less than an all-reduce of everything")
 
+# %%
+saved = {
+    f"{n} ranks": ring_bytes("all_reduce", 4 * 10**6, n) / ring_bytes("all_gather", 8 * 10**4, n)
+    for n in (2, 4, 8, 16, 32, 64, 100, 256)
+}
+words = {"unit": "x less", "title": "What top-1 % saves falls with the number of ranks, to nothing at 100"}
+show(draw_bars(saved, **words), describe_bars(saved, **words))
+
 # %% [markdown]
 # **99x holds nowhere.** It is 50x on 2 ranks, 25x on 4, and from 100 ranks on top-1 % sends *more* than no compression.
 # A guide whose top-k returns a whole tensor with zeros in it, and all-reduces that, saves nothing at all: zeros cost
@@ -237,6 +266,18 @@ for n in (2, 4, 8, 64, 100, 256):
 
 # %%
 bench("random 1 %", lambda gradient: average_random_k(gradient, gradient.numel() // 100, step=0))
+
+
+# %%
+def show_errors(title):
+    """Draw how far each average so far is from the true mean."""
+    errors = {name: 100 * error for name, (_, error) in table.items()}
+    words = {"unit": "%", "title": title}
+    subtitle = "distance from the true mean, as a share of its length"
+    show(draw_bars(errors, subtitle=subtitle, **words), describe_bars(errors, **words))
+
+
+show_errors("Random places are wrong by several lengths of the gradient")
 
 # %% [markdown]
 # That is not a misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all
@@ -277,6 +318,7 @@ print("six codes of 2 bits:", [f"{int(byte):08b}" for byte in pack_codes(codes, 
 # %%
 for bits in (8, 4, 2):
     bench(f"quantized, {bits} bits", lambda gradient, bits=bits: average_quantized(gradient, bits))
+show_bytes("The methods so far: what each rank sends")
 
 # %% [markdown]
 # 8 bits are a quarter of 32, but on four ranks they save 2x: once more the all-gather. An all-reduce sends
@@ -386,6 +428,12 @@ without = {name: mean_losses(lambda make=make: make(False)) for name, make in HO
 for name, losses in without.items():
     print(f"{name:12} {end_of(losses)}")
 print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
+
+# %%
+ends = {"no compression": float(plain[-5:].mean())}
+ends |= {name: float(losses[-5:].mean()) for name, losses in without.items() if end_of(losses) != "ran away"}
+words = {"unit": "nats", "title": "Loss after 80 updates, without memory (who ran away is not drawn)"}
+show(draw_bars(ends, subtitle="mean of the last five updates; less is better", **words), describe_bars(ends, **words))
 
 # %% [markdown]
 # ### What is dropped comes back
@@ -513,9 +561,15 @@ def low_rank_errors(rank_of_factors, num_steps=3):
     return errors, float(values[rank_of_factors:].norm() / mean.norm())
 
 
+# %%
+found = {}
 for r in (1, 4, 8):
     errors, best = ranks.run(low_rank_errors, r)[0]
+    steps = {f"iteration {step}": 100 * error for step, error in enumerate(errors, 1)}
+    found[f"rank {r}"] = steps | {"best factors": 100 * best}
     print(f"rank {r}: wrong by {', '.join(f'{error:.0%}' for error in errors)} in steps 1, 2, 3; best {best:.0%}")
+words = {"unit": "%", "title": "A second power iteration is nearly as good as the best factors"}
+show(draw_bars(found, subtitle="error, as a share of the matrix' length", **words), describe_bars(found, **words))
 
 # %% [markdown]
 # One iteration is within two to three times the error of the best factors, and on the same matrix a second or third
@@ -784,6 +838,7 @@ def side_by_side(name, num_steps=12):
 # %%
 from statistics import median, quantiles
 
+step_ms = {}
 for name in ("float16", "PowerSGD"):
     ours, theirs = pair.run(side_by_side, name)[0]
     gap = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
@@ -791,6 +846,9 @@ for name in ("float16", "PowerSGD"):
     low, _, high = quantiles(ratios)
     print(f"{name:9} losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times torch's", end="")
     print(f" (half of the pairs: {low:.2f} to {high:.2f})")
+    step_ms[name] = {who: 1e3 * median(s for _, s in rows[3:]) for who, rows in (("ours", ours), ("torch", theirs))}
+words = {"unit": "ms", "title": "A step with the library's hook, and with torch's own"}
+show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
 
 # %% [markdown]
 # The same settings under other names:
@@ -882,6 +940,17 @@ ranks.close()
 pair.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Karimireddy et al., *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, 2019: why a memory is
+#   enough, in a proof of a page.
+# - Vogels, Karimireddy, Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, 2019.
+# - Agarwal et al., *On the Utility of Gradient Compression in Distributed Training Systems*, 2022: more than
+#   200 setups, and in how few of them it paid.
+#
+# **Next: lesson 6.** So far you counted what travels. Lesson 6 counts what stays: where the memory of a training step
+# goes. Then lesson 7 divides it among the ranks.
+#
 # ## Sources
 #
 # - Aji and Heafield 2017, *Sparse Communication for Distributed Gradient Descent*; Lin et al. 2018, *Deep Gradient
@@ -897,5 +966,3 @@ pair.close()
 # - PyTorch documentation, DDP Communication Hooks, read for torch 2.13. Source of Megatron-LM (`arguments.py`),
 #   torchtitan (`TrainingConfig`) and Horovod (`torch/compression.py`), read 2026-11.
 # - In this repository: `distlab/compression/sparse.py`, `quantize.py`, `powersgd.py`, `feedback.py`, in this order.
-#
-# Next: lesson 6, where the memory of a training step goes.

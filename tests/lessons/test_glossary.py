@@ -65,7 +65,14 @@ def test_links_to_the_glossary_resolve_where_the_learner_opens_the_lessons(tmp_p
     assert found > 20
 
 
-def test_an_older_glossary_is_replaced(tmp_path):
-    (tmp_path / "GLOSSARY.md").write_text("old")
-    make_copies(LESSONS, tmp_path)
-    assert (tmp_path / "GLOSSARY.md").read_text() == (LESSONS / "GLOSSARY.md").read_text()
+def test_an_older_glossary_is_replaced_unless_the_learner_wrote_in_it(tmp_path):
+    lessons, copy = tmp_path / "lessons", tmp_path / "work" / "GLOSSARY.md"
+    lessons.mkdir()
+    for text in ("first", "second"):
+        (lessons / "GLOSSARY.md").write_text(text)
+        make_copies(lessons, tmp_path / "work")
+        assert copy.read_text() == text
+    copy.write_text("second, and a note of mine")
+    (lessons / "GLOSSARY.md").write_text("third")
+    make_copies(lessons, tmp_path / "work")
+    assert copy.read_text() == "second, and a note of mine"

@@ -50,7 +50,7 @@ def test_a_report_and_a_table_are_no_images():
 @pytest.mark.parametrize("number", WITH_PICTURES)
 def test_a_lesson_opens_with_a_picture(number):
     places, _ = pictures(number)
-    assert places and places[0] <= FIRST_PICTURE
+    assert min(places, default=FIRST_PICTURE + 1) <= FIRST_PICTURE
 
 
 @pytest.mark.parametrize("number", WITH_PICTURES)
