@@ -12,10 +12,11 @@
 # **60 minutes.** You need PyTorch on one device; nothing else, and no GPU.
 #
 # Afterwards you can
-# - start several ranks and tell what each of them owns,
+# - start several [ranks](../GLOSSARY.md#rank) and tell what each of them owns,
 # - send and receive tensors, in the right order, without waiting forever,
-# - cause a hang, read what it says, and repair it,
-# - measure latency and bandwidth, and predict how long a message will take.
+# - cause a [hang](../GLOSSARY.md#deadlock-hang), read what it says, and repair it,
+# - measure [latency](../GLOSSARY.md#latency) and [bandwidth](../GLOSSARY.md#bandwidth), and predict how long a message
+#   will take.
 
 # %%
 # %load_ext distlab.notebook
@@ -112,8 +113,9 @@ print(panel.text)
 # %% [markdown]
 # ## Ranks
 #
-# A **rank** is a process with a number. Ranks that work together form a group; its size is called the **world size**.
-# `run(fn, 4)` starts four processes, calls `fn` in each of them, and returns the four results.
+# A **rank** is a [process](../GLOSSARY.md#process) with a number. Ranks that work together form a
+# [group](../GLOSSARY.md#group); its size is called the **[world size](../GLOSSARY.md#world-size)**. `run(fn, 4)` starts
+# four processes, calls `fn` in each of them, and returns the four results.
 
 # %%
 import os
@@ -367,7 +369,8 @@ with Ranks(3, echo=False) as ranks:
 # $$\text{time} = \alpha + \frac{\text{size}}{\beta}$$
 #
 # $\alpha$ is the **latency**: what a message costs however small it is. $\beta$ is the **bandwidth**: bytes per second
-# once bytes flow. The whole simulator of this course stands on this line, so measure it.
+# once bytes flow. (The course calls them [alpha and beta](../GLOSSARY.md#alpha-beta).) The whole simulator of this
+# course stands on this line, so measure it.
 #
 # ## Exercise 2: ping-pong
 #
@@ -540,8 +543,9 @@ show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
 # | HDR is 200 Gb/s | gigabits, one way | divide by 8: 25 GB/s, *less* than PCIe 4.0 |
 #
 # None of the three names a latency, and none is what a program reaches. In a published test of 8 H200 GPUs an
-# all-reduce moved 367 of NVLink's 450 GB/s. Here are the wires of the first picture with their two numbers, and yours.
-# (Only NVLink's latency comes from a measurement. No data sheet names one, so the others are assumptions.)
+# [all-reduce](../GLOSSARY.md#all-reduce) moved 367 of NVLink's 450 GB/s. Here are the wires of the first picture with
+# their two numbers, and yours. (Only NVLink's latency comes from a measurement. No data sheet names one, so the others
+# are assumptions.)
 
 # %%
 import textwrap
@@ -617,8 +621,9 @@ for num_ranks in (2, 8, 64, 512):
 # Training should stop as soon as the *mean* loss of all ranks is low enough. The function below was tested: rank 0
 # printed the right mean, on every step. With two ranks training hangs at the end all the same.
 #
-# It uses one of torch's **collectives**, calls that all ranks of a group make together: `dist.reduce(t, dst=0)` adds up
-# everybody's `t`. There is also `dist.all_reduce(t)`. Read about both (`help(dist.reduce)`), find the fault, repair it.
+# It uses one of torch's **[collectives](../GLOSSARY.md#collective)**, calls that all ranks of a group make together:
+# `dist.reduce(t, dst=0)` adds up everybody's `t`. There is also `dist.all_reduce(t)`. Read about both
+# (`help(dist.reduce)`), find the fault, repair it.
 #
 # | what | budget |
 # |---|---|
@@ -653,7 +658,7 @@ run(train, 3, args=(should_stop,))
 # does what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it
 # is the only safe form: there a send and a receive that start one after the other can block each other, since each is
 # a kernel on the same stream. (On gloo it has been seen to hang where a rank sent several messages; that is why
-# `distlab/comm/p2p.py` chooses by backend, and why all lessons send through it.)
+# `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend), and why all lessons send through it.)
 
 
 # %%
@@ -709,8 +714,8 @@ def same_settings():
 run(same_settings, 3)
 
 # %% [markdown]
-# On a cluster `torchrun` starts the ranks and tells each who it is by environment variables. The same things have
-# other names elsewhere:
+# On a cluster [`torchrun`](../GLOSSARY.md#torchrun) starts the ranks and tells each who it is by environment variables.
+# The same things have other names elsewhere:
 #
 # | what | torchrun and torch | DeepSpeed | Horovod |
 # |---|---|---|---|

@@ -9,9 +9,11 @@
 # %% [markdown]
 # # 2. Collectives
 #
-# **90 minutes.** Needs lesson 01 (ranks, send and receive, latency and bandwidth). Afterwards you can
+# **90 minutes.** Needs lesson 01 ([ranks](../GLOSSARY.md#rank), send and receive, [latency](../GLOSSARY.md#latency) and
+# [bandwidth](../GLOSSARY.md#bandwidth)). Afterwards you can
 #
-# - build ring, tree, halving-doubling and hierarchical all-reduce from send and receive;
+# - build [ring](../GLOSSARY.md#ring-all-reduce), tree, [halving-doubling](../GLOSSARY.md#halving-doubling) and
+#   [hierarchical all-reduce](../GLOSSARY.md#hierarchical-all-reduce) from send and receive;
 # - derive the bytes and the steps of each, and measure them;
 # - predict which one wins on PCIe, NVLink, InfiniBand and Ethernet.
 
@@ -23,7 +25,9 @@
 #
 # You train a model with 250 million parameters on 64 GPUs. Each GPU has its own wire: HDR InfiniBand, 25 GB/s each way.
 # Forward and backward take 300 ms. Then every GPU holds 1 GB of gradients (4 bytes each) of its own samples, and before
-# the update all 64 need the sum. That is an **all-reduce**: every rank gives a tensor, every rank gets the sum.
+# the update all 64 need the sum. That is an **[all-reduce](../GLOSSARY.md#all-reduce)**: every rank gives a tensor,
+# every rank gets the sum. A call that all ranks make together, like this one, is a
+# **[collective](../GLOSSARY.md#collective)**.
 #
 # The first version that comes to mind sends everything to rank 0. Rank 0 adds up and sends the sum to all others. The
 # next picture shows this for 4 ranks. Each row is one rank's wire, and a box is a message of 1 GB. Look at rank 0: its
@@ -147,8 +151,9 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 #
 # **The idea.** Cut the tensor into n chunks, and let each rank be responsible for one of them. Then
 #
-# 1. **reduce-scatter:** chunk c of all ranks is added up at rank c. Afterwards each rank holds one finished chunk.
-# 2. **all-gather:** every rank gets the finished chunks of all others.
+# 1. **[reduce-scatter](../GLOSSARY.md#reduce-scatter):** chunk c of all ranks is added up at rank c. Afterwards each
+#    rank holds one finished chunk.
+# 2. **[all-gather](../GLOSSARY.md#all-gather):** every rank gets the finished chunks of all others.
 #
 # **The bytes.** A chunk has S/n bytes. In the first half each rank sends every chunk but its own on its way once: n-1
 # chunks. In the second half it passes on n-1 finished chunks. Together
@@ -278,8 +283,8 @@ for n in (2, 8, 64, 512, 4096):
 # **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80 ms;
 # only on thousands of ranks do the latencies show (4096 ranks: half as much again). For 1 MB on 64 ranks the wire takes
 # 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β = 5 µs x 25
-# GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into buckets
-# before they are sent (lesson 03), and why there are other algorithms.
+# GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
+# [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are other algorithms.
 #
 # And the 64 GPUs of the question: 2 x 63/64 x 1 GB / 25 GB/s = 79 ms, instead of five seconds.
 

@@ -13,18 +13,21 @@
 # %% [markdown]
 # # 3. Data parallel
 #
-# 120 minutes, in two sittings of 65 and 55 minutes. Comes after lessons 1 (ranks and messages) and 2 (collectives).
-# You need no GPU: four processes on this machine are the four ranks.
+# 120 minutes, in two sittings of 65 and 55 minutes. Comes after lessons 1 ([ranks](../GLOSSARY.md#rank) and messages)
+# and 2 ([collectives](../GLOSSARY.md#collective)). You need no GPU: four processes on this machine are the four ranks.
 #
 # After **sitting one** you can
 #
 # - say why gradients are averaged and why all ranks must start equal, and prove it against one process;
-# - build the ladder: one all-reduce per parameter, one flat one, buckets, buckets that travel during backward;
-# - predict a step's time, and read on a timeline what communication is hidden and what is exposed.
+# - build the ladder: one [all-reduce](../GLOSSARY.md#all-reduce) per parameter, one flat one,
+#   [buckets](../GLOSSARY.md#bucket), buckets that travel during backward;
+# - predict a step's time, and read on a timeline what communication is [hidden](../GLOSSARY.md#hidden) and what is
+#   [exposed](../GLOSSARY.md#exposed).
 #
 # After **sitting two** you can
 #
-# - accumulate gradients over micro-batches, give out each sample once, and weight what is uneven;
+# - [accumulate](../GLOSSARY.md#accumulation) gradients over [micro-batches](../GLOSSARY.md#micro-batch), give out each
+#   sample once, and weight what is uneven;
 # - judge a claim such as "8 GPUs give 6 to 7x" by the conditions under which it holds.
 
 # %%
@@ -34,9 +37,9 @@
 # ## The question
 #
 # You train a GPT of 1.3 billion parameters. One H100 does a step of 8,192 tokens. You rent 64 of them, in eight
-# machines. Each has the whole model and 8,192 tokens of its own: this is **data parallelism**. After each step all 64
-# must agree on one update, so they exchange gradients. This lesson has four ways to do that. They give the same
-# numbers. What do they cost?
+# machines. Each has the whole model and 8,192 tokens of its own: this is **[data
+# parallelism](../GLOSSARY.md#data-parallel)**. After each step all 64 must agree on one update, so they exchange
+# gradients. This lesson has four ways to do that. They give the same numbers. What do they cost?
 #
 # The picture below shows one step of one of the 64 GPUs, with the second of the four ways. The upper row is what the
 # GPU computes, the lower row what its wire carries. Look for the times when one of the two rows is empty: first the
@@ -249,9 +252,9 @@ print("all four equal after five steps:", all(torch.equal(together[0], weights) 
 # The simplest way that is right. `dist.all_reduce(tensor)` puts the sum over ranks into the tensor, on every rank
 # (lesson 2 built it). Divide each gradient by the number of ranks and all-reduce it.
 #
-# One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an expert not chosen. Its
-# gradient is None there. If that rank skips it, it makes one call fewer than the others, and they wait forever. So a
-# missing gradient **counts as zeros**, which is what it was.
+# One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an
+# [expert](../GLOSSARY.md#expert) not chosen. Its gradient is None there. If that rank skips it, it makes one call fewer
+# than the others, and they wait forever. So a missing gradient **counts as zeros**, which is what it was.
 #
 # ### Exercise: average each gradient
 #
@@ -296,6 +299,14 @@ means = [sum(losses) / 4 for losses in zip(*(report[1] for report in reports), s
 print("mean loss of the four ranks:", [round(loss, 3) for loss in means])
 print("loss of one process:        ", [round(loss, 3) for loss in judge[1]])
 
+# %%
+both = {
+    f"update {number}": {"mean of four ranks": together, "one process": alone}
+    for number, (together, alone) in enumerate(zip(means, judge[1], strict=True), 1)
+}
+words = {"unit": "nats", "title": "Four ranks and one process have the same loss at every update"}
+show(draw_bars(both, **words), describe_bars(both, **words))
+
 
 # %% tags=["nbval-check-output"]
 def largest_difference(some, others):
@@ -312,8 +323,9 @@ for rank, report in enumerate(reports):
 # %% [markdown]
 # ## What does it cost? Predict first
 #
-# A message takes a latency and then its bytes over the bandwidth (lesson 1). A ring all-reduce of $S$ bytes on $n$
-# ranks takes $2(n-1)$ rounds and sends $2\frac{n-1}{n}S$ bytes (lesson 2):
+# A message takes a [latency](../GLOSSARY.md#latency) and then its bytes over the [bandwidth](../GLOSSARY.md#bandwidth)
+# (lesson 1). A [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes on $n$ ranks takes $2(n-1)$ rounds and
+# sends $2\frac{n-1}{n}S$ bytes (lesson 2):
 #
 # $$t = 2(n-1)\,\alpha + 2\,\frac{n-1}{n}\,\frac{S}{\beta}$$
 #
@@ -562,7 +574,7 @@ show_ladder("Three rungs: buckets alone change little")
 # `parameter.register_post_accumulate_grad_hook(f)` makes autograd call `f(parameter)` in the middle of backward, as
 # soon as that parameter's gradient is there. Count what each bucket still misses, and start it at zero.
 #
-# Two things can go wrong, and both hang or mix up gradients on some machine, some day:
+# Two things can go wrong, and both [hang](../GLOSSARY.md#deadlock-hang) or mix up gradients on some machine, some day:
 #
 # - **Order.** Two ranks may run their hooks in different orders. All-reduces are matched by order alone: the first of
 #   one rank meets the first of another. So buckets are started in the order of the list, and a bucket that is full too
@@ -607,8 +619,8 @@ timeline.view = (0.0, measured["overlapped"].duration_s)  # the whole step
 # ### What does every rank hold, at every moment?
 #
 # Move the slider through a step, and switch between the four rungs. Each column is one all-reduce: not there yet, the
-# rank's own gradient, on its way, the mean. With overlap the first columns are means while backward still makes the
-# last ones; with flat there is one column, and in it no rank computes.
+# rank's own gradient, on its way, the mean. With [overlap](../GLOSSARY.md#overlap) the first columns are means while
+# backward still makes the last ones; with flat there is one column, and in it no rank computes.
 
 # %%
 from simulator.viz import train_step_panel
@@ -1054,9 +1066,10 @@ show(draw_bars(times_seen(dealt), **words), describe_bars(times_seen(dealt), **w
 #
 # ## Not all batches are equal
 #
-# Your sampler neither repeats nor drops, so the last batch of an epoch is smaller: with four ranks and ten samples, two
-# of them get nothing at all. Text makes this worse. Sentences have different lengths, and the padding after them does
-# not count, so every micro-batch has another number of tokens, even where samples are equally many.
+# Your [sampler](../GLOSSARY.md#sampler) neither repeats nor drops, so the last batch of an epoch is smaller: with four
+# ranks and ten samples, two of them get nothing at all. Text makes this worse. Sentences have different lengths, and
+# the padding after them does not count, so every micro-batch has another number of tokens, even where samples are
+# equally many.
 #
 # Then **a mean of means is not the mean**. Three tokens in a short micro-batch count for as much as three hundred in a
 # long one. This fault sat in a widely used trainer until 2024, and it showed only when users compared accumulation
@@ -1200,8 +1213,8 @@ for num_gpus, samples in ((8, 8), (16, 4), (32, 2), (64, 1)):
 # ### "Gradient accumulation costs no memory, only time"
 #
 # Both halves can be measured. First memory. What is held at the end of forward, when a step holds most, is the
-# activations that backward will need, and the gradients that are there already. Count both, for 16 samples at once,
-# for four micro-batches of four, and for four samples that are a whole batch.
+# [activations](../GLOSSARY.md#activation) that backward will need, and the gradients that are there already. Count
+# both, for 16 samples at once, for four micro-batches of four, and for four samples that are a whole batch.
 
 
 # %%
@@ -1364,7 +1377,8 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 # distlab lab 03 --ranks 4 --impl work/03_data_parallel/lesson.ipynb --trace traces
 # ```
 #
-# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+# The same by [torchrun](../GLOSSARY.md#torchrun), which is also how it runs on GPUs (`--nproc-per-node` is their
+# number):
 #
 # ```
 # torchrun --nproc-per-node 4 lessons/03_data_parallel/lab.py --impl reference

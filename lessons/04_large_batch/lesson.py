@@ -13,14 +13,16 @@
 # %% [markdown]
 # # 4. Large batches
 #
-# 75 minutes. Comes after lessons 1 (ranks and messages) and 3 (data parallel). You need no GPU: four processes on this
-# machine are the four ranks.
+# 75 minutes. Comes after lessons 1 ([ranks](../GLOSSARY.md#rank) and messages) and 3 ([data
+# parallel](../GLOSSARY.md#data-parallel)). You need no GPU: four processes on this machine are the four ranks.
 #
 # Afterwards you can
 #
-# - scale a learning rate with the batch, linearly or by the root, warm it up, and resume it without a jump;
-# - accumulate gradients over micro-batches and ranks so that they equal one large batch;
-# - write LARS and LAMB, and say where implementations differ and what that does;
+# - scale a learning rate with the batch, linearly or by the root, [warm it up](../GLOSSARY.md#warmup), and resume it
+#   without a jump;
+# - [accumulate](../GLOSSARY.md#accumulation) gradients over [micro-batches](../GLOSSARY.md#micro-batch) and ranks so
+#   that they equal one large batch;
+# - write [LARS](../GLOSSARY.md#lamb-lars) and LAMB, and say where implementations differ and what that does;
 # - read from measured curves, with their spread, where large batches cost accuracy and what helps.
 
 # %%
@@ -64,8 +66,8 @@ def samples_per_s(num_gpus, samples_each, **plan):
 
 
 # %% [markdown]
-# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples a second? One all-reduce of
-# all gradients after backward ("flat"), nothing hidden.
+# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples a second? One
+# [all-reduce](../GLOSSARY.md#all-reduce) of all gradients after backward ("flat"), nothing hidden.
 
 # %%
 guess_0 = predict("How many times faster are 64 GPUs than 8, with the same batch?", unit="x")

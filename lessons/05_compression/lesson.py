@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 5. Compression
 #
-# 90 minutes. Comes after lesson 3 (data parallel); lesson 4 (large batches) helps, but you can do this one first. You
-# need no GPU: four processes on this machine are the four ranks.
+# 90 minutes. Comes after lesson 3 ([data parallel](../GLOSSARY.md#data-parallel)); lesson 4 (large batches) helps, but
+# you can do this one first. You need no GPU: four processes on this machine are the four [ranks](../GLOSSARY.md#rank).
 #
 # Afterwards you can
 #
@@ -204,8 +204,9 @@ guess_1
 # ### Exercise: top-k
 #
 # Write `average_top_k(gradient, k)`. Each rank has its own k places, so the receivers must be told which: every value
-# travels with its index. And values of different places cannot be summed on the way: an all-reduce is of no use. Each
-# rank *gathers* the pairs of all ranks and adds them up itself. Where two ranks chose the same place, both count.
+# travels with its index. And values of different places cannot be summed on the way: an
+# [all-reduce](../GLOSSARY.md#all-reduce) is of no use. Each rank *gathers* the pairs of all ranks and adds them up
+# itself. Where two ranks chose the same place, both count.
 #
 # Budget: k indices and k values, 8 bytes per pair, to each of the other ranks.
 
@@ -221,10 +222,10 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # %% [markdown]
 # ### "It saves 99 %"
 #
-# Where did the factor of 100 go? Half of it is indices. The rest is the **all-gather**. A ring all-reduce of $S$ bytes
-# sends $2\frac{n-1}{n}S$ a rank, less than $2S$ on any number of ranks, since sums stay as long as their parts. What is
-# gathered does not shrink: each rank's pairs must reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4
-# bytes each:
+# Where did the factor of 100 go? Half of it is indices. The rest is the **[all-gather](../GLOSSARY.md#all-gather)**. A
+# [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes sends $2\frac{n-1}{n}S$ a rank, less than $2S$ on any
+# number of ranks, since sums stay as long as their parts. What is gathered does not shrink: each rank's pairs must
+# reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4 bytes each:
 #
 # $$\frac{\text{all-reduce}}{\text{top-k}} = \frac{2\frac{n-1}{n} \cdot 4E}{(n-1) \cdot 8 r E} = \frac{1}{n\,r}$$
 
@@ -245,8 +246,8 @@ show(draw_bars(saved, **words), describe_bars(saved, **words))
 
 # %% [markdown]
 # **99x holds nowhere.** It is 50x on 2 ranks, 25x on 4, and from 100 ranks on top-1 % sends *more* than no compression.
-# A guide whose top-k returns a whole tensor with zeros in it, and all-reduces that, saves nothing at all: zeros cost
-# as many bytes as numbers.
+# A guide whose [top-k](../GLOSSARY.md#top-k) returns a whole tensor with zeros in it, and all-reduces that, saves
+# nothing at all: zeros cost as many bytes as numbers.
 
 # %% [markdown]
 # ## Random elements: random-k
@@ -357,10 +358,10 @@ bench("signs", average_signs)
 # %% [markdown]
 # ## What matters is not one step
 #
-# Train the small GPT, with the library's hooks. A `GradientHook` stands between a bucket of gradients and the wire
-# (lesson 3): `DataParallel(model, hook=...)` hands it this rank's gradients and takes back the mean. `TopK`, `RandomK`,
-# `Quantize` and `Sign` are what you wrote, made fit for buckets of real models. Two ranks, `pair`, show as well as
-# four whether a hook learns.
+# Train the small GPT, with the library's hooks. A `GradientHook` stands between a [bucket](../GLOSSARY.md#bucket) of
+# gradients and the wire (lesson 3): `DataParallel(model, hook=...)` hands it this rank's gradients and takes back the
+# mean. `TopK`, `RandomK`, `Quantize` and `Sign` are what you wrote, made fit for buckets of real models. Two ranks,
+# `pair`, show as well as four whether a hook learns.
 
 
 # %%
@@ -530,8 +531,9 @@ print("one layer of the 1.3B model, 2048 x 8192: ", end="")
 print(", ".join(f"rank {r}: {2048 * 8192 / ((2048 + 8192) * r):.0f}x smaller" for r in (1, 4, 32)))
 
 # %% [markdown]
-# The best $p$ and $q$ come from a singular value decomposition, which costs far more than the step. PowerSGD makes one
-# *power iteration* instead, starting from the last step's $q$, which is nearly right already:
+# The best $p$ and $q$ come from a singular value decomposition, which costs far more than the step.
+# [PowerSGD](../GLOSSARY.md#powersgd) makes one *power iteration* instead, starting from the last step's $q$, which is
+# nearly right already:
 #
 # 1. $p = M q$, then make its columns orthonormal;
 # 2. $q = M^\top p$. Then $p\,q^\top = p\,p^\top M$ is $M$, projected onto what $p$ spans.
@@ -619,10 +621,10 @@ for compression in (None, *COMPRESSIONS):
 # overlap hides nearly all: three of the five make the step longer. **"Compression speeds up training" is false where
 # the wire is fast.**
 #
-# The picture shows it for every bandwidth, in gigabytes: 10 Gb/s are 1.25 GB/s. Where a line crosses the black one is
-# its *break-even*: to the left of it, compression pays. Before you move the slider: where will the line of the signs
-# cross, left or right of 100 Gb/s, which is 12.5 GB/s? The table above tells. The picture keeps Ethernet's delay and
-# changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
+# The picture shows it for every [bandwidth](../GLOSSARY.md#bandwidth), in gigabytes: 10 Gb/s are 1.25 GB/s. Where a
+# line crosses the black one is its *break-even*: to the left of it, compression pays. Before you move the slider: where
+# will the line of the signs cross, left or right of 100 Gb/s, which is 12.5 GB/s? The table above tells. The picture
+# keeps Ethernet's delay and changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
 
 # %%
 from simulator.sweeps.compression import bandwidths
@@ -639,10 +641,10 @@ print(pays.text)
 # %% [markdown]
 # ### And on a wire that you can measure?
 #
-# Your machine has no 10 Gb/s wire, but it can play one. In `throttled(bytes_per_s)` every collective takes the time
-# that a ring would need at that bandwidth: whoever waits for it sleeps until then. Computing goes on meanwhile, as with
-# a real network card. First measure what the simulator must know about this machine: how fast it computes, and what
-# encoding and decoding cost.
+# Your machine has no 10 Gb/s wire, but it can play one. In `throttled(bytes_per_s)` every
+# [collective](../GLOSSARY.md#collective) takes the time that a ring would need at that bandwidth: whoever waits for it
+# sleeps until then. Computing goes on meanwhile, as with a real network card. First measure what the simulator must
+# know about this machine: how fast it computes, and what encoding and decoding cost.
 
 # %%
 from dataclasses import replace
@@ -789,10 +791,10 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 #
 # `DistributedDataParallel.register_comm_hook(state, hook)` is torch's place for what stands between bucket and wire. It
 # comes with `fp16_compress_hook`, `bf16_compress_hook` and `powerSGD_hook`. Same model, same batches, turn by turn in
-# one run: torch's and the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after
-# the first. One bucket, because torch's PowerSGD hook can hang with several on gloo. torch's bfloat16 hook refuses the
-# CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are random, and the two draw differently:
-# their losses agree to a few thousandths.
+# one run: torch's and the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after the
+# first. One bucket, because torch's PowerSGD hook can [hang](../GLOSSARY.md#deadlock-hang) with several on gloo.
+# torch's bfloat16 hook refuses the CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are
+# random, and the two draw differently: their losses agree to a few thousandths.
 
 # %%
 import time
@@ -869,15 +871,16 @@ show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
 #
 # 1-bit Adam is not "signs, then Adam". Adam divides by its second moment, so an error memory in front of it would be
 # divided by something that changes. It runs plain Adam for `freeze_step` steps (DeepSpeed's tutorial starts from 15 to
-# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with error feedback.
+# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with [error
+# feedback](../GLOSSARY.md#error-feedback).
 
 # %% [markdown]
 # ## Popular claims, tested
 #
 # - **"Top-1 % saves 99x."** Refuted: 25x on 4 ranks and less on more, by the bench above; $1/(nr)$ by the formula.
 # - **"One bit saves 32x."** Against float32, $64/n$: 16x on 4 ranks, and 8x on 4 if your gradients are 16-bit anyway.
-#   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases: all-to-all, then
-#   all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.
+#   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases:
+#   [all-to-all](../GLOSSARY.md#all-to-all), then all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.
 # - **"Compression speeds up training."** On a wire below its break-even. On InfiniBand at 400 Gb/s the simulator has
 #   three of the five methods slower than none, and the other two 2 % faster, for a gradient that is far worse.
 # - **"Unbiased means harmless."** Refuted: random-k is right on average, wrong by ten lengths each time, and at a
@@ -907,7 +910,8 @@ for name in ("top-1 %", "signs"):
 # distlab lab 05 --ranks 4 --impl work/05_compression/lesson.ipynb --trace traces
 # ```
 #
-# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+# The same by [torchrun](../GLOSSARY.md#torchrun), which is also how it runs on GPUs (`--nproc-per-node` is their
+# number):
 #
 # ```
 # torchrun --nproc-per-node 4 lessons/05_compression/lab.py --impl reference
