@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from distlab.grading.progress import MARKER
 VERSIONS = ".versions.json"
 START = "START.ipynb"
 NOTEBOOK = "lesson.ipynb"
+GLOSSARY = "GLOSSARY.md"  # the lessons link to ../GLOSSARY.md
 
 
 class Copy(NamedTuple):
@@ -53,6 +55,7 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
     versions = _read_versions(work)
+    _bring_glossary(lessons / GLOSSARY, work / GLOSSARY, versions)
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons).items()]
     _write_versions(work, versions)
     return copies
@@ -142,6 +145,17 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
         return Copy(name, "kept")
     since = "there is a newer version of it" if came_from else "it is not known which version it came from"
     return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
+
+
+def _bring_glossary(original: Path, copy: Path, versions: dict[str, str]) -> None:
+    """Copy the glossary, also over an older one in which the learner wrote nothing."""
+    if original.is_file() and (not copy.exists() or versions.get(GLOSSARY) == _hash(copy)):
+        shutil.copyfile(original, copy)
+        versions[GLOSSARY] = _hash(copy)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any]:

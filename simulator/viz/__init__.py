@@ -23,6 +23,7 @@ from simulator.viz.collectives.ring_record import RecordedCall
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
+from simulator.viz.drawing.bars import describe_bars, draw_bars
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
 from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
@@ -86,6 +87,7 @@ __all__ = [
     "cut_weights",
     "degrees_figure",
     "degrees_panel",
+    "describe_bars",
     "describe_batch_sizes",
     "describe_bubbles",
     "describe_compression",
@@ -110,6 +112,7 @@ __all__ = [
     "describe_shards",
     "describe_timeline",
     "describe_train_step",
+    "draw_bars",
     "draw_batch_sizes",
     "draw_bubbles",
     "draw_compression",
