@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.grading.progress import MARKER
+from distlab.grading.progress import MARKER, load_progress
 
 VERSIONS = ".versions.json"
 START = "START.ipynb"
@@ -59,6 +59,22 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons).items()]
     _write_versions(work, versions)
     return copies
+
+
+def draw_map(lessons: Path, work: Path) -> None:
+    """Put the map of the course, as it is now, below its cell in the copy of START: seen before anything is run."""
+    from distlab.notebook.course import CourseMap, rows, this_machine_can
+
+    path = work / START
+    if damage(path):
+        return
+    notebook = _read(path)
+    drawn = CourseMap(rows(lessons, load_progress(work)), this_machine_can())
+    data = {"text/html": drawn._repr_html_(), "text/plain": str(drawn)}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and "course_map()" in "".join(cell["source"]):
+            cell["outputs"] = [{"output_type": "display_data", "data": data, "metadata": {}}]
+    _put(path, notebook, replace=True)
 
 
 def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:

@@ -312,6 +312,14 @@ for words, how in {
     size = activation_bytes(12288, 96, sequence=2048, microbatch=1, **how)
     print(f"{words:29} {size / (2048 * 12288):6.2f} units a layer, {96 * size / 1e9:6.1f} GB")
 
+# %%
+GPT3 = {"sequence": 2048, "microbatch": 1}
+SPLIT = {"tensor": 8, "sequence_parallel": True}
+ways = {"one rank": {}, "tensor 8": {"tensor": 8}, "and sequence": SPLIT}
+ways |= {"and selective": SPLIT | {"recompute": "selective"}, "tensor 8, full": {"tensor": 8, "recompute": "full"}}
+shown = {name: 96 * activation_bytes(12288, 96, **GPT3, **how) / 1e9 for name, how in ways.items()}
+show_bars(shown, "GB", "Selective recompute with a split sequence keeps nearly as little as full recompute")
+
 # %% [markdown]
 # Sequence parallelism with selective recompute keeps about twice what full recompute keeps, 27 times less than one rank
 # without either, and next to nothing is computed twice. That is how the authors train models of this size.

@@ -754,10 +754,6 @@ for offload in ("none", "optimizer", "all"):
     )
     print(f", {memory.host_bytes / 1e9:.0f} GB on the host for each")
 
-# %%
-shown = {offload: 1e3 * step_with(few, stage=3, offload=offload).duration_s for offload in ("none", "optimizer", "all")}
-show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by what is offloaded, 8 GPUs")
-
 # %% [markdown]
 # On 8 GPUs a rank's shard is large, so the copies are long: the step takes several times as long. It is the last
 # resort, for a model that fits no other way, and it gets cheaper with every GPU (the shards get smaller) and with
@@ -766,6 +762,10 @@ show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by 
 
 # %%
 bench("FSDP, offloaded", fully_sharded(offload=True))
+
+# %%
+shown = {offload: 1e3 * step_with(few, stage=3, offload=offload).duration_s for offload in ("none", "optimizer", "all")}
+show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by what is offloaded, 8 GPUs")
 
 # %% [markdown]
 # ## The norm of what no rank holds whole

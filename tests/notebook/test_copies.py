@@ -3,11 +3,12 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from distlab.notebook import copies
-from distlab.notebook.copies import damage, make_copies, reset
+from distlab.notebook.copies import damage, draw_map, fingerprint, make_copies, reset
 
 
 def notebook(*sources):
@@ -194,3 +195,15 @@ def test_a_work_folder_that_cannot_be_one(lessons, work):
         make_copies(lessons, work)
     with pytest.raises(ValueError, match="inside the lessons"):
         make_copies(lessons, lessons / "work")
+
+
+def test_the_map_stands_in_the_copy_of_start_before_anything_is_run(tmp_path):
+    lessons, work = Path(__file__).resolve().parents[2] / "lessons", tmp_path / "work"
+    make_copies(lessons, work)
+    before = fingerprint(json.loads((work / "START.ipynb").read_text()))
+    draw_map(lessons, work)
+    notebook = json.loads((work / "START.ipynb").read_text())
+    (shown,) = [cell["outputs"] for cell in notebook["cells"] if "course_map()" in "".join(cell["source"])]
+    assert "09 Pipelin" in shown[0]["data"]["text/html"]
+    assert "12" in shown[0]["data"]["text/plain"]
+    assert fingerprint(notebook) == before, "START is still the learner's untouched copy"
