@@ -43,8 +43,9 @@ course_map()
 # function on one, two, three and four ranks and tells you what is wrong in words. If you skip an exercise, the rest
 # of the lesson goes on with a working version.
 #
-# Above each function stand its minutes and its difficulty, from 1 to 3. If you are stuck, `hint("03.flat")` shows the hints one by one and counts them. After three failed checks and all
-# hints, `solution("03.flat")` shows the solution, and the map above then says "solution seen".
+# Above each function stand its minutes and its difficulty, from 1 to 3. If you are stuck, `hint("03.flat")` shows the
+# hints one by one and counts them. After three failed checks and all hints, `solution("03.flat")` shows the solution,
+# and the map above then says "solution seen".
 #
 # ## Ranks in a cell
 # A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their

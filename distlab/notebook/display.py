@@ -44,7 +44,7 @@ def show(figure: Figure | bytes, text: str) -> None:
 def png_of(figure: Any, dpi: int = 110) -> bytes:
     """Return a figure as PNG and close it, so that the notebook does not show it once more."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
+    figure.savefig(buffer, format="png", dpi=dpi)
     manager = getattr(figure.canvas, "manager", None)
     if manager is not None:
         import matplotlib.pyplot as plt

@@ -74,9 +74,9 @@ for kind in KINDS:
 # halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for one
 # sequence of 4,096 tokens, they are half as much again.
 #
-# This lesson goes through the list. First what is there before any data, then activations, then what 16-bit numbers
-# save and what not. Each time you count before you measure, on real ranks, with a model small enough for a laptop.
-# Lesson 7 then splits the first four lines over the ranks.
+# This lesson goes through the list. First what is there before any data, then [activations](../GLOSSARY.md#activation),
+# then what 16-bit numbers save and what not. Each time you count before you measure, on real ranks, with a model small
+# enough for a laptop. Lesson 7 then splits the first four lines over the ranks.
 
 # %% [markdown]
 # ## What is there before any data
@@ -278,8 +278,8 @@ draw_over_time(plain, over_time)
 # grows with the *square* of the sequence. Flash attention never stores it.
 #
 # Of the 34, tensor parallelism (lesson 8) over $t$ ranks splits 24 and the scores; sequence parallelism splits the
-# other 10 too. And there is **recompute**: "selective" drops the scores and makes them again in backward, "full" keeps
-# nothing but the layer's input, 2 bytes per element.
+# other 10 too. And there is **[recompute](../GLOSSARY.md#recompute)**: "selective" drops the scores and makes them
+# again in backward, "full" keeps nothing but the layer's input, 2 bytes per element.
 #
 # ### Exercise: activations of a layer
 #
@@ -414,8 +414,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     print(f"{str(dtype):14} from {smallest:.0e} to {info.max:.0e}; next after 1: 1 + {info.eps:.4g}")
 
 # %% [markdown]
-# `bfloat16` has float32's range and two to three decimal digits. `float16` has three to four digits and a small range:
-# above 65,504 comes infinity, below 6e-8 comes zero.
+# [`bfloat16`](../GLOSSARY.md#bf16-fp16) has float32's range and two to three decimal digits. `float16` has three to
+# four digits and a small range: above 65,504 comes infinity, below 6e-8 comes zero.
 #
 # "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix products
 # run in 16 bits. What does it make of our 52 MB?
@@ -903,7 +903,8 @@ ranks.close()
 #   the 16 bytes as you did here.
 # - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022: section 4, where the 34
 #   bytes come from, tensor by tensor.
-# - Micikevicius et al., *Mixed Precision Training*, 2018: eleven pages on master weights and loss scaling.
+# - Micikevicius et al., *Mixed Precision Training*, 2018: eleven pages on [master
+#   weights](../GLOSSARY.md#master-weights) and [loss scaling](../GLOSSARY.md#loss-scaling).
 #
 # **Next: lesson 7.** You now know which four parts of the memory are the same on every rank. Lesson 7 divides them
 # among the ranks.

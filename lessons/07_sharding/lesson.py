@@ -67,7 +67,7 @@ show_bars(
 #
 # So let each GPU keep a 64th. The largest part, Adam's 12 bytes, is used only in the update, once a step. Say that the
 # ranks share out these 12 bytes and nothing else. How much smaller do the states of a GPU get? A popular guide says:
-# "ZeRO-1 saves 8x". Type a number into the box that the next cell shows, and press Commit.
+# "[ZeRO](../GLOSSARY.md#zero)-1 saves 8x". Type a number into the box that the next cell shows, and press Commit.
 
 # %%
 guess_0 = predict("How many times smaller are the states if the optimizer's are shared among 64 GPUs?", unit="x")
@@ -96,7 +96,7 @@ show_bars(
 # **"ZeRO-1 saves 8x and ZeRO-2 16x" is wrong by a factor of two.** The 4 bytes that ZeRO-1 leaves whole are a quarter
 # of 16, so it can never save more than 4x; the 2 bytes of ZeRO-2 are an eighth. The table is the paper's own
 # (Rajbhandari et al. 2020, table 1). The names: ZeRO-1 shares out the optimizer's state, ZeRO-2 gradients too, ZeRO-3
-# parameters too. FSDP is ZeRO-3, unit by unit.
+# parameters too. [FSDP](../GLOSSARY.md#fsdp) is ZeRO-3, unit by unit.
 #
 # Which price has it? A rank that needs what it does not hold must ask for it, so there will be communication. This
 # lesson builds the three stages on real ranks, counts what they send and hold, and then asks when you notice.
@@ -246,7 +246,7 @@ show_bars(
 #
 # Put all tensors end to end into one row, fill it up at its end to a multiple of $n$, and cut it into $n$ equal
 # shards. A cut may go through the middle of a tensor. Write `pieces_of(sizes, num_shards, shard)`: which parts of
-# which tensors lie in a shard. No ranks are needed.
+# which tensors lie in a [shard](../GLOSSARY.md#shard). No ranks are needed.
 
 # %% exercise="07.pieces"
 
@@ -740,8 +740,9 @@ bench("hybrid, 2 sets of 2", hybrid)
 # %% [markdown]
 # ## Offload: the host's memory
 #
-# A machine has 1 or 2 TB of ordinary memory, unused. *Offload* keeps the optimizer's state there and lets the CPU do
-# the update, or keeps the shards of parameters there too. The wire is PCIe, about 25 GB/s a GPU in practice.
+# A machine has 1 or 2 TB of ordinary memory, unused. [Offload](../GLOSSARY.md#offload) keeps the optimizer's state
+# there and lets the CPU do the update, or keeps the shards of parameters there too. The wire is PCIe, about 25 GB/s a
+# GPU in practice.
 
 # %% tags=["nbval-check-output"]
 few = cluster("dgx-h100", 8)
@@ -952,8 +953,8 @@ show_bars(shown, "GB", "With 8 micro-batches stage 3 sends many times as much", 
 # %% [markdown]
 # On these wires stage 3 sends many times as much in about the same time: gathers hide. On slow ones they would not.
 #
-# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion parameters: count bytes over PCIe.
-#   Question 4 below.
+# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion
+#   parameters: count bytes over PCIe. Question 4 below.
 # - **"Sharding replaces tensor parallelism."** Up to a point: ZeRO-3 gathers whole layers, so a layer and its
 #   activations must still fit, and each rank must have tokens of its own. Megatron's paper compared the two for 175B on
 #   384 A100s: 144 TFLOP/s a GPU for ZeRO-3, 153 for tensor and pipeline parallelism (Narayanan et al. 2021, table 2).

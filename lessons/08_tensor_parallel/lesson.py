@@ -34,7 +34,8 @@
 # hour. Four machines with one H100 each and 100 Gb/s Ethernet: 8 dollars an hour. The same GPUs, a third cheaper. Which
 # one gives more for a dollar?
 #
-# A guide says: **"naive model parallel uses 25 % of four GPUs, tensor parallel 85 %."** It does not say on which wire.
+# A guide says: **"naive model parallel uses 25 % of four GPUs, [tensor parallel](../GLOSSARY.md#tensor-parallel) 85
+# %."** It does not say on which wire.
 
 # %%
 from distlab.plan import Plan
@@ -186,7 +187,9 @@ show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum th
 # The last line decides the order. A transformer's feed-forward part is a wide layer, GeLU, and a layer back. If the
 # *first* layer is cut by rows, its results must be added up before GeLU, which does not go through a sum. If it is cut
 # by columns, each rank has whole features, and GeLU works on each feature alone. The second layer, cut by rows, takes
-# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019).
+# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019). The
+# library's two layers are called [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
+# [RowParallelLinear](../GLOSSARY.md#rowparallellinear).
 #
 # ### Exercise: cut a layer
 #
@@ -497,9 +500,10 @@ show_bars(shown, "kB", "Nearly all that a rank sends is sent by the layers")
 # do *the same* there, and all keep the same activations. Of the $34\,B s h$ bytes that a layer keeps in addition to
 # attention's scores, 10 are kept $t$ times.
 #
-# Let each rank have a part of the positions there. Then f becomes an all-gather of the sequence, and g a
-# reduce-scatter; backward the other way round. An all-reduce *is* a reduce-scatter and an all-gather (lesson 2), so
-# nothing more is sent. How much smaller do the activations of a layer get, with four ranks?
+# Let each rank have a part of the positions there: this is [sequence parallel](../GLOSSARY.md#sequence-parallel). Then
+# f becomes an all-gather of the sequence, and g a reduce-scatter; backward the other way round. An all-reduce *is* a
+# reduce-scatter and an all-gather (lesson 2), so nothing more is sent. How much smaller do the activations of a layer
+# get, with four ranks?
 
 # %%
 guess_2 = predict("Four ranks: how many times less does a layer keep with the sequence split too?", unit="x")

@@ -32,7 +32,8 @@
 # You want to train a GPT of 13 billion parameters. Its states (parameters, gradients, Adam: 16 bytes per parameter,
 # lesson 6) do not fit one H100 of 80 GB. You rent four, for some 3 dollars an hour each. The model has 40 layers, so
 # you do what is simplest: layers 0 to 9 on the first GPU, 10 to 19 on the second, and so on. The output of one is the
-# input of the next. Together the four have 320 GB: the model fits, and it trains.
+# input of the next: this is [pipeline parallel](../GLOSSARY.md#pipeline-parallel). Together the four have 320 GB: the
+# model fits, and it trains.
 #
 # How busy are the GPUs? Say what part of the time a GPU computes, on average. Type a number into the box that the next
 # cell shows, and press Commit.
@@ -187,14 +188,14 @@ show(draw_schedule(naive_paper.trace), describe_schedule(naive_paper.trace))
 # $m$ **micro-batches**; while rank 1 works on the first, rank 0 works on the second. No parameter changes before all
 # are through, so the sum of their gradients is that of the whole batch: the numbers stay the same.
 #
-# What a rank does is then a list of actions. An action is a stage, a kind and a micro-batch: `2F0` is stage 2's forward
-# pass of micro-batch 0. An order like this is all of a *schedule*, so we write schedules as data first and run them
-# afterwards.
+# What a rank does is then a list of actions. An action is a stage, a kind and a
+# [micro-batch](../GLOSSARY.md#micro-batch): `2F0` is stage 2's forward pass of micro-batch 0. An order like this is all
+# of a *schedule*, so we write schedules as data first and run them afterwards.
 #
 # ### Exercise: GPipe
 #
-# The oldest schedule (Huang et al. 2019): all forward passes, then all backward passes. Write the order of a rank. No
-# ranks are needed.
+# The oldest [schedule](../GLOSSARY.md#schedule) (Huang et al. 2019): all forward passes, then all backward passes.
+# Write the order of a rank. No ranks are needed.
 
 # %% exercise="09.gpipe"
 
@@ -227,7 +228,6 @@ guess_1
 
 # %%
 from simulator import simulate_schedule
-from simulator.viz import describe_schedule, draw_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
 gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
@@ -237,10 +237,10 @@ print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
 show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
 
 # %% [markdown]
-# That idle time is called the **bubble**. Look where it is. At the start rank 3 waits until the first micro-batch has
-# come through three stages; at the end it has nothing left to do. Rank 0 waits in the middle, while the last
-# micro-batch goes down and the first gradient comes back. In all, every rank is idle for $p - 1$ forward passes and
-# $p - 1$ backward passes.
+# That idle time is called the **[bubble](../GLOSSARY.md#bubble)**. Look where it is. At the start rank 3 waits until
+# the first micro-batch has come through three stages; at the end it has nothing left to do. Rank 0 waits in the middle,
+# while the last micro-batch goes down and the first gradient comes back. In all, every rank is idle for $p - 1$ forward
+# passes and $p - 1$ backward passes.
 #
 # ### Exercise: the bubble
 #
@@ -272,8 +272,9 @@ show_bars(shown, "%", "More micro-batches, less bubble: idle time over total tim
 # step takes than without any bubble. With 4 ranks and 4 micro-batches it says 75 %, while the ranks idle 43 % of their
 # time. Both are right; only never compare one with the other. This lesson means idle over total, everywhere.
 #
-# **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the GPipe paper. Read it off
-# the table: with 16 micro-batches on 4 ranks it is 16 %. On a month of the question's GPUs, that is 1,400 dollars.
+# **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the
+# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %. On a month of
+# the question's GPUs, that is 1,400 dollars.
 
 # %% [markdown]
 # ### On real ranks
@@ -405,8 +406,9 @@ show_bars(shown, "ms", "A step gets shorter, and then longer again", "batch of 6
 # ## 1F1B: the same bubble, less memory
 #
 # Why wait with backward? Rank 3 could run `3B0` right behind `3F0`. Then rank 2 could run `2B0` one slot later, and the
-# activations of micro-batch 0 would be free again. 1F1B ("one forward, one backward") does that: a rank warms up with
-# just as many forward passes as it takes until the first gradient can come back, and then alternates.
+# activations of micro-batch 0 would be free again. [1F1B](../GLOSSARY.md#1f1b) ("one forward, one backward") does that:
+# a rank warms up with just as many forward passes as it takes until the first gradient can come back, and then
+# alternates.
 #
 # A micro-batch is **in flight** on a rank from its forward to its backward pass: for that long its activations are
 # kept. How much shorter does 1F1B make the step?
@@ -678,11 +680,12 @@ for name, family in SCHEDULES.items():
 # %% [markdown]
 # `held` counts micro-batches through all stages of a rank, on the fullest rank. Read it line by line.
 #
-# - **"Zero bubble"** is not zero in a step by itself. Rank 3 cannot start before the first micro-batch has come through
-#   three stages: $p - 1$ units with one stage per rank, whatever the order. ZB-H1 reaches exactly that; ZB-H2 cannot do
-#   better here and keeps almost twice as much. Zero remains if ranks *do not wait for each other between
-#   steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank from its own start to its
-#   own end. A global norm of gradients would make all ranks meet, so they update first and check afterwards.
+# - **"[Zero bubble](../GLOSSARY.md#zero-bubble)"** is not zero in a step by itself. Rank 3 cannot start before the
+#   first micro-batch has come through three stages: $p - 1$ units with one stage per rank, whatever the order. ZB-H1
+#   reaches exactly that; ZB-H2 cannot do better here and keeps almost twice as much. Zero remains if ranks *do not wait
+#   for each other between steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank
+#   from its own start to its own end. A global norm of gradients would make all ranks meet, so they update first and
+#   check afterwards.
 # - The **V** shapes put the first and the last stage on one rank. ZB-V has the smaller stages of interleaving and the
 #   memory of 1F1B.
 # - **V-Half** and **V-Min** go the other way: about half of 1F1B's memory and a third of it if there are many ranks,

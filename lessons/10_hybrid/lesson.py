@@ -105,8 +105,8 @@ show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order o
 # %% [markdown]
 # ## The mesh
 #
-# A **mesh** gives each rank a place on every axis. Ranks are numbered like the digits of a clock: the last axis varies
-# fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
+# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks are numbered like the digits of a
+# clock: the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
 #
 # ### Exercise: where a rank stands
 #

@@ -79,8 +79,8 @@ show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and wh
 #   never make them all: attend block by block. This works on one GPU, and is what FlashAttention does.
 # - **All else grows with the length**, 584 GB. It cannot be cut by samples, since there is one. Recomputing everything
 #   brings it down to 53 GB, for a third more work; but one GPU then works through the sequence alone, and at a million
-#   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is **context
-#   parallelism**.
+#   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is [context
+#   parallel](../GLOSSARY.md#context-parallel).
 #
 # Most of a transformer does not mind. Norms, linear layers, the loss: each works on one position alone. Only attention
 # looks at others.
@@ -301,9 +301,9 @@ infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").pro
 print(guess_2.compare(2 * flops / infiniband))
 
 # %% [markdown]
-# **"Ring attention overlaps communication, so it is free."** From some length on. Inside a machine 131,072 tokens on 8
-# GPUs are 16,384 each: hidden. On 64 GPUs over InfiniBand 2,048 each: far from it. Models with grouped-query heads
-# send less: with 8 query heads to a key head it takes an eighth.
+# **"[Ring attention](../GLOSSARY.md#ring-attention) overlaps communication, so it is free."** From some length on.
+# Inside a machine 131,072 tokens on 8 GPUs are 16,384 each: hidden. On 64 GPUs over InfiniBand 2,048 each: far from it.
+# Models with grouped-query heads send less: with 8 query heads to a key head it takes an eighth.
 #
 # (Backward computes 2.5 times as much and sends at least twice as much, so its threshold is about as high.)
 
@@ -318,8 +318,9 @@ print(guess_2.compare(2 * flops / infiniband))
 # of a rank's part, $K/n$. Together $8\frac{n-1}{n}\cdot\frac{K}{n}$: on four ranks $1.5\,K$, as the second line above
 # says. The ring's $6\frac{n-1}{n}K$ hardly depends on the number of ranks.
 #
-# Where $g$ query heads share a key head, the ring still sends keys and values alone. All-to-all moves queries and
-# outputs too, and each is $g$ times as large: $4(g + 1)$ takes the place of 8.
+# Where $g$ query heads share a key head, the ring still sends keys and values alone.
+# [All-to-all](../GLOSSARY.md#all-to-all) moves queries and outputs too, and each is $g$ times as large: $4(g + 1)$
+# takes the place of 8.
 
 # %% tags=["nbval-check-output"]
 print("sent by a rank, in units of the keys of the whole sequence:")
@@ -543,9 +544,10 @@ print(guess_3.compare(k))
 # %% [markdown]
 # ### Exercise: route
 #
-# Rooms are finite. An expert gets memory for `capacity` choices, a factor times an even share; what is beyond is
-# **dropped**: the token goes on by its residual connection alone. Who is dropped must be a rule, the same in every run.
-# Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are kept, and how many were dropped.
+# Rooms are finite. An [expert](../GLOSSARY.md#expert) gets memory for `capacity` choices, a factor times an even share;
+# what is beyond is **dropped**: the token goes on by its residual connection alone. Who is dropped must be a rule, the
+# same in every run. Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are kept, and how
+# many were dropped.
 
 # %% exercise="11.route"
 
@@ -559,7 +561,8 @@ chosen = {"num_experts": 4, "capacity": 4, "kept": kept}
 show(routing_figure(experts, **chosen), describe_routing(experts, **chosen))
 
 # %% [markdown]
-# Twelve tokens on two ranks, two experts each. The first expert is popular. How large must capacity be?
+# Twelve tokens on two ranks, two experts each. The first expert is popular. How large must
+# [capacity](../GLOSSARY.md#capacity) be?
 
 # %% tags=["nbval-check-output"]
 draw = torch.Generator().manual_seed(0)
@@ -628,6 +631,10 @@ sent, gaps, loads = zip(*ranks.run(there_and_back), strict=True)
 rows = 512 * 2 * 64 * 4  # tokens x choices x hidden x bytes
 print(f"output and gradients differ from one process by {max(gaps):.0e}")
 print(f"all-to-alls carry {sum(sent) / 4 / rows:.2f} times a rank's rows, counts included; asked: {loads[0]}")
+
+# %%
+shown = {f"expert {index}, on rank {index // 2}": choices for index, choices in enumerate(loads[0])}
+show_bars(shown, "choices", "A new router is uneven", "512 tokens per rank")
 
 # %% [markdown]
 # Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its own
