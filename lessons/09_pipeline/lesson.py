@@ -645,8 +645,6 @@ split.close()
 bench("ZB, yours", schedule_of([zero_bubble_order(rank, 4, 8) for rank in range(4)]))
 bench("ZB-H1", make_schedule("zb_h1", 4, 8))
 bench("ZB-V", make_schedule("zb_v", 4, 8))
-
-# %%
 trace, paper = seen["ZB, yours"]
 show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
 
