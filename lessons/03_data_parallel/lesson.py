@@ -42,8 +42,8 @@
 # gradients. This lesson has four ways to do that. They give the same numbers. What do they cost?
 #
 # The picture below shows one step of one of the 64 GPUs, with the second of the four ways. The upper row is what the
-# GPU computes, the lower row what its wire carries. Look for the times when one of the two rows is empty: first the
-# wire has nothing to do, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
+# GPU does, the lower row what its wire carries; grey means waiting. Look for the times when one of the two does nothing:
+# first the wire, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
 
 # %%
 from distlab.plan import Plan
@@ -737,7 +737,7 @@ for rung, prepare in PREPARE.items():
 
 # %%
 speedups = {rung: 64 * alone_s / step_on(64, rung).duration_s for rung in RUNGS}
-words = {"unit": "x", "title": "64 GPUs: your four rungs, from the slowest to the fastest"}
+words = {"unit": "x", "title": "What each of your four rungs gets out of 64 GPUs"}
 subtitle = "work per second compared with one GPU; 64 would be perfect; simulated, 8,192 tokens per GPU"
 show(draw_bars(speedups, subtitle=subtitle, **words), describe_bars(speedups, **words))
 ranks.close()

@@ -65,9 +65,9 @@ words = "One machine's step: the GPU works for a moment, then it waits for the w
 show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
 # %% [markdown]
-# This is the step of one of the four machines. The upper row is what its GPU computes, the lower row what its wire
-# carries. Look how short the upper row is. Everything after it is waiting. How much shorter can the lower row become,
-# and does the model still learn then? This lesson answers both.
+# This is the step of one of the four machines. The upper row is what its GPU does, the lower row what its wire carries.
+# Only the two boxes at the left end of the upper row are work, forward and backward. The grey rest is waiting. How much
+# shorter can the lower row become, and does the model still learn then? This lesson answers both.
 
 # %% tags=["nbval-check-output"]
 print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
