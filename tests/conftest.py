@@ -53,24 +53,23 @@ def _pools(no_process_left: None) -> Iterator[dict[int, Ranks]]:
 
 
 # A gloo group has threads that wake up a hundred times a second, also when nobody uses it any more.
-MANY_THREADS = 12
+MANY_THREADS = 10
 
 
 @pytest.fixture
 def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
     """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced.
 
-    Ranks on which earlier tests have left many groups are replaced too, before the test.
+    Ranks on which earlier tests have left many groups are replaced too.
     """
 
     from distlab.comm import Ranks  # loads torch, which many tests do without
 
-    for world_size, pool in list(_pools.items()):
-        if _is_crowded(pool):
-            pool.close()
-            del _pools[world_size]
-
     def of_size(world_size: int) -> Ranks:
+        for size, pool in list(_pools.items()):
+            if _is_crowded(pool):
+                pool.close()
+                del _pools[size]
         if world_size not in _pools:
             _pools[world_size] = Ranks(world_size, timeout_s=60)
         return _pools[world_size]

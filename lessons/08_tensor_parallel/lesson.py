@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 8. Tensor parallel
 #
-# 90 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
+# 120 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
 # machine are the four ranks.
 #
 # Afterwards you can
