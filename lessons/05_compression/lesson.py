@@ -457,7 +457,7 @@ show(draw_bars(ends, subtitle="mean of the last five updates; less is better", *
 
 # %% tags=["nbval-check-output"]
 def add_up(num_steps=50):
-    """Ten numbers, two sent in each step: what is sent and kept in the end, to compare with the sum of all gradients."""
+    """Ten numbers, two sent in each step: return the mean of what was sent, and what is kept."""
     constant = torch.arange(1.0, 11.0, dtype=torch.float64)
     memory, applied = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
     for _ in range(num_steps):
