@@ -1,7 +1,7 @@
 """Where an answer's functions come from: a module, a file or a notebook; read as text, executed by whoever asks.
 
-Of a notebook only what defines something is executed: imports, functions, classes and constants. Cells that train,
-draw or check are left out.
+Of a notebook only the functions that are asked for are executed, and what they need: helpers, imports and values of any
+cell, whoever wrote it. Cells that train, draw or check are left out.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import importlib
 import json
 import linecache
 import os
+import symtable
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
-_QUIET = (ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.UnaryOp, ast.BinOp)
-_PARTS = (ast.expr_context, ast.operator, ast.unaryop, ast.Subscript, ast.Slice)
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,14 @@ def _is_magic(line: str) -> bool:
     return bare.startswith(("%", "!", "?")) or bare.endswith("?") or "= !" in bare or "= %" in bare
 
 
-def execute(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
+def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Execute a source in a bare namespace; return the namespace and notes on what did not work.
 
     In a notebook's namespace are the names that its extension puts there. Whatever a module or file raises passes.
+
+    Args:
+        source: what to execute; a module or file is executed whole.
+        wanted: names of the functions that a notebook is asked for.
     """
     if source.directory and source.directory not in sys.path:
         sys.path.insert(0, source.directory)
@@ -152,34 +155,59 @@ def execute(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
         return vars(importlib.import_module(source.name)), source.notes
     namespace: dict[str, Any] = {"__name__": NAMESPACE}
     notes = list(source.notes)
-    if source.kind == "notebook":
-        namespace |= names_for_functions()
     for name, text in source.pieces:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        tree = ast.parse(text, name)
-        if source.kind == "file":
+    trees = [(name, ast.parse(text, name)) for name, text in source.pieces]
+    if source.kind == "file":
+        for name, tree in trees:
             exec(compile(tree, name, "exec"), namespace)
-            continue
-        for statement in _definitions(tree):
-            try:
-                exec(compile(ast.Module([statement], []), name, "exec"), namespace)
-            except Exception as error:
-                first = ast.unparse(statement).splitlines()[0]
-                notes.append(f"{name}: {first}: {type(error).__name__}: {error}")
+        return namespace, tuple(notes)
+    namespace |= names_for_functions()
+    for name, statement in _needed([(name, statement) for name, tree in trees for statement in tree.body], wanted):
+        try:
+            exec(compile(ast.Module([statement], []), name, "exec"), namespace)
+        except Exception as error:
+            lines = ast.unparse(statement).splitlines()
+            first = next((line for line in lines if line.startswith(("def ", "class "))), lines[0])
+            notes.append(f"{name}: {first}: {type(error).__name__}: {error}")
     return namespace, tuple(notes)
 
 
-def _definitions(tree: ast.Module) -> Iterator[ast.stmt]:
-    for statement in tree.body:
-        if isinstance(
-            statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ) or (isinstance(statement, ast.Assign | ast.AnnAssign) and _is_constant(statement.value)):
-            yield statement
+def _needed(statements: Sequence[tuple[str, ast.stmt]], wanted: Iterable[str]) -> list[tuple[str, ast.stmt]]:
+    """Return the statements, in order, that bind the wanted names or, again and again, the names that these use.
+
+    `flat = check("03.flat", flat).function` is left out: it goes on with the reference where an answer is wrong.
+    """
+    names = [_names(statement) for _, statement in statements]
+    goes_on = not any("check" in binds for binds, _ in names)
+    needed, found = set(wanted), -1
+    while len(needed) > found:
+        found = len(needed)
+        chosen = [binds is ANY or bool(binds & needed) for binds, _ in names]
+        chosen = [one and not (goes_on and "check" in uses) for one, (_, uses) in zip(chosen, names, strict=True)]
+        needed |= {name for one, (_, uses) in zip(chosen, names, strict=True) if one for name in uses}
+    return [each for each, one in zip(statements, chosen, strict=True) if one]
 
 
-def _is_constant(value: ast.expr | None) -> bool:
-    """Whether an expression only names and combines constants: it calls nothing."""
-    return value is not None and all(isinstance(node, _QUIET + _PARTS) for node in ast.walk(value))
+ANY = frozenset("*")  # what a star import binds
+
+
+def _names(statement: ast.stmt) -> tuple[frozenset[str], set[str]]:
+    """Return the global names that a statement binds or changes, and those that it uses, also inside functions."""
+    if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+        return ANY, set()
+    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
+    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    for node in ast.walk(statement) if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            binds |= {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+    uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+    scopes = table.get_children()
+    while scopes:
+        scope = scopes.pop()
+        uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
+        scopes += scope.get_children()
+    return frozenset(binds), uses
 
 
 def names_for_functions() -> dict[str, Any]:

@@ -34,7 +34,7 @@ def load_submission(impl: str, lesson: Lesson) -> dict[str, Callable[..., Any]]:
         return {exercise.name: reference_of(exercise) for exercise in lesson.exercises}
     source = read_source(impl)
     try:
-        namespace, _ = execute(source)
+        namespace, _ = execute(source, {exercise.function for exercise in lesson.exercises})
     except (Exception, SystemExit) as error:
         raise ValueError(f"{impl} cannot be loaded: {_place(error)}{type(error).__name__}: {error}") from error
     found = {exercise.name: namespace.get(exercise.function) for exercise in lesson.exercises}
@@ -77,7 +77,7 @@ class Submitted:
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Load the source once in this process, and call its function."""
         if self._fn is None:
-            self._fn = execute(self.source)[0][self.name]
+            self._fn = execute(self.source, [self.name])[0][self.name]
         return self._fn(*args, **named)
 
 
@@ -120,9 +120,10 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
             verdicts[exercise.name] = None if missing else first_fault(exercise, fn, reference) or True
         return verdicts, notes
 
+    load = functools.partial(execute, source, {exercise.function for exercise in lesson.exercises})
     with start_ranks(1, LOAD_TIMEOUT_S) as ranks:
         try:
-            return ranks.run(drive_on_rank, look, functools.partial(execute, source), MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
+            return ranks.run(drive_on_rank, look, load, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
         except RankTimeout:
             text = (
                 f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 110  # a little more than a screen's, so that a wide page shows a sharp picture
-
 
 class Picture:
     """A figure as PNG, with the text that says what it shows: for screen readers, terminals and diffs."""
 
-    def __init__(self, png: bytes, text: str, dark: bytes = b"") -> None:
-        self.png, self.text, self.dark = png, text, dark
+    def __init__(self, png: bytes, text: str) -> None:
+        self.png, self.text = png, text
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from simulator.viz import picture_html
-
-        page = picture_html(self.png, self.dark, title=self.text, text=self.text, dpi=DPI)
-        return {"text/plain": self.text, "text/html": page}
+        data = base64.b64encode(self.png).decode()
+        words = html.escape(self.text, quote=True)
+        image = f'<img style="max-width:100%" alt="{words}" src="data:image/png;base64,{data}">'
+        return {"text/plain": self.text, "text/html": f'{image}<p style="white-space:pre-wrap">{words}</p>'}
 
 
 def show(figure: Figure | bytes, text: str) -> None:
     """Display a figure (or PNG bytes) in the notebook, with its alt text and the same text below it.
-
-    A figure follows a dark theme; PNG bytes stay as they are.
 
     Raises:
         ValueError: the text is empty: a picture without words says nothing to those who cannot see it.
@@ -40,29 +37,17 @@ def show(figure: Figure | bytes, text: str) -> None:
 
     if not text.strip():
         raise ValueError("show(figure, text) needs the text that says what the figure shows")
-    light, dark = (figure, b"") if isinstance(figure, bytes) else (png_of(figure), png_of(figure, dark=True))
-    if not isinstance(figure, bytes):
-        _close(figure)
-    display(Picture(light, text, dark))  # type: ignore[no-untyped-call]
+    picture = Picture(figure if isinstance(figure, bytes) else png_of(figure), text)
+    display(picture)  # type: ignore[no-untyped-call]
 
 
-def png_of(figure: Any, dpi: int = DPI, *, dark: bool = False) -> bytes:
-    """Return a figure as PNG: the whole page, and more of it where something stands outside."""
-    from matplotlib.transforms import Bbox
-
-    from simulator.viz import darkened
-
+def png_of(figure: Any, dpi: int = 110) -> bytes:
+    """Return a figure as PNG and close it, so that the notebook does not show it once more."""
     buffer = io.BytesIO()
-    with darkened(figure) if dark else nullcontext():
-        figure.draw_without_rendering()
-        page = Bbox.union([Bbox.from_bounds(0, 0, *figure.get_size_inches()), figure.get_tightbbox()])
-        figure.savefig(buffer, format="png", dpi=dpi, bbox_inches=page)
-    return buffer.getvalue()
-
-
-def _close(figure: Any) -> None:
-    """Close a figure of pyplot, so that the notebook does not show it once more."""
-    if getattr(figure.canvas, "manager", None) is not None:
+    figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
+    manager = getattr(figure.canvas, "manager", None)
+    if manager is not None:
         import matplotlib.pyplot as plt
 
         plt.close(figure)
+    return buffer.getvalue()

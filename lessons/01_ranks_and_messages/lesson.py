@@ -55,16 +55,16 @@ message_bytes = num_parameters * 4
 alone_s, together_s = 0.120, 0.135
 waits_s = together_s - alone_s
 print(f"the message has {message_bytes / 1e6:.0f} MB")
-print(f"it took {waits_s * 1e3:.0f} ms, so {message_bytes / waits_s / 1e9:.0f} GB travelled a second")
+print(f"it took {waits_s * 1e3:.0f} ms, so {message_bytes / waits_s / 1e9:.0f} GB travelled per second")
 share = waits_s / together_s
 print(f"{share:.1%} of the GPU hours that you pay for are spent waiting: {30 * share:.1f} days of a month")
 
 # %% [markdown]
-# Three days of every month. And you got off lightly: these two machines are joined by InfiniBand, a network made for
-# this. What if they were joined by the Ethernet of an office, with 10 gigabits a second?
+# Three days of every month. And that is the good case: these two machines are joined by InfiniBand, a network made for
+# this. What if they were joined by the Ethernet of an office, with 10 gigabits per second?
 #
-# In this course you **predict** first. Type a number and commit to it; a wrong guess that you made is worth more than
-# a right number that you read.
+# In this course you **predict** first. Type a number and commit to it. You remember a guess that was wrong longer than
+# a number that you only read.
 
 # %%
 guess = predict("How long does the message of 375 MB take over Ethernet of 10 gigabits a second?", unit="ms")
@@ -79,7 +79,7 @@ print(f"two batches: {2 * alone_s * 1e3:.0f} ms on one GPU, {(alone_s + ethernet
 
 # %% [markdown]
 # Over that wire the second GPU makes training *slower*. (10 gigabits are 1.25 gigabytes. If you were 8 times off,
-# you met the most common mistake of this trade: bits taken for bytes.)
+# you made the most common mistake of this field: bits taken for bytes.)
 #
 # The picture shows the same message on other wires. Move the slider from gradients of hundreds of megabytes down to a
 # message of a kilobyte. Something changes on the way: what?
@@ -316,7 +316,7 @@ swap.close()
 
 # %% tags=["nbval-check-output"]
 num_gpus, nccl_timeout_min = 64, 10
-print(f"one hang on {num_gpus} GPUs costs {num_gpus * nccl_timeout_min / 60:.1f} GPU hours before anybody is told")
+print(f"one hang on {num_gpus} GPUs costs {num_gpus * nccl_timeout_min / 60:.1f} GPU hours before you are told")
 
 # %% [markdown]
 # If both are bold and *send* first, is it better? No: each `send` waits for a `recv` that stands behind the other's
@@ -573,8 +573,8 @@ for name in ("infiniband-hdr", "ethernet-10g"):
 # %% [markdown]
 # ## Exercise 4: gather
 #
-# One rank often wants to see everybody's tensor: to log, to save, to compare. Write `gather` with messages:
-# `root` returns the list of all tensors in the order of ranks, everybody else returns `None`.
+# One rank often wants to see the tensors of all ranks: to log, to save, to compare. Write `gather` with messages:
+# `root` returns the list of all tensors in the order of ranks, every other rank returns `None`.
 #
 # | what | budget |
 # |---|---|
@@ -622,7 +622,7 @@ for num_ranks in (2, 8, 64, 512):
 # printed the right mean, on every step. With two ranks training hangs at the end all the same.
 #
 # It uses one of torch's **[collectives](../GLOSSARY.md#collective)**, calls that all ranks of a group make together:
-# `dist.reduce(t, dst=0)` adds up everybody's `t`. There is also `dist.all_reduce(t)`. Read about both
+# `dist.reduce(t, dst=0)` adds up the `t` of all ranks. There is also `dist.all_reduce(t)`. Read about both
 # (`help(dist.reduce)`), find the fault, repair it.
 #
 # | what | budget |
@@ -773,7 +773,7 @@ print(
 # %% tags=["nbval-check-output"]
 for name in ("infiniband-hdr", "ethernet-10g"):
     step_s = alone_s + message_s(message_bytes / 2, link(name))
-    print(f"{name}: {step_s * 1e3:.1f} ms a step, {2 * alone_s / step_s:.2f}x one GPU")
+    print(f"{name}: {step_s * 1e3:.1f} ms per step, {2 * alone_s / step_s:.2f}x one GPU")
 
 # %% [markdown]
 # **4.** How large must the batch's compute be, so that over that Ethernet two GPUs reach 1.8x, still with 4 bytes?

@@ -291,8 +291,8 @@ for n in (2, 8, 64, 512, 4096):
 # %% [markdown]
 # ## 3. Few steps, with a tree
 #
-# In a ring a message goes from hand to hand; the last rank hears of it after n-1 steps. If everybody who knows it tells
-# one more, the number of those who know doubles in each step:
+# In a ring a message goes from rank to rank, and the last rank gets it after n-1 steps. If every rank that has it sends
+# it to one more, the number of ranks that have it doubles in each step:
 #
 # ```
 # step 0   0 -> 1                        2 ranks have it
@@ -513,7 +513,7 @@ from simulator import fit_link
 
 here = fit_link(sizes, measured_s[:, 0], 4, "ring", name="this machine")
 wire = here.protocols[-1]
-print(f"fitted to the ring: {wire.latency_s * 1e6:.0f} us a message, {wire.bytes_per_s / 1e9:.2f} GB/s")
+print(f"fitted to the ring: {wire.latency_s * 1e6:.0f} us per message, {wire.bytes_per_s / 1e9:.2f} GB/s")
 for size, row in zip(sizes, measured_s, strict=True):
     expected = all_reduce_times(size, 4, wire.latency_s, wire.bytes_per_s)
     told = [f"{name} {seconds / row[i] - 1:+.0%}" for i, (name, seconds) in enumerate(expected.items())]

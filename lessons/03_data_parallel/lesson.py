@@ -42,8 +42,8 @@
 # gradients. This lesson has four ways to do that. They give the same numbers. What do they cost?
 #
 # The picture below shows one step of one of the 64 GPUs, with the second of the four ways. The upper row is what the
-# GPU computes, the lower row what its wire carries. Look for the times when one of the two rows is empty: first the
-# wire has nothing to do, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
+# GPU does, the lower row what its wire carries. Grey means waiting. Look for the times when one of the two does
+# nothing: first the wire, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
 
 # %%
 from distlab.plan import Plan
@@ -78,7 +78,7 @@ show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}"
 # you expect of it? Type a number into the box that the next cell shows, and press Commit.
 
 # %%
-guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce a parameter?", unit="x")
+guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce per parameter?", unit="x")
 guess_0
 
 # %%
@@ -88,15 +88,15 @@ print(f"{guess_0.answer} The simulator says {speedup:.1f}x.")
 
 # %% tags=["nbval-check-output"]
 alone_s = step_on(1, "flat").duration_s
-print(f"one GPU: {alone_s * 1e3:.0f} ms a step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
+print(f"one GPU: {alone_s * 1e3:.0f} ms per step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
 for rung in RUNGS:
     speedup = 64 * alone_s / step_on(64, rung).duration_s
-    print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars a week unused")
+    print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars per week unused")
 
 # %% [markdown]
-# The third line looks like a mistake: more work for the programmer, and slower than the second. It is not a mistake, it
-# is the step before the fourth. Between the first line and the last lie some forty lines of Python, and you will write
-# them. First, though, what must not break: four ranks have to compute what one process computes.
+# The third line looks like a mistake: more work for the programmer, and slower than the second. It is the step before
+# the fourth. Between the first line and the last lie some forty lines of Python, and you will write them. But first
+# comes what must not break: four ranks have to compute what one process computes.
 
 # %% [markdown]
 # ## One process is the judge
@@ -134,9 +134,9 @@ print("the mean of the slices is the whole, to 1e-14:", bool((slices.mean(0) - w
 print(f"the sum of the slices is {float(slices.sum(0) @ whole / (whole @ whole)):.3f} times the whole")
 
 # %% [markdown]
-# So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate; with 64 ranks,
-# with 64 times. This is the most common fault of all, and it can hide: Adam divides a gradient by its own size. One
-# step of Adam from a gradient, and from four times that gradient (`run(f, 1)` calls `f` on one rank):
+# So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate. With 64 ranks it
+# is 64 times. This is the most common fault of all, and it can hide, because Adam divides a gradient by its own size.
+# Try one step from a gradient, and one from four times that gradient (`run(f, 1)` calls `f` on one rank):
 
 
 # %% tags=["nbval-check-output"]
@@ -175,8 +175,8 @@ show(
 # Keep this in mind whenever a distributed program is "proved" with a falling loss: **compare with one process, and
 # with plain SGD.**
 #
-# Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2. The mean of the four means then
-# counts a sample in a small slice for more. The remedy is to weight each rank's loss by its share:
+# Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2 samples. Then the mean of the four
+# means gives more weight to a sample of a small slice. The remedy is to weight each rank's loss by its share:
 # `distlab.data_parallel.loss_weight`.
 
 # %% tags=["nbval-check-output"]
@@ -232,13 +232,13 @@ show(
 )
 
 # %% [markdown]
-# Nothing failed, no error was raised, and these are four different models whose gradients are averaged into nonsense.
+# No error was raised. Yet these are four different models, and the mean of their gradients fits none of them.
 #
 # ### Exercise: equal starts
 #
 # Write `broadcast_module(module)`: afterwards every rank has rank 0's parameters *and buffers* (running means, masks,
 # counters: whatever forward reads). Write into the tensors that are there, since an optimizer may hold them already.
-# Budget: one broadcast a tensor.
+# Budget: one broadcast per tensor.
 
 # %% exercise="03.broadcast"
 
@@ -247,7 +247,7 @@ together = ranks.run(train_apart, broadcast_module)
 print("all four equal after five steps:", all(torch.equal(together[0], weights) for weights in together))
 
 # %% [markdown]
-# ## Rung 1: one all-reduce a parameter
+# ## Rung 1: one all-reduce per parameter
 #
 # The simplest way that is right. `dist.all_reduce(tensor)` puts the sum over ranks into the tensor, on every rank
 # (lesson 2 built it). Divide each gradient by the number of ranks and all-reduce it.
@@ -389,7 +389,7 @@ def predicted(rung, bucket_bytes=500_000):
 # small model takes some tens of milliseconds. Commit to a number before you run on.
 
 # %%
-guess_1 = predict("How long is a step with one all-reduce a parameter, on this machine?", unit="ms")
+guess_1 = predict("How long is a step with one all-reduce per parameter, on this machine?", unit="ms")
 guess_1
 
 # %%
@@ -480,7 +480,7 @@ def traffic(prepare):
     return records.num_calls("all_reduce"), records.payload_bytes(0, "all_reduce")
 
 
-for name, prepare in (("one a parameter", one_by_one), ("flat", flat)):
+for name, prepare in (("one per parameter", one_by_one), ("flat", flat)):
     num_calls, num_bytes = traffic(prepare)
     print(f"{name:16} {num_calls:3} all-reduces, {num_bytes:,} bytes")
 
@@ -691,7 +691,7 @@ def with_buckets(bucket_mb, num_gpus, samples=1):
 def draw_buckets(bucket_mb, num_gpus):
     step = with_buckets(bucket_mb, num_gpus)
     exposed_ms = step.exposed_communication_s * 1e3
-    title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms a step, {exposed_ms:.0f} ms exposed"
+    title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms per step, {exposed_ms:.0f} ms exposed"
     one = step.trace.select(step.trace.rank == 0)  # all ranks do the same
     return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
 
@@ -737,7 +737,7 @@ for rung, prepare in PREPARE.items():
 
 # %%
 speedups = {rung: 64 * alone_s / step_on(64, rung).duration_s for rung in RUNGS}
-words = {"unit": "x", "title": "64 GPUs: your four rungs, from the slowest to the fastest"}
+words = {"unit": "x", "title": "What each of your four rungs gets out of 64 GPUs"}
 subtitle = "work per second compared with one GPU; 64 would be perfect; simulated, 8,192 tokens per GPU"
 show(draw_bars(speedups, subtitle=subtitle, **words), describe_bars(speedups, **words))
 ranks.close()
@@ -835,7 +835,7 @@ show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}"
 # **micro-batches** one after the other: autograd adds up their gradients in `parameter.grad` by itself. Send the sum
 # once, then make one update. This is **gradient accumulation**.
 #
-# The mathematics is that of the ranks once more: $L = \frac{1}{M}\sum_m L_m$. So each loss is divided by the number of
+# The mathematics is the same as for ranks: $L = \frac{1}{M}\sum_m L_m$. So each loss is divided by the number of
 # micro-batches $M$.
 #
 # In the simulator it is one field of the plan. With one micro-batch of 2,048 tokens for each update, 64 GPUs do
@@ -873,7 +873,7 @@ from simulator.viz import Panel
 def draw_accumulating(num_microbatches):
     step = accumulating_on(64, num_microbatches)
     exposed_ms, each_ms = step.exposed_communication_s * 1e3, step.duration_s * 1e3 / num_microbatches
-    title = f"Update of {num_microbatches}: {each_ms:.0f} ms a micro-batch, {exposed_ms:.0f} ms exposed in all"
+    title = f"Update of {num_microbatches}: {each_ms:.0f} ms per micro-batch, {exposed_ms:.0f} ms exposed in all"
     one = step.trace.select(step.trace.rank == 0)
     return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
 

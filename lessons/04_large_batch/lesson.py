@@ -282,7 +282,7 @@ print(f"without decay in the ratio: {float(bare_ratio * (gradient + 0.01 * weigh
 
 # %%
 steps = {"decay in the ratio": length, "decay left out": float(bare_ratio * (gradient + 0.01 * weight).norm())}
-words = {"unit": "% of |w|", "title": "A ratio that ignores decay throws the layer away in one step"}
+words = {"unit": "% of |w|", "title": "A ratio that ignores decay makes this step 100 times too long"}
 show(draw_bars(steps, **words), describe_bars(steps, **words))
 
 # %% [markdown]

@@ -65,16 +65,16 @@ words = "One machine's step: the GPU works for a moment, then it waits for the w
 show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
 # %% [markdown]
-# This is the step of one of the four machines. The upper row is what its GPU computes, the lower row what its wire
-# carries. Look how short the upper row is. Everything after it is waiting. How much shorter can the lower row become,
-# and does the model still learn then? This lesson answers both.
+# This is the step of one of the four machines. The upper row is what its GPU does, the lower row what its wire carries.
+# Only the two boxes at the left end of the upper row are work, forward and backward. The grey rest is waiting. How much
+# shorter can the lower row become, and does the model still learn then? This lesson answers both.
 
 # %% tags=["nbval-check-output"]
-print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
+print(f"one machine: {one.duration_s * 1e3:.0f} ms per step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
 for wire in ("ethernet-10g", "ethernet-100g", "infiniband-ndr"):
     step = step_on(4, wire)
     exposed = step.exposed_communication_s / step.duration_s
-    print(f"4 machines, {wire:14}: {step.duration_s * 1e3:5.0f} ms a step, {exposed:4.0%} of it waiting, ", end="")
+    print(f"4 machines, {wire:14}: {step.duration_s * 1e3:5.0f} ms per step, {exposed:4.0%} of it waiting, ", end="")
     print(f"{4 * one.duration_s / step.duration_s:.2f}x the work of one")
 
 # %% [markdown]
@@ -147,7 +147,7 @@ def bench(name, average):
     num_bytes, error = ranks.run(measured, average)[0]
     table[name] = num_bytes, error
     times = table["float32"][0] / num_bytes
-    print(f"{name:20} {num_bytes:9,} bytes sent a rank, {times:6.1f}x less; wrong by {error:.1%}")
+    print(f"{name:20} {num_bytes:9,} bytes sent per rank, {times:6.1f}x less; wrong by {error:.1%}")
 
 
 # %% [markdown]
@@ -223,7 +223,7 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # ### "It saves 99 %"
 #
 # Where did the factor of 100 go? Half of it is indices. The rest is the **[all-gather](../GLOSSARY.md#all-gather)**. A
-# [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes sends $2\frac{n-1}{n}S$ a rank, less than $2S$ on any
+# [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes sends $2\frac{n-1}{n}S$ per rank, less than $2S$ on any
 # number of ranks, since sums stay as long as their parts. What is gathered does not shrink: each rank's pairs must
 # reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4 bytes each:
 #
@@ -457,7 +457,7 @@ show(draw_bars(ends, subtitle="mean of the last five updates; less is better", *
 
 # %% tags=["nbval-check-output"]
 def add_up(num_steps=50):
-    """Ten numbers, two sent in each step: what is sent and kept in the end, beside the sum of all gradients."""
+    """Ten numbers, two sent in each step: return the mean of what was sent, and what is kept."""
     constant = torch.arange(1.0, 11.0, dtype=torch.float64)
     memory, applied = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
     for _ in range(num_steps):
@@ -515,7 +515,7 @@ show(draw_losses(title), f"Loss against updates. No compression ends at {plain[-
 # %% [markdown]
 # The loss of one run jumps by a few hundredths from machine to machine and seed to seed, so do not read the second
 # digit. What is plain: without memory signs lag far behind, top-1 % and one bit somewhat, and random places, each ten
-# times too large, run away at a learning rate that suits everybody else. With memory all four follow the black line.
+# times too large, run away at a learning rate that suits all the others. With memory all four follow the black line.
 # That a gradient may be wrong by 95 % in each step, and training hardly notices, is the most surprising fact of this
 # lesson. The error of one step does not matter as long as it is repaid.
 
@@ -936,7 +936,7 @@ print("2. (n-1) E against 2 (n-1)/n 2 E: n = 4")
 elements = 4096 * 4096
 top_1_percent = 3 * 8 * 0.01 * elements  # (n-1) pairs of 8 bytes
 print(f"3. 1.5 x 4 bytes x 8192 r = {top_1_percent / 1e6:.1f} MB: r = {top_1_percent / (1.5 * 4 * 8192):.0f}")
-print("4. top-k of the mean, after an all-reduce of everything, with k = all; or a hook that nobody registered")
+print("4. top-k of the mean, after an all-reduce of everything, with k = all; or a hook that was never registered")
 print(f"5. {4 * MODEL.num_parameters / 1e9:.1f} GB, as much as the float32 weights")
 
 # %%

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from distlab.cli import main
-from distlab.grading import Lesson, load_submission
+from distlab.grading import Lesson, load_lesson, load_submission
 from distlab.grading.progress import MARKER, load_progress
-from distlab.grading.source import read_source
+from distlab.grading.source import execute, read_source
 from distlab.grading.submission import isolated_submission
 
 GOOD = """
@@ -92,10 +92,10 @@ def test_learners_line_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "at mine.ipynb, code cell 2, line 3, in mean: return total.no_such_thing()" in out
 
 
-def test_notebook_runs_definitions_and_nothing_else(folder: Path, lesson: Lesson) -> None:
+def test_notebook_runs_what_the_functions_need_and_nothing_else(folder: Path, lesson: Lesson) -> None:
     impl = notebook(
         folder / "a.ipynb",
-        "%matplotlib inline\nimport math\nimport no_such_package_at_all",
+        "%matplotlib inline\nimport math\nimport no_such_package_at_all as unused",
         "%%ranks 4\nraise RuntimeError('not for here')",
         "FACTOR = 2\nTABLE = {'a': [1, -2]}\nopened = open('/no/such/file')\nraise SystemExit(5)",
         "files = !ls\nprint?\n!rm -rf everything\n"
@@ -105,13 +105,60 @@ def test_notebook_runs_definitions_and_nothing_else(folder: Path, lesson: Lesson
     )
     functions, notes = isolated_submission(impl, lesson)
     assert any("code cell 5 of" in note and "syntax error in its line 1" in note for note in notes)
-    assert any("import no_such_package_at_all: ModuleNotFoundError" in note for note in notes)
+    assert len(notes) == 1, "what no function needs is not run"
     assert functions["91.double"]([1.0]) == [2.0]
     assert "has no function mean" in functions["91.mean"].absent
     assert "syntax error" in functions["91.mean"].absent
     loaded = load_submission(impl, lesson)
     assert set(loaded) == {"91.double"}
     assert loaded["91.double"]([3.0], times=3) == [9.0]
+
+
+HELPERS = (
+    "def twice(value):\n    return scale(value)",
+    "from math import prod\nFACTOR = prod([1, 2])\nTABLE = {}\nTABLE['times'] = FACTOR",
+    "for name in ('a', 'b'):\n    TABLE[name] = 1\n",
+    "loss = train_for_an_hour()\nvalues = undefined",
+    "class Scale:\n    times = TABLE['times']\n    def __call__(self, v):\n        return self.times * v",
+    "scale = Scale()",
+    "try:\n    import fast_double as backend\nexcept ImportError:\n    backend = None",
+    "if backend is None:\n    def double(values):\n        loss = [twice(v) for v in values]\n        return loss",
+    "from functools import partial\ndef _mean(divisor, tensor):\n    return tensor / divisor\nmean = partial(_mean, 2)",
+    "double = check('91.double', double).function\nmean = check('91.mean', mean).function",
+)
+
+
+def test_helpers_of_any_cell_are_found(folder: Path, lesson: Lesson) -> None:
+    functions, notes = isolated_submission(notebook(folder / "a.ipynb", *HELPERS), lesson)
+    assert notes == ()
+    loaded = load_submission(notebook(folder / "b.ipynb", *HELPERS), lesson)
+    assert loaded["91.double"]([1.5]) == functions["91.double"]([1.5]) == [3.0]
+    assert loaded["91.mean"](8) == 4
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("from no_such_package_at_all import FACTOR", "code cell 1: from no_such_package_at_all import FACTOR: Module"),
+        ("FACTOR = undefined + 1", "code cell 1: FACTOR = undefined + 1: NameError: name 'undefined' is not defined"),
+        ("FACTOR = 1\nFACTOR += '2'", "code cell 1: FACTOR += '2': TypeError"),
+    ],
+)
+def test_what_a_function_needs_and_fails_is_told(folder: Path, lesson: Lesson, cell: str, told: str) -> None:
+    double = "def double(values):\n    return [FACTOR * v for v in values]"
+    _, notes = isolated_submission(notebook(folder / "a.ipynb", cell, double), lesson)
+    assert len(notes) == 1
+    assert told in notes[0]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path("lessons").glob("*/*.ipynb")), ids=lambda path: f"{path.parent.name[:2]}-{path.stem}"
+)
+def test_nothing_of_the_course_is_reported(path: Path) -> None:
+    lesson = load_lesson(path.parent.name[:2])
+    namespace, notes = execute(read_source(str(path)), {exercise.function for exercise in lesson.exercises})
+    assert notes == ()
+    assert all(callable(namespace[exercise.function]) for exercise in lesson.exercises)
 
 
 def test_notebook_without_the_exercise(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

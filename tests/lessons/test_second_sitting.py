@@ -1,11 +1,13 @@
 """Lesson 3 has two sittings: the second runs in a fresh kernel, after the lesson's first code cell alone."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from distlab.grading.progress import MARKER, change_entry, now
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 SECOND = "# Sitting two"
@@ -54,7 +56,7 @@ def test_the_second_sitting_runs_without_the_first(tmp_path):
 
 @pytest.mark.timeout(120)
 def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path):
-    (tmp_path / ".distlab-work").touch()
+    (tmp_path / MARKER).touch()
     folder = tmp_path / "03_data_parallel"
     folder.mkdir()
     cell = nbformat.v4.new_code_cell
@@ -64,11 +66,11 @@ def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path):
         cell("def fill_buckets(sizes_bytes, bucket_bytes):\n    1/0"),
     ]
     nbformat.write(nbformat.v4.new_notebook(cells=saved), folder / "lesson.ipynb")
-    times = {"first_passed": "2026-01-01T00:00:00+00:00", "last_passed": "2026-01-01T00:00:00+00:00"}
-    progress = {"schema": 1, "exercises": {"03.average": {"attempts": 1, **times}, "03.buckets": {"attempts": 1}}}
-    (tmp_path / "progress.json").write_text(json.dumps(progress))
+    change_entry("03.average", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    change_entry("03.buckets", lambda entry: replace(entry, attempts=1, failed=1), folder)
     first, bring = [cell for cell in second_half(notebook()) if cell.cell_type == "code"][:2]
     asked = cell("print(average_gradients.__doc__, fill_buckets([4, 4], 4))")
-    code = run([first, bring, asked], folder)
+    ended = cell("from distlab.comm.launch.fork_client import shut_down\n\nshut_down()")
+    code = run([first, bring, asked, ended], folder)
     assert "from your notebook: 03.average\n" in printed(code[1])
     assert printed(code[2]) == "Mine. [[1], [0]]\n"

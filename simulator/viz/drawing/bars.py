@@ -82,7 +82,7 @@ def _series(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
 
 
 def _short(number: float) -> str:
-    """Write a number with three digits that count: 0.0123, 1.23, 12.3, 12,300."""
-    if number == 0 or abs(number) >= 100:
+    """Write a whole number as it is, and any other with three digits that count: 0.0123, 1.23, 12.3, 12,300."""
+    if number == round(number) or number >= 100:
         return f"{number:,.0f}"
-    return f"{number:.{2 - math.floor(math.log10(abs(number)))}f}" if abs(number) >= 1e-4 else f"{number:.1e}"
+    return f"{number:.{2 - math.floor(math.log10(number))}f}" if number >= 1e-4 else f"{number:.1e}"

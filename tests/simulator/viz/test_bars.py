@@ -13,7 +13,7 @@ SERIES = {"flat": {"predicted": 61.0, "measured": 66.0}, "overlapped": {"predict
 def test_each_number_is_a_bar_from_zero_with_its_number_at_the_end():
     axes = draw_bars(PLAIN, unit="messages", title="A ring sends more messages").axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0.0, 24.0), (0.0, 6.0)]
-    assert {"24.0 messages", "6.00 messages"} <= {text.get_text() for text in axes.texts}
+    assert {"24 messages", "6 messages"} <= {text.get_text() for text in axes.texts}
     assert axes.get_xlim()[0] == 0.0
 
 
@@ -28,8 +28,9 @@ def test_series_have_colours_of_their_own_and_stand_in_the_order_given():
 
 
 def test_words_say_the_same():
-    assert describe_bars(PLAIN, unit="messages", title="Few").startswith("Few. ring: 24.0 messages; tree: 6.00")
-    assert "flat: predicted 61.0 ms, measured 66.0 ms" in describe_bars(SERIES, unit="ms", title="The ladder")
+    assert describe_bars(PLAIN, unit="messages", title="Few").startswith("Few. ring: 24 messages; tree: 6")
+    assert describe_bars({"a": 0.01234, "b": 1234.5}, unit="ms", title="T") == "T. a: 0.0123 ms; b: 1,234 ms."
+    assert "flat: predicted 61 ms, measured 66 ms" in describe_bars(SERIES, unit="ms", title="The ladder")
 
 
 @pytest.mark.parametrize("wrong", [{}, {"ring": {}}, {"ring": -1.0}, {"ring": math.nan}, {"ring": {"a": math.inf}}])
