@@ -333,7 +333,7 @@ shown = {}
 for n in (2, 4, 8, 16, 64):
     factors = {"ring": 6, "all-to-all": 8 / n, "all-to-all, 8 query heads a key head": 36 / n}
     shown[f"{n} ranks"] = {name: factor * (n - 1) / n for name, factor in factors.items()}
-show_bars(shown, "K", "A ring sends the same on any number of ranks", "K: the bytes of the keys of the whole sequence")
+show_bars(shown, "K", "A ring sends up to 6 K; all-to-all sends less and less", "K: bytes of the keys of all ranks")
 
 # %% [markdown]
 # **"All-to-all sends less, so it is always better."** With shared key heads and few ranks it sends more. Two limits
