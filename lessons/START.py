@@ -20,8 +20,9 @@
 
 # %% [markdown]
 # ## The map
-# The next cell shows the lessons, what you can do after each, and which exercises you have passed. Run it again
-# whenever you want to see how far you are. (Click into it and press Shift-Enter.)
+# Below is the map: the lessons, what you can do after each, and which exercises you have passed. Grey lessons are not
+# written yet. The map is drawn anew each time that you start the lessons. To see how far you are in between, click into
+# the cell and press Shift-Enter.
 
 # %%
 from distlab.notebook import course_map
@@ -42,8 +43,9 @@ course_map()
 # function on one, two, three and four ranks and tells you what is wrong in words. If you skip an exercise, the rest
 # of the lesson goes on with a working version.
 #
-# If you are stuck, `hint("03.flat")` shows the hints one by one and counts them. After three failed checks and all
-# hints, `solution("03.flat")` shows the solution, and the map above then says "solution seen".
+# Above each function stand its minutes and its difficulty, from 1 to 3. If you are stuck, `hint("03.flat")` shows the
+# hints one by one and counts them. After three failed checks and all hints, `solution("03.flat")` shows the solution,
+# and the map above then says "solution seen".
 #
 # ## Ranks in a cell
 # A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their
@@ -64,7 +66,7 @@ numbers.tolist()
 
 # %% [markdown]
 # ## When something hangs
-# Ranks that wait for each other for ever are the commonest fault of this trade; you will cause one on purpose in
+# Ranks that wait for each other forever are the commonest fault of this trade; you will cause one on purpose in
 # the first lesson. When every rank waits and none can go on, you are told so within seconds: who waits for whom, in
 # which call, on which line. If a cell runs too long for you, press the stop button (a square), or Esc and then
 # I twice: the ranks end and you read where each one stood. Nothing is left running.

@@ -142,8 +142,8 @@ def _file_of(module: str, folder: Path) -> Path:
 
 
 def _cell(exercise: Exercise, text: str) -> str:
-    imports = "\n".join(exercise.imports)
-    return f"{imports}\n\n\n{text}" if imports else text
+    effort = f"# Exercise {exercise.name}: {exercise.effort}"
+    return "\n".join([effort, *exercise.imports, *(["", ""] if exercise.imports else []), text])
 
 
 def _cells_of(cell: NotebookNode, source: Source, kind: str) -> Iterator[NotebookNode]:

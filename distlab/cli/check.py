@@ -24,12 +24,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--impl", metavar="MODULE|FILE", help="where answers are (default: mine, your working copy)")
     command.add_argument("--exercise", metavar="NAME", help="check one exercise, such as flat")
     command.add_argument("--json", action="store_true", help="print the reports as JSON")
+    command.add_argument("--list", action="store_true", help="list the exercises with minutes and difficulty; run none")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Check, print one report per exercise, and return 0 when all are right, else 1."""
     lesson = load_lesson(arguments.lesson)
     exercises = _chosen(lesson, arguments.lesson, arguments.exercise)
+    if arguments.list:
+        print("\n".join(f"{exercise.name}  {exercise.title} ({exercise.effort})" for exercise in exercises))
+        return 0
     impl = str(working_copy(lesson.folder.name)) if arguments.impl in (None, MINE) else arguments.impl
     functions, notes = isolated_submission(impl, lesson)
     if not arguments.json:

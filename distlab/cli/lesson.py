@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int:
-    from distlab.notebook.copies import make_copies
+    from distlab.notebook.copies import draw_map, make_copies
     from distlab.notebook.server import Server
 
     copies = make_copies(lessons, work)
@@ -58,6 +58,7 @@ def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int
     for copy in copies:
         if copy.message:
             print(f"note: {copy.message}")
+    draw_map(lessons, work)
     signal.signal(signal.SIGTERM, _interrupt)
     print("starting JupyterLab ...", flush=True)
     with Server(work, port) as server:

@@ -62,6 +62,8 @@ class Exercise:
     Attributes:
         name: lesson and topic, such as "03.flat".
         title: one line: what the function does.
+        minutes: how long it takes someone who read the lesson up to here.
+        difficulty: 1 (a few known calls), 2 (one thing to think out) or 3 (several things that must fit together).
         source: the reference: "solutions:average_flat" in the lesson's folder, or "distlab.module:function".
         drive: runs on every rank, calls the learner's function and returns plain values or tensors.
         judge: looks at all ranks' results and records; yields faults; the first is told, none means right.
@@ -78,6 +80,8 @@ class Exercise:
 
     name: str
     title: str
+    minutes: int
+    difficulty: int
     source: str
     drive: Drive
     judge: Judge
@@ -95,6 +99,11 @@ class Exercise:
     def function(self) -> str:
         """Name of the function to write."""
         return self.source.rpartition(":")[2]
+
+    @property
+    def effort(self) -> str:
+        """What the learner is told before the start."""
+        return f"about {self.minutes} minutes, difficulty {self.difficulty} of 3"
 
     @property
     def lesson(self) -> str:

@@ -8,17 +8,19 @@ import itertools
 import json
 import os
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.comm.command import runnable
-from distlab.grading.progress import MARKER, copy_in
+from distlab.grading.progress import MARKER, copy_in, load_progress
 
 VERSIONS = ".versions.json"
 START = "START.ipynb"
 NOTEBOOK = "lesson.ipynb"  # its name in the repository, next to its source
 _LINK = re.compile(r"\(\.\./(\d\d_\w+)/\w+\.ipynb\)")
+GLOSSARY = "GLOSSARY.md"  # the lessons link to ../GLOSSARY.md
 
 
 class Copy(NamedTuple):
@@ -56,9 +58,26 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
     versions = _read_versions(work)
+    _bring_glossary(lessons / GLOSSARY, work / GLOSSARY, versions)
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons, work).items()]
     _write_versions(work, versions)
     return copies
+
+
+def draw_map(lessons: Path, work: Path) -> None:
+    """Put the map of the course, as it is now, below its cell in the copy of START: seen before anything is run."""
+    from distlab.notebook.course import CourseMap, rows, this_machine_can
+
+    path = work / START
+    if damage(path):
+        return
+    notebook = _read(path)
+    drawn = CourseMap(rows(lessons, load_progress(work)), this_machine_can())
+    data = {"text/html": drawn._repr_html_(), "text/plain": str(drawn)}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and "course_map()" in "".join(cell["source"]):
+            cell["outputs"] = [{"output_type": "display_data", "data": data, "metadata": {}}]
+    _put(path, notebook, replace=True)
 
 
 def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
@@ -148,6 +167,17 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
         return Copy(name, "kept")
     since = "there is a newer version of it" if came_from else "it is not known which version it came from"
     return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
+
+
+def _bring_glossary(original: Path, copy: Path, versions: dict[str, str]) -> None:
+    """Copy the glossary, also over an older one in which the learner wrote nothing."""
+    if original.is_file() and (not copy.exists() or versions.get(GLOSSARY) == _hash(copy)):
+        shutil.copyfile(original, copy)
+        versions[GLOSSARY] = _hash(copy)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -160,12 +160,17 @@ def _shell(work: Path) -> list[str]:
 
 
 def _quiet_settings(folder: Path) -> None:
-    """Write the settings that keep pop-ups away, where you have made none of your own."""
-    notification = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    notification.parent.mkdir(parents=True, exist_ok=True)
-    (folder / "workspaces").mkdir(exist_ok=True)
-    if not notification.exists():
-        notification.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}), encoding="utf-8")
+    """Write settings that keep pop-ups away and show the glossary as a page, where you have made none of your own."""
+    (folder / "workspaces").mkdir(parents=True, exist_ok=True)
+    ours = {
+        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+        "docmanager-extension/plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
+    }
+    for name, values in ours.items():
+        path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _is_free(port: int) -> bool:

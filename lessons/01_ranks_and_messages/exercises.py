@@ -22,6 +22,8 @@ EXERCISES = (
     Exercise(
         name="01.shift",
         title="every rank hands its tensor to the next",
+        minutes=8,
+        difficulty=1,
         source="solutions:shift",
         imports=MESSAGES,
         drive=messages.drive_shift,
@@ -43,6 +45,8 @@ EXERCISES = (
     Exercise(
         name="01.ping_pong",
         title="two ranks play a tensor back and forth against the clock",
+        minutes=8,
+        difficulty=2,
         source="solutions:ping_pong",
         imports=("import time", *MESSAGES),
         drive=links.drive_ping_pong,
@@ -65,6 +69,8 @@ EXERCISES = (
     Exercise(
         name="01.fit",
         title="latency and bandwidth from measured messages",
+        minutes=6,
+        difficulty=1,
         source="solutions:fit",
         imports=("from collections.abc import Sequence", "import numpy as np"),
         drive=links.drive_fit,
@@ -83,6 +89,8 @@ EXERCISES = (
     Exercise(
         name="01.gather",
         title="one rank collects every rank's tensor",
+        minutes=8,
+        difficulty=1,
         source="solutions:gather",
         imports=MESSAGES,
         drive=messages.drive_gather,
@@ -103,6 +111,8 @@ EXERCISES = (
     Exercise(
         name="01.repair",
         title="stop early, all together",
+        minutes=6,
+        difficulty=2,
         source="solutions:should_stop",
         broken="reduce",
         imports=MESSAGES[1:],

@@ -12,10 +12,11 @@
 # **60 minutes.** You need PyTorch on one device; nothing else, and no GPU.
 #
 # Afterwards you can
-# - start several ranks and tell what each of them owns,
+# - start several [ranks](../GLOSSARY.md#rank) and tell what each of them owns,
 # - send and receive tensors, in the right order, without waiting forever,
-# - cause a hang, read what it says, and repair it,
-# - measure latency and bandwidth, and predict how long a message will take.
+# - cause a [hang](../GLOSSARY.md#deadlock-hang), read what it says, and repair it,
+# - measure [latency](../GLOSSARY.md#latency) and [bandwidth](../GLOSSARY.md#bandwidth), and predict how long a message
+#   will take.
 
 # %%
 # %load_ext distlab.notebook
@@ -26,7 +27,26 @@
 # You train a model of 94 million parameters. On one GPU a step takes **120 ms**. You rent a second GPU in a second
 # machine and give each GPU a batch of its own. Now a step takes **135 ms**. The program is right. *Where did 15 ms go?*
 #
-# Both GPUs compute what they computed before. One thing is new: once a step they must agree on what they learned, so
+# The next picture shows this step. Each GPU has two rows: what it computes, and what it sends. Time runs to the right.
+# Look at the end, after 120 ms: both GPUs stand still, and only the wire between them works. What decides how long
+# that last box is? This lesson answers it, for any wire.
+
+# %%
+from distlab.trace import Span, Trace
+from simulator.viz import describe_timeline, draw_timeline
+
+PARTS_MS = (("compute", "forward", "F", 0, 40), ("compute", "backward", "B", 40, 120))
+PARTS_MS += (("communication", "gradients to the other GPU", "send", 120, 135),)
+step = Trace.from_spans(
+    Span(gpu, lane, name, kind, start * 10**6, end * 10**6)
+    for gpu in range(2)
+    for lane, name, kind, start, end in PARTS_MS
+)
+words = "One step on two GPUs: 120 ms of work, then 15 ms in which neither GPU works"
+show(draw_timeline(step, title=words), f"{words}. {describe_timeline(step)}")
+
+# %% [markdown]
+# Both GPUs compute what they computed before. One thing is new: once per step they must agree on what they learned. So
 # each sends its gradients to the other. That is one number of 4 bytes for each parameter, in one **message**.
 
 # %% tags=["nbval-check-output"]
@@ -35,16 +55,16 @@ message_bytes = num_parameters * 4
 alone_s, together_s = 0.120, 0.135
 waits_s = together_s - alone_s
 print(f"the message has {message_bytes / 1e6:.0f} MB")
-print(f"it took {waits_s * 1e3:.0f} ms, so {message_bytes / waits_s / 1e9:.0f} GB travelled a second")
+print(f"it took {waits_s * 1e3:.0f} ms, so {message_bytes / waits_s / 1e9:.0f} GB travelled per second")
 share = waits_s / together_s
 print(f"{share:.1%} of the GPU hours that you pay for are spent waiting: {30 * share:.1f} days of a month")
 
 # %% [markdown]
-# Three days of every month. And you got off lightly: these two machines are joined by InfiniBand, a network made for
-# this. What if they were joined by the Ethernet of an office, with 10 gigabits a second?
+# Three days of every month. And that is the good case: these two machines are joined by InfiniBand, a network made for
+# this. What if they were joined by the Ethernet of an office, with 10 gigabits per second?
 #
-# In this course you **predict** first. Type a number and commit to it; a wrong guess that you made is worth more than
-# a right number that you read.
+# In this course you **predict** first. Type a number and commit to it. You remember a guess that was wrong longer than
+# a number that you only read.
 
 # %%
 guess = predict("How long does the message of 375 MB take over Ethernet of 10 gigabits a second?", unit="ms")
@@ -59,7 +79,7 @@ print(f"two batches: {2 * alone_s * 1e3:.0f} ms on one GPU, {(alone_s + ethernet
 
 # %% [markdown]
 # Over that wire the second GPU makes training *slower*. (10 gigabits are 1.25 gigabytes. If you were 8 times off,
-# you met the most common mistake of this trade: bits taken for bytes.)
+# you made the most common mistake of this field: bits taken for bytes.)
 #
 # The picture shows the same message on other wires. Move the slider from gradients of hundreds of megabytes down to a
 # message of a kilobyte. Something changes on the way: what?
@@ -93,8 +113,9 @@ print(panel.text)
 # %% [markdown]
 # ## Ranks
 #
-# A **rank** is a process with a number. Ranks that work together form a group; its size is called the **world size**.
-# `run(fn, 4)` starts four processes, calls `fn` in each of them, and returns the four results.
+# A **rank** is a [process](../GLOSSARY.md#process) with a number. Ranks that work together form a
+# [group](../GLOSSARY.md#group); its size is called the **[world size](../GLOSSARY.md#world-size)**. `run(fn, 4)` starts
+# four processes, calls `fn` in each of them, and returns the four results.
 
 # %%
 import os
@@ -160,6 +181,17 @@ else:
     print("got", box.tolist())
 
 # %% [markdown]
+# Every message of a run is recorded, so it can be drawn. In this picture a line is a rank and an arrow is a message. A
+# bar is a rank that waits. `last_records()` has the calls of the last cell that ran on ranks.
+
+# %%
+from distlab.notebook import last_records
+from simulator.viz import describe_message_diagram, draw_message_diagram
+
+words = "One message: rank 0 sends, rank 1 receives"
+show(draw_message_diagram(last_records(), title=words), f"{words}\n{describe_message_diagram(last_records())}")
+
+# %% [markdown]
 # A message is bytes and nothing else: no shape, no type, no name. Both sides must know what is coming.
 #
 # When is `send` over? Rank 0 sends at once; rank 1 sleeps for 200 ms before it receives. How long is rank 0 in `send`?
@@ -214,14 +246,11 @@ run(two_messages, 2)
 # %% [markdown]
 # On GPUs do not count on tags: nccl, the library that moves tensors between NVIDIA GPUs, has none. There, order is all.
 #
-# Every message of a run is recorded, so we can draw it. Here a **token** goes around: rank 0 starts it, each rank adds
-# its number and passes it on. `Ranks(4)` is what `run` uses inside: it keeps four ranks, and their records, for as
-# long as you want them.
+# Here a **token** goes around: rank 0 starts it, each rank adds its number and passes it on. `Ranks(4)` is what `run`
+# uses inside: it keeps four ranks, and their records, for as long as you want them.
+
 
 # %%
-from simulator.viz import describe_message_diagram, draw_message_diagram
-
-
 def pass_token():
     rank, world_size, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
     if rank > 0:
@@ -287,7 +316,7 @@ swap.close()
 
 # %% tags=["nbval-check-output"]
 num_gpus, nccl_timeout_min = 64, 10
-print(f"one hang on {num_gpus} GPUs costs {num_gpus * nccl_timeout_min / 60:.1f} GPU hours before anybody is told")
+print(f"one hang on {num_gpus} GPUs costs {num_gpus * nccl_timeout_min / 60:.1f} GPU hours before you are told")
 
 # %% [markdown]
 # If both are bold and *send* first, is it better? No: each `send` waits for a `recv` that stands behind the other's
@@ -340,7 +369,8 @@ with Ranks(3, echo=False) as ranks:
 # $$\text{time} = \alpha + \frac{\text{size}}{\beta}$$
 #
 # $\alpha$ is the **latency**: what a message costs however small it is. $\beta$ is the **bandwidth**: bytes per second
-# once bytes flow. The whole simulator of this course stands on this line, so measure it.
+# once bytes flow. (The course calls them [alpha and beta](../GLOSSARY.md#alpha-beta).) The whole simulator of this
+# course stands on this line, so measure it.
 #
 # ## Exercise 2: ping-pong
 #
@@ -494,6 +524,17 @@ for name, claimed, one_way in (("PCIe 4.0 x16", 32e9, pcie), ("NVLink 4", 900e9,
     naive_ms, true_ms = gigabyte / claimed * 1e3, gigabyte / one_way * 1e3
     print(f"{name:<13} {one_way / 1e9:6.1f} GB/s one way; 1 GB: {true_ms:5.1f} ms, not {naive_ms:4.1f} ms")
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+claims = {"PCIe 4.0 x16": (32e9, pcie), "NVLink 4": (900e9, nvlink), "HDR": (200e9, hdr)}
+times_ms = {
+    name: {"number on the box, taken as bytes one way": 1e3 * gigabyte / claimed, "one way": 1e3 * gigabyte / one_way}
+    for name, (claimed, one_way) in claims.items()
+}
+words = {"unit": "ms", "title": "1 GB one way: HDR takes eight times what its number seems to say"}
+show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
+
 # %% [markdown]
 # | claim | what it counts | verdict |
 # |---|---|---|
@@ -502,8 +543,9 @@ for name, claimed, one_way in (("PCIe 4.0 x16", 32e9, pcie), ("NVLink 4", 900e9,
 # | HDR is 200 Gb/s | gigabits, one way | divide by 8: 25 GB/s, *less* than PCIe 4.0 |
 #
 # None of the three names a latency, and none is what a program reaches. In a published test of 8 H200 GPUs an
-# all-reduce moved 367 of NVLink's 450 GB/s. Here are the wires of the first picture with their two numbers, and yours.
-# (Only NVLink's latency comes from a measurement. No data sheet names one, so the others are assumptions.)
+# [all-reduce](../GLOSSARY.md#all-reduce) moved 367 of NVLink's 450 GB/s. Here are the wires of the first picture with
+# their two numbers, and yours. (Only NVLink's latency comes from a measurement. No data sheet names one, so the others
+# are assumptions.)
 
 # %%
 import textwrap
@@ -531,8 +573,8 @@ for name in ("infiniband-hdr", "ethernet-10g"):
 # %% [markdown]
 # ## Exercise 4: gather
 #
-# One rank often wants to see everybody's tensor: to log, to save, to compare. Write `gather` with messages:
-# `root` returns the list of all tensors in the order of ranks, everybody else returns `None`.
+# One rank often wants to see the tensors of all ranks: to log, to save, to compare. Write `gather` with messages:
+# `root` returns the list of all tensors in the order of ranks, every other rank returns `None`.
 #
 # | what | budget |
 # |---|---|
@@ -552,7 +594,17 @@ def gather_ranks():
 run(gather_ranks, 3)
 
 # %% [markdown]
-# What does it cost? All messages end at one rank, and its wire carries them one after another. With your $\alpha$ and
+# What does it cost? First look at who sends to whom:
+
+# %%
+with Ranks(4) as ranks:
+    ranks.run(gather_ranks)
+    records = ranks.records()
+words = "A gather: every message ends at one rank"
+show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
+
+# %% [markdown]
+# All messages end at one rank, and its wire carries them one after another. With your $\alpha$ and
 # $\beta$, for 1 MB from each rank:
 
 # %%
@@ -569,8 +621,9 @@ for num_ranks in (2, 8, 64, 512):
 # Training should stop as soon as the *mean* loss of all ranks is low enough. The function below was tested: rank 0
 # printed the right mean, on every step. With two ranks training hangs at the end all the same.
 #
-# It uses one of torch's **collectives**, calls that all ranks of a group make together: `dist.reduce(t, dst=0)` adds up
-# everybody's `t`. There is also `dist.all_reduce(t)`. Read about both (`help(dist.reduce)`), find the fault, repair it.
+# It uses one of torch's **[collectives](../GLOSSARY.md#collective)**, calls that all ranks of a group make together:
+# `dist.reduce(t, dst=0)` adds up the `t` of all ranks. There is also `dist.all_reduce(t)`. Read about both
+# (`help(dist.reduce)`), find the fault, repair it.
 #
 # | what | budget |
 # |---|---|
@@ -605,7 +658,7 @@ run(train, 3, args=(should_stop,))
 # does what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it
 # is the only safe form: there a send and a receive that start one after the other can block each other, since each is
 # a kernel on the same stream. (On gloo it has been seen to hang where a rank sent several messages; that is why
-# `distlab/comm/p2p.py` chooses by backend, and why all lessons send through it.)
+# `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend), and why all lessons send through it.)
 
 
 # %%
@@ -620,7 +673,7 @@ def torch_shift(tensor):
 
 # %%
 def race(mine, theirs, blocks=40):
-    tensor, ratios = torch.randn(1 << 18, dtype=torch.float32), []
+    tensor, rows = torch.randn(1 << 18, dtype=torch.float32), []
     equal = torch.equal(mine(tensor), theirs(tensor))
     for _ in range(blocks):
         seconds = []
@@ -629,12 +682,21 @@ def race(mine, theirs, blocks=40):
             start = time.perf_counter()
             fn(tensor)
             seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[0] / seconds[1])
-    return equal, sorted(ratios)[blocks // 2]
+        rows.append(seconds)
+    return equal, rows
 
 
-for rank, (equal, ratio) in enumerate(run(race, 2, args=(shift, torch_shift), record=False)):
+# %%
+from statistics import median
+
+shown = {}
+for rank, (equal, rows) in enumerate(run(race, 2, args=(shift, torch_shift), record=False)):
+    ratio = median(mine / theirs for mine, theirs in rows)
     print(f"rank {rank}: equal {equal}; shift takes {ratio:.2f}x the time of batch_isend_irecv, 1 MiB")
+    names = ("your shift", "batch_isend_irecv")
+    shown[f"rank {rank}"] = {name: 1e3 * median(s) for name, s in zip(names, zip(*rows, strict=True), strict=True)}
+words = {"unit": "ms", "title": "1 MiB to the next rank: your shift, and torch's own"}
+show(draw_bars(shown, **words), describe_bars(shown, **words))
 
 # %% [markdown]
 # Small things that are not tensors (a file name, a dictionary of settings) travel by `broadcast_object_list`, which
@@ -652,8 +714,8 @@ def same_settings():
 run(same_settings, 3)
 
 # %% [markdown]
-# On a cluster `torchrun` starts the ranks and tells each who it is by environment variables. The same things have
-# other names elsewhere:
+# On a cluster [`torchrun`](../GLOSSARY.md#torchrun) starts the ranks and tells each who it is by environment variables.
+# The same things have other names elsewhere:
 #
 # | what | torchrun and torch | DeepSpeed | Horovod |
 # |---|---|---|---|
@@ -711,7 +773,7 @@ print(
 # %% tags=["nbval-check-output"]
 for name in ("infiniband-hdr", "ethernet-10g"):
     step_s = alone_s + message_s(message_bytes / 2, link(name))
-    print(f"{name}: {step_s * 1e3:.1f} ms a step, {2 * alone_s / step_s:.2f}x one GPU")
+    print(f"{name}: {step_s * 1e3:.1f} ms per step, {2 * alone_s / step_s:.2f}x one GPU")
 
 # %% [markdown]
 # **4.** How large must the batch's compute be, so that over that Ethernet two GPUs reach 1.8x, still with 4 bytes?
@@ -744,15 +806,28 @@ def four_ranks_hang():
     dist.all_reduce(number)
 
 
-try:
-    run(four_ranks_hang, 4)
-except RankError as error:
-    print(str(error).split("\n\n")[0])
+with Ranks(4) as ranks:
+    try:
+        ranks.run(four_ranks_hang)
+    except RankError as error:
+        print(str(error).split("\n\n")[0])
+    records = ranks.records()
+show(draw_message_diagram(records), describe_message_diagram(records))
 
 # %% [markdown]
 # Ranks 2 and 3 do what they should and wait. The circle is between 0 and 1: rank 1 sends something that rank 0 never
-# receives before its `all_reduce`. One of those two lines is wrong: a `recv` is missing on rank 0, or a `send` is too
-# many on rank 1.
+# receives before its `all_reduce`. One of those two lines is wrong: a `recv` is missing on rank 0, or there is one
+# `send` too many on rank 1.
+#
+# ## What to read next
+#
+# - PyTorch documentation, *Distributed communication package* (torch.distributed), 2026: the same calls, with every
+#   argument and what each backend can do. Read "Point-to-point communication" first.
+# - R. Hockney, *The communication challenge for MPP*, 1994: where the line of latency and bandwidth comes from.
+# - S. Bekman, *Machine Learning Engineering*, chapter on the network, 2025: measured wires, and how to test your own.
+#
+# **Next: lesson 2.** It makes an all-reduce of shifts: the sum of a tensor over all ranks. Every lesson after it needs
+# that sum.
 #
 # ## Sources
 #
@@ -764,5 +839,3 @@ except RankError as error:
 #   figures of the table, each with its source in `simulator/presets.toml`.
 # - S. Bekman, *Machine Learning Engineering*, network chapter, 2025: the measured figures of NVLink.
 # - PyTorch issues #77562 and tutorials #1926: `reduce` where `all_reduce` was needed, and the hang that follows.
-#
-# Next: **lesson 2**, where shifts become an all-reduce.

@@ -23,6 +23,8 @@ EXERCISES = (
     Exercise(
         name="02.ring_reduce_scatter",
         title="The first half of the ring: every rank ends with its own chunk of the sum",
+        minutes=12,
+        difficulty=2,
         source="solutions:ring_reduce_scatter",
         drive=shared.drive_on_sums,
         judge=rings.judge_reduce_scatter,
@@ -43,6 +45,8 @@ EXERCISES = (
     Exercise(
         name="02.ring_all_gather",
         title="The second half: chunks go round once more, and every rank keeps a copy",
+        minutes=6,
+        difficulty=1,
         source="solutions:ring_all_gather",
         drive=rings.drive_all_gather,
         judge=rings.judge_all_gather,
@@ -62,6 +66,8 @@ EXERCISES = (
     Exercise(
         name="02.repair",
         title="Spot the bug: a relay that is right on two ranks",
+        minutes=7,
+        difficulty=2,
         source="solutions:relay_all_reduce",
         drive=shared.drive_on_sums,
         judge=sums.judge_relay,
@@ -82,6 +88,8 @@ EXERCISES = (
     Exercise(
         name="02.tree_broadcast",
         title="A broadcast in ceil(log2 n) steps",
+        minutes=10,
+        difficulty=2,
         source="solutions:tree_broadcast",
         drive=trees.drive_broadcast,
         judge=trees.judge_broadcast,
@@ -102,6 +110,8 @@ EXERCISES = (
     Exercise(
         name="02.halving_doubling",
         title="As few bytes as a ring, in as few steps as a tree",
+        minutes=15,
+        difficulty=3,
         source="solutions:halving_doubling",
         drive=sums.drive_halving,
         judge=sums.judge_halving,
@@ -123,6 +133,8 @@ EXERCISES = (
     Exercise(
         name="02.times",
         title="Predict three all-reduces from latency and bandwidth",
+        minutes=8,
+        difficulty=1,
         source="solutions:all_reduce_times",
         drive=trees.drive_times,
         judge=trees.judge_times,
@@ -140,6 +152,8 @@ EXERCISES = (
     Exercise(
         name="02.hierarchical",
         title="Two levels: only a chunk crosses between machines",
+        minutes=6,
+        difficulty=2,
         source="solutions:hierarchical_all_reduce",
         drive=sums.drive_hierarchical,
         judge=sums.judge_hierarchical,

@@ -9,9 +9,11 @@
 # %% [markdown]
 # # 2. Collectives
 #
-# **90 minutes.** Needs lesson 01 (ranks, send and receive, latency and bandwidth). Afterwards you can
+# **90 minutes.** Needs lesson 01 ([ranks](../GLOSSARY.md#rank), send and receive, [latency](../GLOSSARY.md#latency) and
+# [bandwidth](../GLOSSARY.md#bandwidth)). Afterwards you can
 #
-# - build ring, tree, halving-doubling and hierarchical all-reduce from send and receive;
+# - build [ring](../GLOSSARY.md#ring-all-reduce), tree, [halving-doubling](../GLOSSARY.md#halving-doubling) and
+#   [hierarchical all-reduce](../GLOSSARY.md#hierarchical-all-reduce) from send and receive;
 # - derive the bytes and the steps of each, and measure them;
 # - predict which one wins on PCIe, NVLink, InfiniBand and Ethernet.
 
@@ -23,10 +25,34 @@
 #
 # You train a model with 250 million parameters on 64 GPUs. Each GPU has its own wire: HDR InfiniBand, 25 GB/s each way.
 # Forward and backward take 300 ms. Then every GPU holds 1 GB of gradients (4 bytes each) of its own samples, and before
-# the update all 64 need the sum. That is an **all-reduce**: every rank gives a tensor, every rank gets the sum.
+# the update all 64 need the sum. That is an **[all-reduce](../GLOSSARY.md#all-reduce)**: every rank gives a tensor,
+# every rank gets the sum. A call that all ranks make together, like this one, is a
+# **[collective](../GLOSSARY.md#collective)**.
 #
-# The first version that comes to mind sends everything to rank 0, which adds up and sends the sum to everybody. What
-# does that cost, if rank 0's wire is the narrowest place?
+# The first version that comes to mind sends everything to rank 0. Rank 0 adds up and sends the sum to all others. The
+# next picture shows this for 4 ranks. Each row is one rank's wire, and a box is a message of 1 GB. Look at rank 0: its
+# wire is busy all the time, while the wires of the others mostly do nothing. How can all wires share this work? That
+# is the question of this lesson.
+
+# %%
+from distlab.trace import Span, Trace
+from simulator.viz import describe_timeline, draw_timeline
+
+
+def through_rank_0(n, message_ns=40_000_000):  # 1 GB at 25 GB/s
+    messages = [(other, 0) for other in range(1, n)] + [(0, other) for other in range(1, n)]
+    for number, (source, to) in enumerate(messages):
+        start_ns, end_ns = number * message_ns, (number + 1) * message_ns
+        yield Span(source, "communication", f"to rank {to}", "send", start_ns, end_ns, 10**9)
+        yield Span(to, "communication", f"from rank {source}", "recv", start_ns, end_ns, 10**9)
+
+
+naive = Trace.from_spans(through_rank_0(4))
+words = "A sum through rank 0: its wire carries every message, one after another"
+show(draw_timeline(naive, title=words), f"{words}. {describe_timeline(naive)}")
+
+# %% [markdown]
+# With 64 ranks it is the same picture with 126 messages. What does that cost in each step?
 
 # %% tags=["nbval-check-output"]
 num_ranks, num_bytes, wire_bytes_per_s = 64, 1e9, 25e9
@@ -93,8 +119,18 @@ def sent_of(records, length=12_000):
 
 # %% tags=["nbval-check-output"]
 for n in (2, 3, 4):
-    times, messages = sent_of(record(relay_all_reduce, n))
+    relayed = record(relay_all_reduce, n)
+    times, messages = sent_of(relayed)
     print(f"{n} ranks: each sends {times:.2f} times the tensor; messages: {messages}")
+
+# %% [markdown]
+# The relay as it was recorded, on 4 ranks. Count the arrows that leave one rank: each of them is a whole tensor.
+
+# %%
+from simulator.viz import describe_message_diagram, draw_message_diagram
+
+words = "The relay: each rank sends a whole tensor to the next one, three times"
+show(draw_message_diagram(relayed, title=words), f"{words}\n{describe_message_diagram(relayed)}")
 
 # %%
 print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
@@ -115,8 +151,9 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 #
 # **The idea.** Cut the tensor into n chunks, and let each rank be responsible for one of them. Then
 #
-# 1. **reduce-scatter:** chunk c of all ranks is added up at rank c. Afterwards each rank holds one finished chunk.
-# 2. **all-gather:** every rank gets the finished chunks of all others.
+# 1. **[reduce-scatter](../GLOSSARY.md#reduce-scatter):** chunk c of all ranks is added up at rank c. Afterwards each
+#    rank holds one finished chunk.
+# 2. **[all-gather](../GLOSSARY.md#all-gather):** every rank gets the finished chunks of all others.
 #
 # **The bytes.** A chunk has S/n bytes. In the first half each rank sends every chunk but its own on its way once: n-1
 # chunks. In the second half it passes on n-1 finished chunks. Together
@@ -246,16 +283,16 @@ for n in (2, 8, 64, 512, 4096):
 # **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80 ms;
 # only on thousands of ranks do the latencies show (4096 ranks: half as much again). For 1 MB on 64 ranks the wire takes
 # 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β = 5 µs x 25
-# GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into buckets
-# before they are sent (lesson 03), and why there are other algorithms.
+# GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
+# [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are other algorithms.
 #
 # And the 64 GPUs of the question: 2 x 63/64 x 1 GB / 25 GB/s = 79 ms, instead of five seconds.
 
 # %% [markdown]
 # ## 3. Few steps, with a tree
 #
-# In a ring a message goes from hand to hand; the last rank hears of it after n-1 steps. If everybody who knows it tells
-# one more, the number of those who know doubles in each step:
+# In a ring a message goes from rank to rank, and the last rank gets it after n-1 steps. If every rank that has it sends
+# it to one more, the number of ranks that have it doubles in each step:
 #
 # ```
 # step 0   0 -> 1                        2 ranks have it
@@ -284,8 +321,6 @@ steps_guess
 # Your broadcast on 8 ranks, as the recorder saw it: a line for each rank, an arrow for each message, time to the right.
 
 # %%
-from simulator.viz import describe_message_diagram, draw_message_diagram
-
 my_tree = record(tree_broadcast, 8)
 title = "A tree reaches 8 ranks in 3 steps: whoever has the tensor sends it on"
 show(draw_message_diagram(my_tree, title=title), describe_message_diagram(my_tree))
@@ -342,9 +377,17 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce)):
 # %% exercise="02.halving_doubling"
 
 # %% tags=["nbval-check-output"]
+sent = {}
 for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce), ("halving-doubling", halving_doubling)):
     times, messages = sent_of(record(fn, 8))
+    sent[f"{name}, {messages} messages"] = times
     print(f"{name:17} {times:.2f} times the tensor in {messages:2} messages")
+
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+words = {"unit": "S", "title": "Halving-doubling sends as little as the ring, in fewer messages"}
+show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", **words), describe_bars(sent, **words))
 
 # %% [markdown]
 # *Bonus.* Any other number of ranks? `distlab/collectives/halving.py` folds it: with 6 ranks two pairs act as one rank
@@ -470,7 +513,7 @@ from simulator import fit_link
 
 here = fit_link(sizes, measured_s[:, 0], 4, "ring", name="this machine")
 wire = here.protocols[-1]
-print(f"fitted to the ring: {wire.latency_s * 1e6:.0f} us a message, {wire.bytes_per_s / 1e9:.2f} GB/s")
+print(f"fitted to the ring: {wire.latency_s * 1e6:.0f} us per message, {wire.bytes_per_s / 1e9:.2f} GB/s")
 for size, row in zip(sizes, measured_s, strict=True):
     expected = all_reduce_times(size, 4, wire.latency_s, wire.bytes_per_s)
     told = [f"{name} {seconds / row[i] - 1:+.0%}" for i, (name, seconds) in enumerate(expected.items())]
@@ -751,6 +794,17 @@ print(f"{ring.bytes_factor / switch.bytes_factor:.2f} times less")
 # </details>
 
 # %% [markdown]
+# ## What to read next
+#
+# - P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the proof
+#   that no all-reduce can send fewer bytes than your ring.
+# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, 2005: how a
+#   library chooses between a tree, a ring and halving-doubling.
+# - NVIDIA, *NCCL user guide*, 2025: the collectives of GPUs, and the variables that choose among them.
+#
+# **Next: lesson 3.** It puts an all-reduce into a training step, and hides it behind the backward pass. There the
+# seconds that you computed here are weighed against the seconds of the work itself.
+#
 # ## Sources
 #
 # - P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring,
@@ -761,5 +815,3 @@ print(f"{ring.bytes_factor / switch.bytes_factor:.2f} times less")
 # - X. Jia et al., *Highly scalable deep learning training system with mixed-precision*, 2018: two levels.
 # - NVIDIA, *NCCL user guide: environment variables*; Gloo, *docs/algorithms.md*; Horovod, *docs/tensor-fusion.rst*.
 # - In this repository: `distlab/collectives/ring.py`, `tree.py`, `halving.py`, `hierarchical.py`, in this order.
-#
-# Next: lesson 03 puts an all-reduce into a training step, and hides it behind the backward pass.

@@ -23,6 +23,8 @@ EXERCISES = (
     Exercise(
         name="03.broadcast",
         title="equal starts",
+        minutes=3,
+        difficulty=1,
         source="solutions:broadcast_module",
         drive=starts.drive_broadcast,
         judge=starts.judge_broadcast,
@@ -40,6 +42,8 @@ EXERCISES = (
     Exercise(
         name="03.average",
         title="one all-reduce a parameter",
+        minutes=5,
+        difficulty=1,
         source="solutions:average_gradients",
         drive=averages.drive_gradients,
         judge=averages.judge_average,
@@ -57,6 +61,8 @@ EXERCISES = (
     Exercise(
         name="03.flat",
         title="one all-reduce for all",
+        minutes=8,
+        difficulty=1,
         source="solutions:average_flat",
         drive=averages.drive_gradients,
         judge=averages.judge_flat,
@@ -75,6 +81,8 @@ EXERCISES = (
     Exercise(
         name="03.buckets",
         title="which gradients travel together",
+        minutes=8,
+        difficulty=2,
         source="solutions:fill_buckets",
         drive=buckets.drive_buckets,
         judge=buckets.judge_buckets,
@@ -90,6 +98,8 @@ EXERCISES = (
     Exercise(
         name="03.overlap",
         title="send while backward computes",
+        minutes=20,
+        difficulty=3,
         source="solutions:overlap",
         drive=overlap.drive_overlap,
         judge=overlap.judge_overlap,
@@ -112,6 +122,8 @@ EXERCISES = (
     Exercise(
         name="03.accumulate",
         title="send once for several micro-batches",
+        minutes=8,
+        difficulty=2,
         source="solutions:accumulate",
         drive=accumulation.drive_accumulate,
         judge=accumulation.judge_accumulate,
@@ -135,6 +147,8 @@ EXERCISES = (
     Exercise(
         name="03.sampler",
         title="every sample once, wherever a run resumes",
+        minutes=7,
+        difficulty=2,
         source="solutions:samples_at",
         drive=sampler.drive_sampler,
         judge=sampler.judge_sampler,
@@ -152,6 +166,8 @@ EXERCISES = (
     Exercise(
         name="03.uneven",
         title="every token counts the same",
+        minutes=7,
+        difficulty=2,
         source="solutions:token_weights",
         drive=tokens.drive_tokens,
         judge=tokens.judge_tokens,
@@ -171,6 +187,8 @@ EXERCISES = (
     Exercise(
         name="03.repair",
         title="spot the bug: the loss falls, and yet",
+        minutes=8,
+        difficulty=2,
         source="solutions:average_in_hooks",
         drive=hooks.drive_hooks,
         judge=hooks.judge_hooks,

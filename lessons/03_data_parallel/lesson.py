@@ -13,15 +13,21 @@
 # %% [markdown]
 # # 3. Data parallel
 #
-# 120 minutes, with a good place for a break after 80. Comes after lessons 1 (ranks and messages) and 2 (collectives).
-# You need no GPU: four processes on this machine are the four ranks.
+# 120 minutes, in two sittings of 65 and 55 minutes. Comes after lessons 1 ([ranks](../GLOSSARY.md#rank) and messages)
+# and 2 ([collectives](../GLOSSARY.md#collective)). You need no GPU: four processes on this machine are the four ranks.
 #
-# Afterwards you can
+# After **sitting one** you can
 #
 # - say why gradients are averaged and why all ranks must start equal, and prove it against one process;
-# - build the ladder: one all-reduce a parameter, one flat one, buckets, buckets that travel during backward;
-# - predict a step's time, and read on a timeline what communication is hidden and what is exposed;
-# - accumulate gradients over micro-batches, give out each sample once, and weight what is uneven;
+# - build the ladder: one [all-reduce](../GLOSSARY.md#all-reduce) per parameter, one flat one,
+#   [buckets](../GLOSSARY.md#bucket), buckets that travel during backward;
+# - predict a step's time, and read on a timeline what communication is [hidden](../GLOSSARY.md#hidden) and what is
+#   [exposed](../GLOSSARY.md#exposed).
+#
+# After **sitting two** you can
+#
+# - [accumulate](../GLOSSARY.md#accumulation) gradients over [micro-batches](../GLOSSARY.md#micro-batch), give out each
+#   sample once, and weight what is uneven;
 # - judge a claim such as "8 GPUs give 6 to 7x" by the conditions under which it holds.
 
 # %%
@@ -31,9 +37,13 @@
 # ## The question
 #
 # You train a GPT of 1.3 billion parameters. One H100 does a step of 8,192 tokens. You rent 64 of them, in eight
-# machines. Each has the whole model and 8,192 tokens of its own: this is **data parallelism**. After each step all 64
-# must agree on one update, so they exchange gradients. There are four ways to do that in this lesson. They give the
-# same numbers. What do they cost?
+# machines. Each has the whole model and 8,192 tokens of its own: this is **[data
+# parallelism](../GLOSSARY.md#data-parallel)**. After each step all 64 must agree on one update, so they exchange
+# gradients. This lesson has four ways to do that. They give the same numbers. What do they cost?
+#
+# The picture below shows one step of one of the 64 GPUs, with the second of the four ways. The upper row is what the
+# GPU does, the lower row what its wire carries. Grey means waiting. Look for the times when one of the two does
+# nothing: first the wire, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
 
 # %%
 from distlab.plan import Plan
@@ -52,14 +62,23 @@ def step_on(num_gpus, rung, samples=4):
     return simulate(gpt(samples), cluster("dgx-h100", num_gpus), Plan(data=num_gpus, gradient_sync=rung))
 
 
+# %%
+from simulator.viz import describe_timeline, draw_timeline
+
+trace = step_on(64, "flat").trace
+rank_0 = trace.select(trace.rank == 0)  # all ranks do the same
+words = "One all-reduce after backward: first the wire waits for the GPU, then the GPU for the wire"
+show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+
 # %% [markdown]
 # Guides repeat that 64 H100s for a week cost 20,000 to 40,000 dollars: 10,752 GPU-hours at 2 to 4 dollars. Take 30,000.
-# Speed-up is the work done in a second, against one GPU; what is missing to 64 was paid for and not used. The simplest
-# way makes one all-reduce for each of the model's 290 parameter tensors. Before you look: what speed-up do you expect
-# of it? Type a number into the box that the next cell shows, and press Commit.
+# Speed-up is the work done in a second, compared with one GPU. What is missing to 64 was paid for and not used.
+#
+# The simplest way makes one all-reduce for each of the model's 290 parameter tensors. Before you look: what speed-up do
+# you expect of it? Type a number into the box that the next cell shows, and press Commit.
 
 # %%
-guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce a parameter?", unit="x")
+guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce per parameter?", unit="x")
 guess_0
 
 # %%
@@ -69,15 +88,15 @@ print(f"{guess_0.answer} The simulator says {speedup:.1f}x.")
 
 # %% tags=["nbval-check-output"]
 alone_s = step_on(1, "flat").duration_s
-print(f"one GPU: {alone_s * 1e3:.0f} ms a step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
+print(f"one GPU: {alone_s * 1e3:.0f} ms per step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
 for rung in RUNGS:
     speedup = 64 * alone_s / step_on(64, rung).duration_s
-    print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars a week unused")
+    print(f"{rung:14} {speedup:5.1f}x on 64 GPUs, {30_000 * (1 - speedup / 64):6,.0f} dollars per week unused")
 
 # %% [markdown]
-# The third line looks like a mistake: more work for the programmer, and slower than the second. It is not a mistake, it
-# is the step before the fourth. Between the first line and the last lie some forty lines of Python, and you will write
-# them. First, though, what must not break: four ranks have to compute what one process computes.
+# The third line looks like a mistake: more work for the programmer, and slower than the second. It is the step before
+# the fourth. Between the first line and the last lie some forty lines of Python, and you will write them. But first
+# comes what must not break: four ranks have to compute what one process computes.
 
 # %% [markdown]
 # ## One process is the judge
@@ -115,9 +134,9 @@ print("the mean of the slices is the whole, to 1e-14:", bool((slices.mean(0) - w
 print(f"the sum of the slices is {float(slices.sum(0) @ whole / (whole @ whole)):.3f} times the whole")
 
 # %% [markdown]
-# So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate; with 64 ranks,
-# with 64 times. This is the most common fault of all, and it can hide: Adam divides a gradient by its own size. One
-# step of Adam from a gradient, and from four times that gradient (`run(f, 1)` calls `f` on one rank):
+# So ranks *average*. A rank that adds and forgets to divide trains with four times the learning rate. With 64 ranks it
+# is 64 times. This is the most common fault of all, and it can hide, because Adam divides a gradient by its own size.
+# Try one step from a gradient, and one from four times that gradient (`run(f, 1)` calls `f` on one rank):
 
 
 # %% tags=["nbval-check-output"]
@@ -136,12 +155,28 @@ def four_times():
 
 _ = run(four_times, 1)
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def lengths():
+    rules = (torch.optim.SGD, torch.optim.Adam)
+    return {rule.__name__: float(update(rule, 4).norm() / update(rule, 1).norm()) for rule in rules}
+
+
+ratios = run(lengths, 1)[0]
+words = {"unit": "x", "title": "A gradient that is 4 times too large: SGD shows it, Adam hides it"}
+show(
+    draw_bars(ratios, subtitle="length of the update, compared with the right one", **words),
+    describe_bars(ratios, **words),
+)
+
 # %% [markdown]
 # Keep this in mind whenever a distributed program is "proved" with a falling loss: **compare with one process, and
 # with plain SGD.**
 #
-# Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2. The mean of the four means then
-# counts a sample in a small slice for more. The remedy is to weight each rank's loss by its share:
+# Slices need not be equal. With 10 samples on 4 ranks the slices have 3, 3, 2 and 2 samples. Then the mean of the four
+# means gives more weight to a sample of a small slice. The remedy is to weight each rank's loss by its share:
 # `distlab.data_parallel.loss_weight`.
 
 # %% tags=["nbval-check-output"]
@@ -188,14 +223,22 @@ apart = ranks.run(train_apart)
 for rank in range(1, 4):
     print(f"rank {rank}'s weights equal rank 0's: {torch.equal(apart[0], apart[rank])}")
 
+# %%
+far = {f"rank {rank}": float((apart[rank] - apart[0]).norm() / apart[0].norm()) * 100 for rank in range(4)}
+words = {"unit": "%", "title": "Equal gradients, unequal starts: four different models after five steps"}
+show(
+    draw_bars(far, subtitle="distance from rank 0's weights, as a share of their length", **words),
+    describe_bars(far, **words),
+)
+
 # %% [markdown]
-# Nothing failed, no error was raised, and these are four different models whose gradients are averaged into nonsense.
+# No error was raised. Yet these are four different models, and the mean of their gradients fits none of them.
 #
 # ### Exercise: equal starts
 #
 # Write `broadcast_module(module)`: afterwards every rank has rank 0's parameters *and buffers* (running means, masks,
 # counters: whatever forward reads). Write into the tensors that are there, since an optimizer may hold them already.
-# Budget: one broadcast a tensor.
+# Budget: one broadcast per tensor.
 
 # %% exercise="03.broadcast"
 
@@ -204,14 +247,14 @@ together = ranks.run(train_apart, broadcast_module)
 print("all four equal after five steps:", all(torch.equal(together[0], weights) for weights in together))
 
 # %% [markdown]
-# ## Rung 1: one all-reduce a parameter
+# ## Rung 1: one all-reduce per parameter
 #
 # The simplest way that is right. `dist.all_reduce(tensor)` puts the sum over ranks into the tensor, on every rank
 # (lesson 2 built it). Divide each gradient by the number of ranks and all-reduce it.
 #
-# One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an expert not chosen. Its
-# gradient is None there. If that rank skips it, it makes one call fewer than the others, and they wait forever. So a
-# missing gradient **counts as zeros**, which is what it was.
+# One thing is easily forgotten. A rank may not have used a parameter: a branch not taken, an
+# [expert](../GLOSSARY.md#expert) not chosen. Its gradient is None there. If that rank skips it, it makes one call fewer
+# than the others, and they wait forever. So a missing gradient **counts as zeros**, which is what it was.
 #
 # ### Exercise: average each gradient
 #
@@ -256,6 +299,14 @@ means = [sum(losses) / 4 for losses in zip(*(report[1] for report in reports), s
 print("mean loss of the four ranks:", [round(loss, 3) for loss in means])
 print("loss of one process:        ", [round(loss, 3) for loss in judge[1]])
 
+# %%
+both = {
+    f"update {number}": {"mean of four ranks": together, "one process": alone}
+    for number, (together, alone) in enumerate(zip(means, judge[1], strict=True), 1)
+}
+words = {"unit": "nats", "title": "Four ranks and one process have the same loss at every update"}
+show(draw_bars(both, **words), describe_bars(both, **words))
+
 
 # %% tags=["nbval-check-output"]
 def largest_difference(some, others):
@@ -272,8 +323,9 @@ for rank, report in enumerate(reports):
 # %% [markdown]
 # ## What does it cost? Predict first
 #
-# A message takes a latency and then its bytes over the bandwidth (lesson 1). A ring all-reduce of $S$ bytes on $n$
-# ranks takes $2(n-1)$ rounds and sends $2\frac{n-1}{n}S$ bytes (lesson 2):
+# A message takes a [latency](../GLOSSARY.md#latency) and then its bytes over the [bandwidth](../GLOSSARY.md#bandwidth)
+# (lesson 1). A [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes on $n$ ranks takes $2(n-1)$ rounds and
+# sends $2\frac{n-1}{n}S$ bytes (lesson 2):
 #
 # $$t = 2(n-1)\,\alpha + 2\,\frac{n-1}{n}\,\frac{S}{\beta}$$
 #
@@ -283,7 +335,12 @@ for rank, report in enumerate(reports):
 sizes_bytes = [4 * parameter.numel() for parameter in GPT(CONFIG).parameters()]
 print(f"{len(sizes_bytes)} parameters, {sum(sizes_bytes) / 1e6:.2f} MB of gradients in float32")
 print(f"smallest {min(sizes_bytes)} bytes, largest {max(sizes_bytes):,} bytes")
-print(f"a ring on 4 ranks: {2 * 3} rounds an all-reduce, {2 * 3 * len(sizes_bytes)} rounds a step")
+print(f"a ring on 4 ranks: {2 * 3} rounds per all-reduce, {2 * 3 * len(sizes_bytes)} rounds per step")
+
+# %%
+sizes_kb = {name: 4 * parameter.numel() / 1e3 for name, parameter in GPT(CONFIG).named_parameters()}
+words = {"unit": "kB", "title": "28 messages in each step: most are tiny, and each pays the same latency"}
+show(draw_bars(sizes_kb, subtitle="gradients of each parameter, float32", **words), describe_bars(sizes_kb, **words))
 
 # %% [markdown]
 # Now measure this machine, with all four ranks at work at once: how fast it computes, the latency and bandwidth of its
@@ -331,7 +388,7 @@ def predicted(rung, bucket_bytes=500_000, machine=MACHINE):
 # small model takes some tens of milliseconds. Commit to a number before you run on.
 
 # %%
-guess_1 = predict("How long is a step with one all-reduce a parameter, on this machine?", unit="ms")
+guess_1 = predict("How long is a step with one all-reduce per parameter, on this machine?", unit="ms")
 guess_1
 
 # %%
@@ -445,13 +502,29 @@ def traffic(prepare):
     return records.num_calls("all_reduce"), records.payload_bytes(0, "all_reduce")
 
 
-for name, prepare in (("one a parameter", one_by_one), ("flat", flat)):
+for name, prepare in (("one per parameter", one_by_one), ("flat", flat)):
     num_calls, num_bytes = traffic(prepare)
     print(f"{name:16} {num_calls:3} all-reduces, {num_bytes:,} bytes")
 
 # %% [markdown]
 # Same bytes, a fraction of the calls. What is left: the flat all-reduce cannot start before backward has made the very
-# last gradient. The wire is idle during all of backward, and then everybody waits for the wire.
+# last gradient. The wire is idle during all of backward, and then all ranks wait for the wire.
+#
+# Here is the ladder so far, in milliseconds per step:
+
+
+# %%
+def show_ladder(title):
+    """Draw each rung that was measured so far next to its prediction."""
+    rungs = {
+        rung: {"predicted": 1e3 * overlay.middle_s[1], "measured": 1e3 * overlay.middle_s[0]}
+        for rung, overlay in overlays.items()
+    }
+    words = {"unit": "ms", "title": title}
+    show(draw_bars(rungs, subtitle="one step on four ranks of this machine", **words), describe_bars(rungs, **words))
+
+
+show_ladder("Two rungs: 28 all-reduces, and one")
 
 # %% [markdown]
 # ## Rung 3: buckets
@@ -515,13 +588,16 @@ print(overlays["bucketed"])
 # Buckets alone buy little: more latencies than flat, and still everything after backward. All that they hide is the
 # packing of one bucket behind the flight of another. They are the preparation for the next rung.
 
+# %%
+show_ladder("Three rungs: buckets alone change little")
+
 # %% [markdown]
 # ## Rung 4: send while backward computes
 #
 # `parameter.register_post_accumulate_grad_hook(f)` makes autograd call `f(parameter)` in the middle of backward, as
 # soon as that parameter's gradient is there. Count what each bucket still misses, and start it at zero.
 #
-# Two things can go wrong, and both hang or mix up gradients on some machine, some day:
+# Two things can go wrong, and both [hang](../GLOSSARY.md#deadlock-hang) or mix up gradients on some machine, some day:
 #
 # - **Order.** Two ranks may run their hooks in different orders. All-reduces are matched by order alone: the first of
 #   one rank meets the first of another. So buckets are started in the order of the list, and a bucket that is full too
@@ -568,8 +644,8 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 # ### What does every rank hold, at every moment?
 #
 # Move the slider through a step, and switch between the four rungs. Each column is one all-reduce: not there yet, the
-# rank's own gradient, on its way, the mean. With overlap the first columns are means while backward still makes the
-# last ones; with flat there is one column, and in it no rank computes.
+# rank's own gradient, on its way, the mean. With [overlap](../GLOSSARY.md#overlap) the first columns are means while
+# backward still makes the last ones; with flat there is one column, and in it no rank computes.
 
 # %%
 from simulator.viz import train_step_panel
@@ -637,7 +713,7 @@ def with_buckets(bucket_mb, num_gpus, samples=1):
 def draw_buckets(bucket_mb, num_gpus):
     step = with_buckets(bucket_mb, num_gpus)
     exposed_ms = step.exposed_communication_s * 1e3
-    title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms a step, {exposed_ms:.0f} ms exposed"
+    title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms per step, {exposed_ms:.0f} ms exposed"
     one = step.trace.select(step.trace.rank == 0)  # all ranks do the same
     return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
 
@@ -665,16 +741,123 @@ for num_gpus in (8, 64):
 # the common default of 25 MB is too small. Megatron-LM's default grows with the number of ranks for this reason.
 
 # %% [markdown]
+# # The end of sitting one
+#
+# One check is left, and it is about all of your functions together. Each rung trains for six updates in float64. Are
+# the weights on all four ranks those of one process?
+
+# %% tags=["nbval-check-output"]
+PREPARE = {"per_parameter": one_by_one, "flat": flat, "bucketed": bucketed, "overlapped": overlapped}
+for rung, prepare in PREPARE.items():
+    reports = ranks.run(train, prepare, 6, torch.float64)
+    same = all(largest_difference(report[0], judge[0]) < 1e-10 for report in reports)
+    print(f"{rung:14} after 6 updates all ranks have the weights of one process, to 1e-10: {same}")
+
+# %% [markdown]
+# Four times `True`: your four rungs compute the same numbers. They differ in time alone. This is what that is worth on
+# the 64 GPUs of the beginning:
+
+# %%
+speedups = {rung: 64 * alone_s / step_on(64, rung).duration_s for rung in RUNGS}
+words = {"unit": "x", "title": "What each of your four rungs gets out of 64 GPUs"}
+subtitle = "work per second compared with one GPU; 64 would be perfect; simulated, 8,192 tokens per GPU"
+show(draw_bars(speedups, subtitle=subtitle, **words), describe_bars(speedups, **words))
+ranks.close()
+
+# %% [markdown]
+# **You can now** turn a training loop for one process into one for many, prove that it is right, and say which part of
+# its communication is hidden.
+#
+# **Try this before you go on.** Set `bucket_bytes` in `make_buckets` to 100,000, then to 5,000,000, and run the cells
+# of rung 4 again. Say first which of the two will look like flat. Or run the lab on your own hardware:
+# `distlab lab 03 --ranks 4 --impl work/03_data_parallel/lesson.ipynb --trace traces`.
+#
+# **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
+# (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
+
+# %% [markdown]
+# # Sitting two: how often, and which data
+#
+# What you have from sitting one:
+#
+# 1. Gradients are averaged, and equal starts plus equal updates give equal weights.
+# 2. Buckets that travel during backward hide communication behind compute.
+# 3. What is not hidden is exposed: all ranks wait for it.
+#
+# The next cell brings back your own functions from the notebook that you saved, as far as their checks have passed.
+# The reference takes the place of the others.
+
+# %%
+from pathlib import Path
+
+from distlab.grading import load_lesson, load_submission
+from distlab.grading.progress import load_progress
+
+lesson, passed, saved = load_lesson("03"), load_progress(), {}
+if Path("lesson.ipynb").exists():
+    saved = load_submission("lesson.ipynb", lesson)
+yours = [name for name in saved if name in passed and passed[name].passed]
+answers = load_submission("reference", lesson) | {name: saved[name] for name in yours}
+average_gradients, fill_buckets, overlap = (answers[f"03.{name}"] for name in ("average", "buckets", "overlap"))
+print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")
+
+# %% [markdown]
+# The model, the text and the simulated GPUs are those of sitting one. Skim the next two cells: they define the same
+# names again.
+
+# %%
+from distlab.data import ByteCorpus, python_documentation
+from distlab.data_parallel import train_step
+from distlab.data_parallel.steps import FlatBucket
+from distlab.models import GPT, GPTConfig
+from distlab.plan import Plan
+from simulator import cluster, gpt_workload, simulate
+
+CORPUS = ByteCorpus(python_documentation(), context=32)
+CONFIG = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=128)
+
+
+def make_buckets(model, bucket_bytes=500_000):
+    parameters = list(model.parameters())
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    return [FlatBucket([parameters[i] for i in bucket]) for bucket in fill_buckets(sizes, bucket_bytes)]
+
+
+# %%
+def gpt(samples):
+    shape = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
+    return gpt_workload(**shape, microbatch_size=samples)
+
+
+def step_on(num_gpus, rung, samples=4):
+    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), Plan(data=num_gpus, gradient_sync=rung))
+
+
+def largest_difference(some, others):
+    return max(float((a - b).detach().abs().max()) for a, b in zip(some, others, strict=True))
+
+
+# %% [markdown]
+# Here is where sitting one ended: a step of one of 64 GPUs, with overlap, and with 2,048 tokens per GPU. Look at the
+# right end of the picture. Backward is over, and the wire is still busy: the step is too short to hide all of it. What
+# else can you change, if the wire stays as it is?
+
+# %%
+from simulator.viz import describe_bars, describe_timeline, draw_bars, draw_timeline
+
+trace = step_on(64, "overlapped", samples=1).trace
+rank_0 = trace.select(trace.rank == 0)
+words = "2,048 tokens per GPU: the wire is still busy when backward has ended"
+show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+
+# %% [markdown]
 # ## Send less often: accumulate
 #
-# *This is a good place for a break. What follows is about data: how much of it between two updates, and which.*
+# More tokens per GPU may not fit into memory at once. But not every backward needs an update. Run several
+# **micro-batches** one after the other: autograd adds up their gradients in `parameter.grad` by itself. Send the sum
+# once, then make one update. This is **gradient accumulation**.
 #
-# Overlap hides the wire behind one backward. With 2,048 tokens a GPU that backward is too short for 64 GPUs, and more
-# tokens may not fit into memory at once. But not every backward needs an update. Run several **micro-batches** one
-# after the other: autograd adds their gradients up in `parameter.grad` by itself. Send the sum once, then make one
-# update. This is **gradient accumulation**.
-#
-# The mathematics is that of the ranks once more: $L = \frac{1}{M}\sum_m L_m$. So each loss is divided by the number of
+# The mathematics is the same as for ranks: $L = \frac{1}{M}\sum_m L_m$. So each loss is divided by the number of
 # micro-batches $M$.
 #
 # In the simulator it is one field of the plan. With one micro-batch of 2,048 tokens for each update, 64 GPUs do
@@ -703,12 +886,16 @@ for count in (1, 2, 4, 8, 16):
 #
 # Look at one update. Where is the wire busy?
 
-
 # %%
+import ipywidgets
+
+from simulator.viz import Panel
+
+
 def draw_accumulating(num_microbatches):
     step = accumulating_on(64, num_microbatches)
     exposed_ms, each_ms = step.exposed_communication_s * 1e3, step.duration_s * 1e3 / num_microbatches
-    title = f"Update of {num_microbatches}: {each_ms:.0f} ms a micro-batch, {exposed_ms:.0f} ms exposed in all"
+    title = f"Update of {num_microbatches}: {each_ms:.0f} ms per micro-batch, {exposed_ms:.0f} ms exposed in all"
     one = step.trace.select(step.trace.rank == 0)
     return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
 
@@ -739,8 +926,8 @@ accumulation_panel.controls["num_microbatches"].value = 8
 # Four of the wrong versions that this check knows come from public code. All four train, and their losses fall.
 #
 # One process is the judge again: updates of 64 samples. The four ranks cut each of these batches into four
-# micro-batches, so that a rank has four samples at a time. Beside it, what you would do without accumulation: an update
-# for every micro-batch.
+# micro-batches, so that a rank has four samples at a time. Next to it, what you would do without accumulation: an
+# update for every micro-batch. `Ranks(4)` starts four processes again, for the rest of the lesson.
 
 # %%
 import time
@@ -772,12 +959,29 @@ def train_at_once():
     return list(model.parameters())
 
 
+ranks = Ranks(4)
 at_once = run(train_at_once, 1)[0]
 accumulated = {count: ranks.run(train_accumulating, count)[0] for count in (1, 4)}
 
 # %% [markdown]
 # Equal? And how many times fewer bytes does an update every 4 send than one every 1? Say a number before you run on.
-# (A ring on four ranks sends 1.5 times the payload.)
+# (A ring on four ranks sends 1.5 times the payload.) For the prediction, measure this machine and count the model's
+# work, as in sitting one.
+
+# %%
+from distlab.measure import fit_cluster, measure_round, workload_from_module
+
+
+def count_work():
+    model = GPT(CONFIG)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = CORPUS.batch(0, 16, rank=0, world_size=4)
+    step = lambda: model.loss(model(inputs), targets)  # noqa: E731
+    return workload_from_module(model, step, optimizer=sgd, samples=4, name="small GPT")
+
+
+MACHINE = fit_cluster(ranks.run(measure_round, torch.device("cpu"))[0], 4)
+WORK = ranks.run(count_work)[0]
 
 
 # %% tags=["nbval-check-output"]
@@ -797,9 +1001,13 @@ for count, (_, records, _) in accumulated.items():
 # A quarter of the bytes. And the time?
 
 # %%
+times_ms = {}
 for count, (_, _, seconds) in accumulated.items():
     said_ms = 4 / count * update_of(count).duration_s * 1e3
+    times_ms[f"an update every {count}"] = {"predicted": said_ms, "measured": 1e3 * seconds}
     print(f"4 micro-batches, an update every {count}: predicted {said_ms:.0f} ms, measured {seconds * 1e3:.0f} ms")
+words = {"unit": "ms", "title": "Four micro-batches, with four updates and with one"}
+show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
 
 # %% [markdown]
 # ## Every sample once
@@ -823,6 +1031,15 @@ print("first epoch, four ranks:         ", handed_out())
 print("second epoch, set_epoch forgotten:", handed_out())
 print("second epoch, set_epoch(1):       ", handed_out(epoch=1))
 print("with drop_last=True:             ", handed_out(drop_last=True))
+
+
+# %%
+def times_seen(dealt):
+    return {f"sample {i}": float(sum(samples.count(i) for samples in dealt)) for i in range(10)}
+
+
+words = {"unit": "x", "title": "torch's sampler: in one epoch two of ten samples are seen twice"}
+show(draw_bars(times_seen(handed_out()), **words), describe_bars(times_seen(handed_out()), **words))
 
 # %% [markdown]
 # Four things to know about it:
@@ -861,14 +1078,20 @@ print("on two ranks: ", after)
 seen = [index for batch in before + after for samples in batch for index in samples]
 print("each sample once:", sorted(seen) == list(range(10)))
 
+# %%
+words = {"unit": "x", "title": "Your sampler, stopped on four ranks and resumed on two: each sample once"}
+dealt = [samples for batch in before + after for samples in batch]
+show(draw_bars(times_seen(dealt), **words), describe_bars(times_seen(dealt), **words))
+
 # %% [markdown]
 # The library's `distlab.data_parallel.DistributedSampler` is this with the interface of torch's, and a `state_dict`.
 #
 # ## Not all batches are equal
 #
-# Your sampler neither repeats nor drops, so the last batch of an epoch is smaller: with four ranks and ten samples, two
-# of them get nothing at all. Text makes this worse. Sentences have different lengths, and the padding after them does
-# not count, so every micro-batch has another number of tokens, even where samples are equally many.
+# Your [sampler](../GLOSSARY.md#sampler) neither repeats nor drops, so the last batch of an epoch is smaller: with four
+# ranks and ten samples, two of them get nothing at all. Text makes this worse. Sentences have different lengths, and
+# the padding after them does not count, so every micro-batch has another number of tokens, even where samples are
+# equally many.
 #
 # Then **a mean of means is not the mean**. Three tokens in a short micro-batch count for as much as three hundred in a
 # long one. This fault sat in a widely used trainer until 2024, and it showed only when users compared accumulation
@@ -1012,8 +1235,8 @@ for num_gpus, samples in ((8, 8), (16, 4), (32, 2), (64, 1)):
 # ### "Gradient accumulation costs no memory, only time"
 #
 # Both halves can be measured. First memory. What is held at the end of forward, when a step holds most, is the
-# activations that backward will need, and the gradients that are there already. Count both, for 16 samples at once,
-# for four micro-batches of four, and for four samples that are a whole batch.
+# [activations](../GLOSSARY.md#activation) that backward will need, and the gradients that are there already. Count
+# both, for 16 samples at once, for four micro-batches of four, and for four samples that are a whole batch.
 
 
 # %%
@@ -1036,10 +1259,15 @@ def held(samples, num_microbatches):
 
 
 # %%
+held_mb = {}
 for samples, count in ((16, 1), (4, 4), (4, 1)):
     activation_bytes, gradient_bytes = held(samples, count)
+    kinds = {"activations": activation_bytes / 1e6, "gradients": gradient_bytes / 1e6}
+    held_mb[f"{count} x {samples} samples"] = kinds
     print(f"{count} x {samples:2} samples: {activation_bytes / 1e6:.2f} MB of activations,", end=" ")
     print(f"{gradient_bytes / 1e6:.2f} MB of gradients: {(activation_bytes + gradient_bytes) / 1e6:.2f} MB")
+words = {"unit": "MB", "title": "Accumulation keeps few activations, and one set of gradients"}
+show(draw_bars(held_mb, subtitle="held at the end of the last forward", **words), describe_bars(held_mb, **words))
 
 # %% [markdown]
 # - **Against the large batch** accumulation saves: a quarter of the activations. That is what it is for.
@@ -1106,6 +1334,9 @@ ratios = [a[1] / b[1] for a, b in zip(ours[2:], theirs[2:], strict=True)]
 low, _, high = quantiles(ratios)
 print(f"largest difference of the losses in {len(ours)} steps: {gap:.1e}")
 print(f"a step of yours takes {median(ratios):.2f} times a step of DDP; half of the pairs: {low:.2f} to {high:.2f}")
+step_ms = {who: 1e3 * median(s for _, s in rows[2:]) for who, rows in (("your overlap", ours), ("torch's DDP", theirs))}
+words = {"unit": "ms", "title": "The fourth rung in your Python, and in torch's C++"}
+show(draw_bars(step_ms, subtitle="one step, turn by turn in one run", **words), describe_bars(step_ms, **words))
 
 # %% [markdown]
 # **A fault that DDP cannot catch.** DDP averages in what its own `forward` sets up. Code that takes the loss from
@@ -1168,7 +1399,8 @@ print(f"loss of model(inputs): all-reduces made: {through > 0}; loss of model.mo
 # distlab lab 03 --ranks 4 --impl mine --trace traces
 # ```
 #
-# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+# The same by [torchrun](../GLOSSARY.md#torchrun), which is also how it runs on GPUs (`--nproc-per-node` is their
+# number):
 #
 # ```
 # torchrun --nproc-per-node 4 lessons/03_data_parallel/lab.py --impl reference
@@ -1217,6 +1449,16 @@ print(f"7. {-(-1000 // 64) * 64 - 1000}, since each rank gets {-(-1000 // 64)}")
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, 2020: your ladder as its
+#   builders tell it, with buckets, order and unused parameters.
+# - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: rings and fusion.
+# - PyTorch documentation, *Distributed Data Parallel* (design note), 2026: what DDP does in each step.
+#
+# **Next: lesson 4.** More GPUs, or more micro-batches, mean a larger batch and fewer updates. Lesson 4 shows what that
+# does to learning.
+#
 # ## Sources
 #
 # - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*: buckets, reverse order,
@@ -1229,5 +1471,3 @@ ranks.close()
 # - Megatron Core documentation, DistributedDataParallelConfig (bucket_size, overlap_grad_reduce), read 2026.
 # - DeepSpeed documentation, configuration JSON, ZeRO section, read 2026.
 # - Figures of devices and wires: `simulator/presets.toml`, each with its source and date.
-#
-# Next: lesson 4, what a large batch does to learning.

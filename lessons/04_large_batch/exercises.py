@@ -22,6 +22,8 @@ EXERCISES = (
     Exercise(
         name="04.rate",
         title="a rate that grows with the batch",
+        minutes=5,
+        difficulty=1,
         source="solutions:learning_rate",
         drive=rates.drive_rate,
         judge=rates.judge_rate,
@@ -38,6 +40,8 @@ EXERCISES = (
     Exercise(
         name="04.accumulate",
         title="a large batch in small pieces",
+        minutes=8,
+        difficulty=2,
         source="solutions:accumulate",
         drive=accumulation.drive_accumulate,
         judge=accumulation.judge_accumulate,
@@ -60,6 +64,8 @@ EXERCISES = (
     Exercise(
         name="04.lars",
         title="LARS: steps as long as the layer allows",
+        minutes=12,
+        difficulty=2,
         source="solutions:lars_step",
         drive=layers.drive_lars,
         judge=layers.judge_lars,
@@ -77,6 +83,8 @@ EXERCISES = (
     Exercise(
         name="04.lamb",
         title="LAMB: Adam's direction, the layer's length",
+        minutes=10,
+        difficulty=2,
         source="solutions:lamb_step",
         drive=layers.drive_lamb,
         judge=layers.judge_lamb,
@@ -94,6 +102,8 @@ EXERCISES = (
     Exercise(
         name="04.repair",
         title="spot the bug: fine until it is resumed",
+        minutes=8,
+        difficulty=2,
         source="solutions:warm_up",
         drive=rates.drive_warm_up,
         judge=rates.judge_warm_up,

@@ -13,14 +13,16 @@
 # %% [markdown]
 # # 4. Large batches
 #
-# 75 minutes. Comes after lessons 1 (ranks and messages) and 3 (data parallel). You need no GPU: four processes on this
-# machine are the four ranks.
+# 75 minutes. Comes after lessons 1 ([ranks](../GLOSSARY.md#rank) and messages) and 3 ([data
+# parallel](../GLOSSARY.md#data-parallel)). You need no GPU: four processes on this machine are the four ranks.
 #
 # Afterwards you can
 #
-# - scale a learning rate with the batch, linearly or by the root, warm it up, and resume it without a jump;
-# - accumulate gradients over micro-batches and ranks so that they equal one large batch;
-# - write LARS and LAMB, and say where implementations differ and what that does;
+# - scale a learning rate with the batch, linearly or by the root, [warm it up](../GLOSSARY.md#warmup), and resume it
+#   without a jump;
+# - [accumulate](../GLOSSARY.md#accumulation) gradients over [micro-batches](../GLOSSARY.md#micro-batch) and ranks so
+#   that they equal one large batch;
+# - write [LARS](../GLOSSARY.md#lamb-lars) and LAMB, and say where implementations differ and what that does;
 # - read from measured curves, with their spread, where large batches cost accuracy and what helps.
 
 # %%
@@ -29,9 +31,22 @@
 # %% [markdown]
 # ## The question
 #
-# Lesson 3 ended with a debt. A GPT of 1.3 billion parameters trains on 8 H100 with 16 samples of 2,048 tokens each:
-# a batch of 128 samples. You get 64 GPUs. Two ways to use them: keep the batch, so that each GPU has 2 samples, or
-# keep 16 samples a GPU, so that the batch is 1,024. What does the simulator say about speed?
+# The next picture shows four trainings of the same length: each sees the same data 20 times. Only the batch differs.
+# Look at the number of updates. The largest batch makes 45 times fewer of them than the smallest. Can 20 updates teach
+# a model what 900 taught it? With which learning rate, and with which optimizer? This lesson answers that.
+
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+updates = {f"batch {batch:,}": 20.0 * -(-1437 // batch) for batch in (32, 128, 512, 1437)}  # -(-a // b) rounds up
+words = {"unit": "updates", "title": "20 passes over 1,437 samples: a larger batch means fewer updates"}
+show(draw_bars(updates, **words), describe_bars(updates, **words))
+
+# %% [markdown]
+# Why would you want so large a batch? Lesson 3 ended with a debt. A GPT of 1.3 billion parameters trains on 8 H100
+# with 16 samples of 2,048 tokens each: a batch of 128 samples. You get 64 GPUs. There are two ways to use them. Keep
+# the batch, so that each GPU has 2 samples. Or keep 16 samples per GPU, so that the batch is 1,024. What does the
+# simulator say about speed?
 
 # %%
 from distlab.plan import Plan
@@ -51,8 +66,8 @@ def samples_per_s(num_gpus, samples_each, **plan):
 
 
 # %% [markdown]
-# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples a second? One all-reduce of
-# all gradients after backward ("flat"), nothing hidden.
+# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples a second? One
+# [all-reduce](../GLOSSARY.md#all-reduce) of all gradients after backward ("flat"), nothing hidden.
 
 # %%
 guess_0 = predict("How many times faster are 64 GPUs than 8, with the same batch?", unit="x")
@@ -61,9 +76,15 @@ guess_0
 # %% tags=["nbval-check-output"]
 base = samples_per_s(8, 16, gradient_sync="flat")
 guess_0.default(6)  # assumed if you gave no number above
+gains = {}
 for each in (2, 4, 16):
     gain = samples_per_s(64, each, gradient_sync="flat") / base
+    gains[f"{each} samples each, batch {64 * each:,}"] = gain
     print(f"64 GPUs with {each:2} samples each, a batch of {64 * each:5,}: {gain:.1f}x the samples a second of 8 GPUs")
+
+# %%
+words = {"unit": "x", "title": "64 GPUs against 8: eight times the GPUs are used well only with a large batch"}
+show(draw_bars(gains, subtitle="samples per second, simulated", **words), describe_bars(gains, **words))
 
 # %% [markdown]
 # The larger batch uses the machine better: each GPU computes longer between two exchanges. But samples a second are
@@ -191,10 +212,19 @@ def scaled(batch, epochs=20, base_lr=0.316):
     return lambda step: learning_rate(step, base_lr, batch=batch, base_batch=32, num_warmup=num_warmup)
 
 
+reached = {}
 for batch in (32, 1437):
     accuracy, _ = ranks.run(learn, sgd, batch, scaled(batch))[0]
+    reached[f"batch {batch:,}"] = 100 * accuracy
     print(f"batch {batch:5,}, rate {scaled(batch)(10**6):.3f}: accuracy {accuracy:.1%}")
 print(guess_1.answer)
+
+# %%
+words = {"unit": "%", "title": "SGD with linear scaling: a batch of 1,437 is no better than guessing"}
+show(
+    draw_bars(reached, subtitle="test accuracy after 20 passes; guessing gives 10 %", **words),
+    describe_bars(reached, **words),
+)
 
 # %% [markdown]
 # Twenty updates with a scaled rate are not nine hundred with the base rate. Before the remedy, the reason.
@@ -216,8 +246,8 @@ gpt, (inputs, targets) = GPT(CONFIG, torch.Generator().manual_seed(0)), CORPUS.b
 GPT.loss(gpt(inputs), targets).backward()
 matrices = {name: p for name, p in gpt.named_parameters() if p.dim() == 2}
 relative = {name: float(p.grad.norm() / p.detach().norm()) for name, p in matrices.items()}
-for name, value in relative.items():
-    print(f"{name:42} |g| / |w| = {value:.3f} {'#' * round(40 * value / max(relative.values()))}")
+words = {"unit": "", "title": "One rate for all: some tensors take far longer steps than others"}
+show(draw_bars(relative, subtitle="|g| / |w| of each matrix, at the start", **words), describe_bars(relative, **words))
 print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} times the smallest")
 
 # %% [markdown]
@@ -249,6 +279,11 @@ moved, _ = lars_step(weight, gradient, torch.zeros(10, 10), **settings)
 length, bare_ratio = float((moved - weight).norm()), 0.001 * weight.norm() / gradient.norm()
 print(f"a step of {length / 100:.1%} of the weight, as asked: coefficient times |w|")
 print(f"without decay in the ratio: {float(bare_ratio * (gradient + 0.01 * weight).norm()) / 100:.0%} of the weight")
+
+# %%
+steps = {"decay in the ratio": length, "decay left out": float(bare_ratio * (gradient + 0.01 * weight).norm())}
+words = {"unit": "% of |w|", "title": "A ratio that ignores decay makes this step 100 times too long"}
+show(draw_bars(steps, **words), describe_bars(steps, **words))
 
 # %% [markdown]
 # **LAMB** (You et al. 2020) does the same to Adam's direction, with decay inside. Its name is from BERT: 76 minutes on
@@ -321,9 +356,13 @@ OPTIMIZERS = {
 # %%
 from distlab.large_batch import LearningRateSchedule
 
+one_run = {}
 for name, make in OPTIMIZERS.items():
     rates = LearningRateSchedule(OWN_RATES[name], num_steps=20, num_warmup=2, decay="linear")
-    print(f"{name:5} rate {OWN_RATES[name]:6.3g}: accuracy {ranks.run(learn, make, 1437, rates.at)[0][0]:.1%}")
+    one_run[name] = 100 * ranks.run(learn, make, 1437, rates.at)[0][0]
+    print(f"{name:5} rate {OWN_RATES[name]:6.3g}: accuracy {one_run[name]:.1f}%")
+words = {"unit": "%", "title": "With a rate found for this batch, twenty updates are enough to learn"}
+show(draw_bars(one_run, subtitle="test accuracy, one run, batch 1,437", **words), describe_bars(one_run, **words))
 
 # %% [markdown]
 # Your four ranks made one run of each. Do not conclude anything from one run: the experiment has five seeds.
@@ -462,11 +501,18 @@ guess_2
 # %% tags=["nbval-check-output"]
 guess_2.default(0.9)  # assumed if you gave no number above
 each_time = samples_per_s(64, 1, gradient_sync="flat")
+accumulated_gains = {}
 for pieces in (1, 2, 8, 32):
     gain = samples_per_s(64, 1, gradient_sync="flat", num_microbatches=pieces) / each_time
-    print(f"{pieces:2} micro-batches an exchange: {gain:.2f}x the samples a second")
+    accumulated_gains[f"{pieces} per exchange"] = gain
+    print(f"{pieces:2} micro-batches per exchange: {gain:.2f}x the samples per second")
 gradients_gb = 1.3e9 * 4 / 1e9
 print(f"memory: gradients of {gradients_gb:.1f} GB (32 bit) stay from the first micro-batch to the update")
+
+# %%
+words = {"unit": "x", "title": "One exchange for many micro-batches: more samples per second"}
+subtitle = "64 GPUs, micro-batches of 1 sample, simulated"
+show(draw_bars(accumulated_gains, subtitle=subtitle, **words), describe_bars(accumulated_gains, **words))
 
 # %% [markdown]
 # Refuted, both ways: against the same number of *small* updates it saves time, since one exchange serves many
@@ -522,14 +568,19 @@ def seconds_per_sample(pieces, num_updates=4):
 
 # %%
 guess_3.default(80)  # assumed if you gave no number above
-costs = {}
+costs, said_and_took = {}, {}
 for pieces in (1, 2, 8):
     said = simulate(WORK, MACHINE, Plan(4, gradient_sync="per_parameter", num_microbatches=pieces)).duration_s
     said_ms, took_ms = said / (16 * pieces) * 1e3, max(ranks.run(seconds_per_sample, pieces)) * 1e3
     costs[pieces] = took_ms
+    said_and_took[f"{pieces} micro-batches"] = {"predicted": said_ms, "measured": took_ms}
     print(f"{pieces} micro-batches: {said_ms:.2f} ms a sample predicted, {took_ms:.2f} measured", end=" ")
     print(f"({said_ms / took_ms - 1:+.0%})")
 print(f"{guess_3.answer} It is {costs[8] / costs[1]:.0%}.")
+
+# %%
+words = {"unit": "ms", "title": "What a sample costs, by the number of micro-batches in an update"}
+show(draw_bars(said_and_took, **words), describe_bars(said_and_took, **words))
 
 # %% [markdown]
 # One calibration and a few updates on a machine that others use too: the error says how rough that is. Both agree on
@@ -605,6 +656,9 @@ print(
     f"an update of LAMB: {statistics.median(lamb) * 1e3:.2f} ms, {statistics.median(ratios):.1f} times AdamW's", end=""
 )
 print(f"; half of the pairs: {low:.1f} to {high:.1f}")
+update_ms = {"LAMB": 1e3 * statistics.median(lamb), "torch's AdamW": 1e3 * statistics.median(adamw)}
+words = {"unit": "ms", "title": "One update of the small GPT, on one rank"}
+show(draw_bars(update_ms, **words), describe_bars(update_ms, **words))
 
 # %% [markdown]
 # The lengths of all tensors cost two reads of memory; whether that shows next to Adam's own dozen depends on the
@@ -666,6 +720,17 @@ print(f"5. {0.8 * 400 / 1000 * 701 / 1000:.3f}, not {0.8 * 701 / 1000:.3f}")
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017: linear scaling and warmup, in
+#   experiments made with care.
+# - McCandlish et al., *An Empirical Model of Large-Batch Training*, 2018: how to find out, before the run, up to which
+#   batch it pays.
+# - Nado et al., *A Large Batch Optimizer Reality Check*, 2021: what is left of LARS and LAMB after fair tuning.
+#
+# **Next: lesson 5.** A large batch sends less *often*. Lesson 5 sends *less*: the same number of exchanges, with fewer
+# bytes in each.
+#
 # ## Sources
 #
 # - Goyal et al. 2017, *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*: linear scaling, warmup, batches to
@@ -683,5 +748,3 @@ ranks.close()
 #   batch it pays.
 # - DeepSpeed configuration JSON, Megatron-LM arguments, torchtitan's configuration, Horovod's DistributedOptimizer:
 #   documentation.
-#
-# Next: lesson 5, sending less.

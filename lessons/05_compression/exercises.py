@@ -23,6 +23,8 @@ EXERCISES = (
     Exercise(
         name="05.top_k",
         title="the largest elements, by all-gather",
+        minutes=10,
+        difficulty=2,
         source="solutions:average_top_k",
         drive=choices.drive_top_k,
         judge=choices.judge_top_k,
@@ -40,6 +42,8 @@ EXERCISES = (
     Exercise(
         name="05.random_k",
         title="random elements, the same on all ranks",
+        minutes=6,
+        difficulty=1,
         source="solutions:average_random_k",
         drive=choices.drive_random_k,
         judge=choices.judge_random_k,
@@ -57,6 +61,8 @@ EXERCISES = (
     Exercise(
         name="05.pack",
         title="several codes in a byte",
+        minutes=8,
+        difficulty=2,
         source="solutions:pack_codes",
         drive=codes.drive_pack,
         judge=codes.judge_pack,
@@ -73,6 +79,8 @@ EXERCISES = (
     Exercise(
         name="05.quantize",
         title="few bits per element",
+        minutes=10,
+        difficulty=2,
         source="solutions:average_quantized",
         drive=codes.drive_quantize,
         judge=codes.judge_quantize,
@@ -90,6 +98,8 @@ EXERCISES = (
     Exercise(
         name="05.repair",
         title="spot the bug: one bit per element",
+        minutes=8,
+        difficulty=2,
         source="solutions:average_signs",
         drive=signs.drive_signs,
         judge=signs.judge_signs,
@@ -106,6 +116,8 @@ EXERCISES = (
     Exercise(
         name="05.feedback",
         title="remember what was not sent",
+        minutes=7,
+        difficulty=2,
         source="solutions:average_with_memory",
         drive=signs.drive_feedback,
         judge=signs.judge_memory,
@@ -122,6 +134,8 @@ EXERCISES = (
     Exercise(
         name="05.powersgd",
         title="two thin factors",
+        minutes=10,
+        difficulty=3,
         source="solutions:average_low_rank",
         drive=factors.drive_low_rank,
         judge=factors.judge_low_rank,

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 5. Compression
 #
-# 90 minutes. Comes after lesson 3 (data parallel); lesson 4 (large batches) helps, but you can do this one first. You
-# need no GPU: four processes on this machine are the four ranks.
+# 90 minutes. Comes after lesson 3 ([data parallel](../GLOSSARY.md#data-parallel)); lesson 4 (large batches) helps, but
+# you can do this one first. You need no GPU: four processes on this machine are the four [ranks](../GLOSSARY.md#rank).
 #
 # Afterwards you can
 #
@@ -30,12 +30,21 @@
 # ## The question
 #
 # You train a GPT of 1.3 billion parameters. You have four machines with one H100 each, and between them ordinary
-# Ethernet of 10 Gb/s. A rank computes a step of 8,192 tokens; gradients are 16-bit numbers. In lesson 3 the last
-# question said "hopeless, unless you send less". How hopeless?
+# Ethernet of 10 Gb/s. A rank computes a step of 8,192 tokens; gradients are 16-bit numbers. A question of lesson 3
+# ended with "hopeless, unless you send less". How hopeless?
+#
+# One machine alone does a step in its own time. Four do four times the work in a step, and they exchange gradients,
+# hidden behind backward as well as possible. Before you look: how many times as much work per second do the four do,
+# compared with one? Type a number into the box that the next cell shows, and press Commit.
+
+# %%
+guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s Ethernet?", unit="x")
+guess_0
 
 # %%
 from distlab.plan import Cluster, Plan
 from simulator import Measured, device, gpt_workload, link, simulate
+from simulator.viz import describe_timeline, draw_timeline
 
 MODEL = gpt_workload(
     hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=4
@@ -47,26 +56,25 @@ def step_on(num_machines, wire="ethernet-10g", compression=None):
     return simulate(MODEL, machines, Plan(num_machines, compression=compression))
 
 
-# %% [markdown]
-# One machine alone does a step in its own time. Four do four times the work in a step, and they exchange gradients,
-# hidden behind backward as well as it goes. Before you look: how many times as much work a second do the four do, seen
-# from one? Type a number into the box that the next cell shows, and press Commit.
-
-# %%
-guess_0 = predict("How many times the work of one machine do four do, on 10 Gb/s Ethernet?", unit="x")
-guess_0
-
 # %%
 guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
 print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
+rank_0 = four.trace.select(four.trace.rank == 0)  # all ranks do the same
+words = "One machine's step: the GPU works for a moment, then it waits for the wire"
+show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+
+# %% [markdown]
+# This is the step of one of the four machines. The upper row is what its GPU does, the lower row what its wire carries.
+# Only the two boxes at the left end of the upper row are work, forward and backward. The grey rest is waiting. How much
+# shorter can the lower row become, and does the model still learn then? This lesson answers both.
 
 # %% tags=["nbval-check-output"]
-print(f"one machine: {one.duration_s * 1e3:.0f} ms a step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
+print(f"one machine: {one.duration_s * 1e3:.0f} ms per step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
 for wire in ("ethernet-10g", "ethernet-100g", "infiniband-ndr"):
     step = step_on(4, wire)
     exposed = step.exposed_communication_s / step.duration_s
-    print(f"4 machines, {wire:14}: {step.duration_s * 1e3:5.0f} ms a step, {exposed:4.0%} of it waiting, ", end="")
+    print(f"4 machines, {wire:14}: {step.duration_s * 1e3:5.0f} ms per step, {exposed:4.0%} of it waiting, ", end="")
     print(f"{4 * one.duration_s / step.duration_s:.2f}x the work of one")
 
 # %% [markdown]
@@ -163,6 +171,19 @@ bench("float32", average_in(torch.float32))
 bench("bfloat16", average_in(torch.bfloat16))
 bench("float16", average_in(torch.float16))
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bytes(title):
+    """Draw what each average so far has sent per rank."""
+    sent_kb = {name: num_bytes / 1e3 for name, (num_bytes, _) in table.items()}
+    words = {"unit": "kB", "title": title}
+    show(draw_bars(sent_kb, subtitle="sent per rank, as recorded", **words), describe_bars(sent_kb, **words))
+
+
+show_bytes("Half of the bits is half of the bytes")
+
 # %% [markdown]
 # Half the bytes for an error of less than a hundredth, by one line of code. This compression is not worth a lesson, but
 # it is what all others must beat. Keep it in mind: the bench below compares with float32, and against 16-bit gradients
@@ -183,8 +204,9 @@ guess_1
 # ### Exercise: top-k
 #
 # Write `average_top_k(gradient, k)`. Each rank has its own k places, so the receivers must be told which: every value
-# travels with its index. And values of different places cannot be summed on the way: an all-reduce is of no use. Each
-# rank *gathers* the pairs of all ranks and adds them up itself. Where two ranks chose the same place, both count.
+# travels with its index. And values of different places cannot be summed on the way: an
+# [all-reduce](../GLOSSARY.md#all-reduce) is of no use. Each rank *gathers* the pairs of all ranks and adds them up
+# itself. Where two ranks chose the same place, both count.
 #
 # Budget: k indices and k values, 8 bytes per pair, to each of the other ranks.
 
@@ -200,10 +222,10 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # %% [markdown]
 # ### "It saves 99 %"
 #
-# Where did the factor of 100 go? Half of it is indices. The rest is the **all-gather**. A ring all-reduce of $S$ bytes
-# sends $2\frac{n-1}{n}S$ a rank, less than $2S$ on any number of ranks, since sums stay as long as their parts. What is
-# gathered does not shrink: each rank's pairs must reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4
-# bytes each:
+# Where did the factor of 100 go? Half of it is indices. The rest is the **[all-gather](../GLOSSARY.md#all-gather)**. A
+# [ring all-reduce](../GLOSSARY.md#ring-all-reduce) of $S$ bytes sends $2\frac{n-1}{n}S$ per rank, less than $2S$ on any
+# number of ranks, since sums stay as long as their parts. What is gathered does not shrink: each rank's pairs must
+# reach all others, $(n-1)$ times. With $k = rE$ of $E$ elements, 4 bytes each:
 #
 # $$\frac{\text{all-reduce}}{\text{top-k}} = \frac{2\frac{n-1}{n} \cdot 4E}{(n-1) \cdot 8 r E} = \frac{1}{n\,r}$$
 
@@ -214,10 +236,18 @@ for n in (2, 4, 8, 64, 100, 256):
     all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)
     print(f"{n:3} ranks: top-1 % sends {all_reduce / all_gather:6.2f}x less than an all-reduce of everything")
 
+# %%
+saved = {
+    f"{n} ranks": ring_bytes("all_reduce", 4 * 10**6, n) / ring_bytes("all_gather", 8 * 10**4, n)
+    for n in (2, 4, 8, 16, 32, 64, 100, 256)
+}
+words = {"unit": "x less", "title": "What top-1 % saves falls with the number of ranks, to nothing at 100"}
+show(draw_bars(saved, **words), describe_bars(saved, **words))
+
 # %% [markdown]
 # **99x holds nowhere.** It is 50x on 2 ranks, 25x on 4, and from 100 ranks on top-1 % sends *more* than no compression.
-# A guide whose top-k returns a whole tensor with zeros in it, and all-reduces that, saves nothing at all: zeros cost
-# as many bytes as numbers.
+# A guide whose [top-k](../GLOSSARY.md#top-k) returns a whole tensor with zeros in it, and all-reduces that, saves
+# nothing at all: zeros cost as many bytes as numbers.
 
 # %% [markdown]
 # ## Random elements: random-k
@@ -237,6 +267,18 @@ for n in (2, 4, 8, 64, 100, 256):
 
 # %%
 bench("random 1 %", lambda gradient: average_random_k(gradient, gradient.numel() // 100, step=0))
+
+
+# %%
+def show_errors(title):
+    """Draw how far each average so far is from the true mean."""
+    errors = {name: 100 * error for name, (_, error) in table.items()}
+    words = {"unit": "%", "title": title}
+    subtitle = "distance from the true mean, as a share of its length"
+    show(draw_bars(errors, subtitle=subtitle, **words), describe_bars(errors, **words))
+
+
+show_errors("Random places are wrong by several lengths of the gradient")
 
 # %% [markdown]
 # That is not a misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all
@@ -277,6 +319,7 @@ print("six codes of 2 bits:", [f"{int(byte):08b}" for byte in pack_codes(codes, 
 # %%
 for bits in (8, 4, 2):
     bench(f"quantized, {bits} bits", lambda gradient, bits=bits: average_quantized(gradient, bits))
+show_bytes("The methods so far: what each rank sends")
 
 # %% [markdown]
 # 8 bits are a quarter of 32, but on four ranks they save 2x: once more the all-gather. An all-reduce sends
@@ -315,10 +358,10 @@ bench("signs", average_signs)
 # %% [markdown]
 # ## What matters is not one step
 #
-# Train the small GPT, with the library's hooks. A `GradientHook` stands between a bucket of gradients and the wire
-# (lesson 3): `DataParallel(model, hook=...)` hands it this rank's gradients and takes back the mean. `TopK`, `RandomK`,
-# `Quantize` and `Sign` are what you wrote, made fit for buckets of real models. Two ranks, `pair`, show as well as
-# four whether a hook learns.
+# Train the small GPT, with the library's hooks. A `GradientHook` stands between a [bucket](../GLOSSARY.md#bucket) of
+# gradients and the wire (lesson 3): `DataParallel(model, hook=...)` hands it this rank's gradients and takes back the
+# mean. `TopK`, `RandomK`, `Quantize` and `Sign` are what you wrote, made fit for buckets of real models. Two ranks,
+# `pair`, show as well as four whether a hook learns.
 
 
 # %%
@@ -387,6 +430,12 @@ for name, losses in without.items():
     print(f"{name:12} {end_of(losses)}")
 print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
 
+# %%
+ends = {"no compression": float(plain[-5:].mean())}
+ends |= {name: float(losses[-5:].mean()) for name, losses in without.items() if end_of(losses) != "ran away"}
+words = {"unit": "nats", "title": "Loss after 80 updates, without memory (who ran away is not drawn)"}
+show(draw_bars(ends, subtitle="mean of the last five updates; less is better", **words), describe_bars(ends, **words))
+
 # %% [markdown]
 # ### What is dropped comes back
 #
@@ -408,7 +457,7 @@ print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
 
 # %% tags=["nbval-check-output"]
 def add_up(num_steps=50):
-    """Ten numbers, two sent in each step: what is sent and kept in the end, beside the sum of all gradients."""
+    """Ten numbers, two sent in each step: return the mean of what was sent, and what is kept."""
     constant = torch.arange(1.0, 11.0, dtype=torch.float64)
     memory, applied = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
     for _ in range(num_steps):
@@ -468,7 +517,7 @@ show(draw_losses(title), f"Loss against updates. No compression ends at {plain[-
 # %% [markdown]
 # The loss of one run jumps by a few hundredths from machine to machine and seed to seed, so do not read the second
 # digit. What is plain: without memory signs lag far behind, top-1 % and one bit somewhat, and random places, each ten
-# times too large, run away at a learning rate that suits everybody else. With memory all four follow the black line.
+# times too large, run away at a learning rate that suits all the others. With memory all four follow the black line.
 # That a gradient may be wrong by 95 % in each step, and training hardly notices, is the most surprising fact of this
 # lesson. The error of one step does not matter as long as it is repaid.
 
@@ -484,8 +533,9 @@ print("one layer of the 1.3B model, 2048 x 8192: ", end="")
 print(", ".join(f"rank {r}: {2048 * 8192 / ((2048 + 8192) * r):.0f}x smaller" for r in (1, 4, 32)))
 
 # %% [markdown]
-# The best $p$ and $q$ come from a singular value decomposition, which costs far more than the step. PowerSGD makes one
-# *power iteration* instead, starting from the last step's $q$, which is nearly right already:
+# The best $p$ and $q$ come from a singular value decomposition, which costs far more than the step.
+# [PowerSGD](../GLOSSARY.md#powersgd) makes one *power iteration* instead, starting from the last step's $q$, which is
+# nearly right already:
 #
 # 1. $p = M q$, then make its columns orthonormal;
 # 2. $q = M^\top p$. Then $p\,q^\top = p\,p^\top M$ is $M$, projected onto what $p$ spans.
@@ -515,9 +565,15 @@ def low_rank_errors(rank_of_factors, num_steps=3):
     return errors, float(values[rank_of_factors:].norm() / mean.norm())
 
 
+# %%
+found = {}
 for r in (1, 4, 8):
     errors, best = ranks.run(low_rank_errors, r)[0]
+    steps = {f"iteration {step}": 100 * error for step, error in enumerate(errors, 1)}
+    found[f"rank {r}"] = steps | {"best factors": 100 * best}
     print(f"rank {r}: wrong by {', '.join(f'{error:.0%}' for error in errors)} in steps 1, 2, 3; best {best:.0%}")
+words = {"unit": "%", "title": "A second power iteration is nearly as good as the best factors"}
+show(draw_bars(found, subtitle="error, as a share of the matrix' length", **words), describe_bars(found, **words))
 
 # %% [markdown]
 # One iteration is within two to three times the error of the best factors, and on the same matrix a second or third
@@ -567,10 +623,10 @@ for compression in (None, *COMPRESSIONS):
 # overlap hides nearly all: three of the five make the step longer. **"Compression speeds up training" is false where
 # the wire is fast.**
 #
-# The picture shows it for every bandwidth, in gigabytes: 10 Gb/s are 1.25 GB/s. Where a line crosses the black one is
-# its *break-even*: to the left of it, compression pays. Before you move the slider: where will the line of the signs
-# cross, left or right of 100 Gb/s, which is 12.5 GB/s? The table above tells. The picture keeps Ethernet's delay and
-# changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
+# The picture shows it for every [bandwidth](../GLOSSARY.md#bandwidth), in gigabytes: 10 Gb/s are 1.25 GB/s. Where a
+# line crosses the black one is its *break-even*: to the left of it, compression pays. Before you move the slider: where
+# will the line of the signs cross, left or right of 100 Gb/s, which is 12.5 GB/s? The table above tells. The picture
+# keeps Ethernet's delay and changes its bandwidth alone, so its right end is not exactly the InfiniBand of the table.
 
 # %%
 from simulator.sweeps.compression import bandwidths
@@ -587,10 +643,10 @@ print(pays.text)
 # %% [markdown]
 # ### And on a wire that you can measure?
 #
-# Your machine has no 10 Gb/s wire, but it can play one. In `throttled(bytes_per_s)` every collective takes the time
-# that a ring would need at that bandwidth: whoever waits for it sleeps until then. Computing goes on meanwhile, as with
-# a real network card. First measure what the simulator must know about this machine: how fast it computes, and what
-# encoding and decoding cost.
+# Your machine has no 10 Gb/s wire, but it can play one. In `throttled(bytes_per_s)` every
+# [collective](../GLOSSARY.md#collective) takes the time that a ring would need at that bandwidth: whoever waits for it
+# sleeps until then. Computing goes on meanwhile, as with a real network card. First measure what the simulator must
+# know about this machine: how fast it computes, and what encoding and decoding cost.
 
 # %%
 import time
@@ -786,10 +842,10 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 #
 # `DistributedDataParallel.register_comm_hook(state, hook)` is torch's place for what stands between bucket and wire. It
 # comes with `fp16_compress_hook`, `bf16_compress_hook` and `powerSGD_hook`. Same model, same batches, turn by turn in
-# one run: torch's and the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after
-# the first. One bucket, because torch's PowerSGD hook can hang with several on gloo. torch's bfloat16 hook refuses the
-# CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are random, and the two draw differently:
-# their losses agree to a few thousandths.
+# one run: torch's and the library's. PowerSGD starts after two steps in both, since DDP rebuilds its buckets after the
+# first. One bucket, because torch's PowerSGD hook can [hang](../GLOSSARY.md#deadlock-hang) with several on gloo.
+# torch's bfloat16 hook refuses the CPU; the library's `Cast(torch.bfloat16)` takes it. PowerSGD's first factors are
+# random, and the two draw differently: their losses agree to a few thousandths.
 
 # %%
 import time
@@ -835,6 +891,7 @@ def side_by_side(name, num_steps=12):
 # %%
 from statistics import median, quantiles
 
+step_ms = {}
 for name in ("float16", "PowerSGD"):
     ours, theirs = pair.run(side_by_side, name)[0]
     gap = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
@@ -842,6 +899,9 @@ for name in ("float16", "PowerSGD"):
     low, _, high = quantiles(ratios)
     print(f"{name:9} losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times torch's", end="")
     print(f" (half of the pairs: {low:.2f} to {high:.2f})")
+    step_ms[name] = {who: 1e3 * median(s for _, s in rows[3:]) for who, rows in (("ours", ours), ("torch", theirs))}
+words = {"unit": "ms", "title": "A step with the library's hook, and with torch's own"}
+show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
 
 # %% [markdown]
 # The same settings under other names:
@@ -862,15 +922,16 @@ for name in ("float16", "PowerSGD"):
 #
 # 1-bit Adam is not "signs, then Adam". Adam divides by its second moment, so an error memory in front of it would be
 # divided by something that changes. It runs plain Adam for `freeze_step` steps (DeepSpeed's tutorial starts from 15 to
-# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with error feedback.
+# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with [error
+# feedback](../GLOSSARY.md#error-feedback).
 
 # %% [markdown]
 # ## Popular claims, tested
 #
 # - **"Top-1 % saves 99x."** Refuted: 25x on 4 ranks and less on more, by the bench above; $1/(nr)$ by the formula.
 # - **"One bit saves 32x."** Against float32, $64/n$: 16x on 4 ranks, and 8x on 4 if your gradients are 16-bit anyway.
-#   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases: all-to-all, then
-#   all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.
+#   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases:
+#   [all-to-all](../GLOSSARY.md#all-to-all), then all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.
 # - **"Compression speeds up training."** On a wire below its break-even. On InfiniBand at 400 Gb/s the simulator has
 #   three of the five methods slower than none, and the other two 2 % faster, for a gradient that is far worse.
 # - **"Unbiased means harmless."** Refuted: random-k is right on average, wrong by ten lengths each time, and at a
@@ -900,7 +961,8 @@ for name in ("top-1 %", "signs"):
 # distlab lab 05 --ranks 4 --impl mine --trace traces
 # ```
 #
-# The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
+# The same by [torchrun](../GLOSSARY.md#torchrun), which is also how it runs on GPUs (`--nproc-per-node` is their
+# number):
 #
 # ```
 # torchrun --nproc-per-node 4 lessons/05_compression/lab.py --impl reference
@@ -925,7 +987,7 @@ print("2. (n-1) E against 2 (n-1)/n 2 E: n = 4")
 elements = 4096 * 4096
 top_1_percent = 3 * 8 * 0.01 * elements  # (n-1) pairs of 8 bytes
 print(f"3. 1.5 x 4 bytes x 8192 r = {top_1_percent / 1e6:.1f} MB: r = {top_1_percent / (1.5 * 4 * 8192):.0f}")
-print("4. top-k of the mean, after an all-reduce of everything, with k = all; or a hook that nobody registered")
+print("4. top-k of the mean, after an all-reduce of everything, with k = all; or a hook that was never registered")
 print(f"5. {4 * MODEL.num_parameters / 1e9:.1f} GB, as much as the float32 weights")
 
 # %%
@@ -933,6 +995,17 @@ ranks.close()
 pair.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Karimireddy et al., *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, 2019: why a memory is
+#   enough, in a proof of a page.
+# - Vogels, Karimireddy, Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, 2019.
+# - Agarwal et al., *On the Utility of Gradient Compression in Distributed Training Systems*, 2022: more than
+#   200 setups, and in how few of them it paid.
+#
+# **Next: lesson 6.** So far you counted what travels. Lesson 6 counts what stays: where the memory of a training step
+# goes. Then lesson 7 divides it among the ranks.
+#
 # ## Sources
 #
 # - Aji and Heafield 2017, *Sparse Communication for Distributed Gradient Descent*; Lin et al. 2018, *Deep Gradient
@@ -948,5 +1021,3 @@ pair.close()
 # - PyTorch documentation, DDP Communication Hooks, read for torch 2.13. Source of Megatron-LM (`arguments.py`),
 #   torchtitan (`TrainingConfig`) and Horovod (`torch/compression.py`), read 2026-11.
 # - In this repository: `distlab/compression/sparse.py`, `quantize.py`, `powersgd.py`, `feedback.py`, in this order.
-#
-# Next: lesson 6, where the memory of a training step goes.

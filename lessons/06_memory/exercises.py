@@ -22,6 +22,8 @@ EXERCISES = (
     Exercise(
         name="06.states",
         title="what a model holds before it has seen any data",
+        minutes=8,
+        difficulty=1,
         source="solutions:state_bytes",
         drive=counts.drive_states,
         judge=counts.judge_states,
@@ -40,6 +42,8 @@ EXERCISES = (
     Exercise(
         name="06.activations",
         title="what a layer keeps for backward",
+        minutes=6,
+        difficulty=1,
         source="solutions:activation_bytes",
         drive=counts.drive_activations,
         judge=counts.judge_activations,
@@ -55,6 +59,8 @@ EXERCISES = (
     Exercise(
         name="06.recompute",
         title="run a block again instead of keeping what it made",
+        minutes=15,
+        difficulty=3,
         source="solutions:recompute",
         drive=activations.drive_recompute,
         judge=activations.judge_recompute,
@@ -79,6 +85,8 @@ EXERCISES = (
     Exercise(
         name="06.repair",
         title="spot the bug: accumulation",
+        minutes=8,
+        difficulty=2,
         source="solutions:accumulate_gradients",
         drive=activations.drive_accumulate,
         judge=activations.judge_accumulate,
@@ -96,6 +104,8 @@ EXERCISES = (
     Exercise(
         name="06.master",
         title="a float32 copy that remembers small steps",
+        minutes=5,
+        difficulty=1,
         source="solutions:update_with_master",
         drive=master.drive_master,
         judge=master.judge_master,
@@ -112,6 +122,8 @@ EXERCISES = (
     Exercise(
         name="06.scaler",
         title="a loss scale that all ranks agree on",
+        minutes=10,
+        difficulty=2,
         source="solutions:finish_scaled_step",
         drive=scaler.drive_scaler,
         judge=scaler.judge_scaler,

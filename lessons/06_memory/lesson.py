@@ -53,6 +53,17 @@ memory = memory_of(MODEL, Plan(precision=MIXED))
 states = sum(memory.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
 print(guess_0.compare(states / 1e9, how="counted"))
 
+# %%
+from simulator.viz import describe_memory, draw_memory
+
+show(draw_memory(memory, capacity_bytes=80e9), describe_memory(memory, capacity_bytes=80e9))
+
+# %% [markdown]
+# This is what one rank holds in a training step. The dashed line is the memory of the GPU. Look at the left: the bar
+# passes the line. Look at the right: most of it is there before forward begins and after backward ends, whatever the
+# batch is. What are these parts, which of them can you make smaller, and what does that cost? This lesson answers it.
+# Here are the numbers:
+
 # %% tags=["nbval-check-output"]
 for kind in KINDS:
     if memory.of(kind):
@@ -63,9 +74,9 @@ for kind in KINDS:
 # halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for one
 # sequence of 4,096 tokens, they are half as much again.
 #
-# This lesson goes through the list. First what is there before any data, then activations, then what 16-bit numbers
-# save and what not. Each time you count before you measure, on real ranks, with a model small enough for a laptop.
-# Lesson 7 then splits the first four lines over the ranks.
+# This lesson goes through the list. First what is there before any data, then [activations](../GLOSSARY.md#activation),
+# then what 16-bit numbers save and what not. Each time you count before you measure, on real ranks, with a model small
+# enough for a laptop. Lesson 7 then splits the first four lines over the ranks.
 
 # %% [markdown]
 # ## What is there before any data
@@ -109,6 +120,20 @@ for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
 for stage in range(4):
     held = sum(state_bytes(7_500_000_000, Plan(64, precision=MIXED, sharding=Sharding(stage)), 2).values())
     print(f"stage {stage}: {held / 1e9:6.1f} GB a rank, {120e9 / held:4.1f}x less")
+
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+paper = {f"stage {stage}": Plan(64, precision=MIXED, sharding=Sharding(stage)) for stage in range(4)}
+held_gb = {name: sum(state_bytes(7_500_000_000, plan, 2).values()) / 1e9 for name, plan in paper.items()}
+show_bars(held_gb, "GB", "What 64 ranks split among them shrinks, and what they do not split stays")
 
 # %% [markdown]
 # 4x and 8x are where stages 1 and 2 end, however many ranks there are: 16 bytes become 4 + 12/n, then 2 + 14/n.
@@ -253,8 +278,8 @@ draw_over_time(plain, over_time)
 # grows with the *square* of the sequence. Flash attention never stores it.
 #
 # Of the 34, tensor parallelism (lesson 8) over $t$ ranks splits 24 and the scores; sequence parallelism splits the
-# other 10 too. And there is **recompute**: "selective" drops the scores and makes them again in backward, "full" keeps
-# nothing but the layer's input, 2 bytes per element.
+# other 10 too. And there is **[recompute](../GLOSSARY.md#recompute)**: "selective" drops the scores and makes them
+# again in backward, "full" keeps nothing but the layer's input, 2 bytes per element.
 #
 # ### Exercise: activations of a layer
 #
@@ -286,6 +311,14 @@ for words, how in {
 }.items():
     size = activation_bytes(12288, 96, sequence=2048, microbatch=1, **how)
     print(f"{words:29} {size / (2048 * 12288):6.2f} units a layer, {96 * size / 1e9:6.1f} GB")
+
+# %%
+GPT3 = {"sequence": 2048, "microbatch": 1}
+SPLIT = {"tensor": 8, "sequence_parallel": True}
+ways = {"one rank": {}, "tensor 8": {"tensor": 8}, "and sequence": SPLIT}
+ways |= {"and selective": SPLIT | {"recompute": "selective"}, "tensor 8, full": {"tensor": 8, "recompute": "full"}}
+shown = {name: 96 * activation_bytes(12288, 96, **GPT3, **how) / 1e9 for name, how in ways.items()}
+show_bars(shown, "GB", "Selective recompute with a split sequence keeps nearly as little as full recompute")
 
 # %% [markdown]
 # Sequence parallelism with selective recompute keeps about twice what full recompute keeps, 27 times less than one rank
@@ -354,6 +387,12 @@ for words, row in {"one of 16": at_peak, "one of 4": single, "four of 4, one upd
     print(f"{words:22} {sum(row.values()) / 1e6:5.1f} MB, of it activations {row['activations'] / 1e6:5.1f}, ", end="")
     print(f"gradients {row['gradients'] / 1e6:4.1f}")
 
+# %%
+kept = ("activations", "gradients", "temporary")
+peaks = {"one of 16": at_peak, "one of 4": single, "four of 4, one update": accumulated}
+shown = {name: {kind: row[kind] / 1e6 for kind in kept} for name, row in peaks.items()}
+show_bars(shown, "MB", "Small micro-batches keep a quarter of the activations, and gradients twice")
+
 # %% [markdown]
 # Half of the memory of the whole batch. But it is not "no memory" compared with a single small one: gradients are there
 # **twice**. While micro-batches are not averaged (`no_sync`), what has been added up waits in `.grad`, and the buckets
@@ -375,8 +414,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     print(f"{str(dtype):14} from {smallest:.0e} to {info.max:.0e}; next after 1: 1 + {info.eps:.4g}")
 
 # %% [markdown]
-# `bfloat16` has float32's range and two to three decimal digits. `float16` has three to four digits and a small range:
-# above 65,504 comes infinity, below 6e-8 comes zero.
+# [`bfloat16`](../GLOSSARY.md#bf16-fp16) has float32's range and two to three decimal digits. `float16` has three to
+# four digits and a small range: above 65,504 comes infinity, below 6e-8 comes zero.
 #
 # "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix products
 # run in 16 bits. What does it make of our 52 MB?
@@ -391,6 +430,11 @@ half, _ = ranks.run(lambda: measured(dtype="bfloat16"))[0]
 print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
     print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
+
+# %%
+kinds = ("parameters", "gradients", "optimizer", "activations", "logits")
+shown = {kind: {"float32": at_peak[kind] / 1e6, "bfloat16 autocast": half[kind] / 1e6} for kind in kinds}
+show_bars(shown, "MB", "Autocast makes activations smaller, and leaves the states as they are")
 
 # %% [markdown]
 # **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4. Of
@@ -448,6 +492,18 @@ print(guess_5.compare(100 * ranks.run(share_changed)[0]))
 # ### Exercise: master weights
 #
 # Write `update_with_master(weights, masters, gradients, lr)`: one step of SGD.
+
+
+# %%
+def half_a_step(weight):
+    """Return half the distance from a bfloat16 number to the next one: smaller changes are rounded away."""
+    here = torch.tensor(weight).bfloat16()
+    return float(here.nextafter(torch.tensor(10.0).bfloat16()).float() - here.float()) / 2
+
+
+lost_below = {f"a weight near {weight}": 1e4 * half_a_step(weight) for weight in (0.001, 0.005, 0.02, 0.05)}
+title = "An update is 1 of these units. Where the bar is longer than 1, it is rounded away"
+show_bars(lost_below, "x 0.0001", title, "half the distance to the next bfloat16 number")
 
 # %% exercise="06.master"
 
@@ -514,6 +570,16 @@ for tokens in (512, 65_536, 4_194_304):
     print(
         f"{tokens:9,} tokens: {shares[0]:6.1%} become zero in float16; {shares[1]:.1%} if the loss is scaled by 65,536"
     )
+
+
+# %%
+def zeros(tokens, scale):
+    """Return the percentage of gradients that are zero in float16."""
+    return 100 * float((flowing * (512 / tokens) * scale).half().eq(0).float().mean())
+
+
+shown = {f"{n:,} tokens": {"as it is": zeros(n, 1), "scaled": zeros(n, 2**16)} for n in (512, 65_536, 4_194_304)}
+show_bars(shown, "%", "The larger the batch, the more gradients float16 loses; a scale brings them back")
 
 # %% [markdown]
 # So multiply the loss by a large number before backward. By the chain rule all gradients grow by it. Divide them by it
@@ -764,6 +830,15 @@ for recompute_kind in ("none", "selective", "full"):
         f"recompute {recompute_kind:9}: LoRA {lora / 1e9:4.0f} GB, QLoRA {qlora / 1e9:4.0f} GB, one sequence of 4,096"
     )
 
+# %%
+shown = {}
+for recompute_kind in ("none", "selective", "full"):
+    plan = memory_of(MODEL, Plan(precision=MIXED, recompute=recompute_kind))
+    moving = sum(plan.of(kind) for kind in ("activations", "logits", "temporary"))
+    weights = {"LoRA": 2 * MODEL.num_parameters, "QLoRA": 4.13 / 8 * MODEL.num_parameters}
+    shown[f"recompute {recompute_kind}"] = {name: (w + 16 * adapters + moving) / 1e9 for name, w in weights.items()}
+show_bars(shown, "GB", "Only full recompute keeps both below the 24 GB of a small GPU")
+
 # %% [markdown]
 # True **with full recompute**, for both. With flash attention alone (the line "selective" keeps no scores either) not
 # even QLoRA fits at this length; at half of it, it does. It is a rough count: frozen layers need not keep every input,
@@ -822,6 +897,18 @@ print(f"6. no: near 0.02 the numbers are {last_bit:.5f} apart; a step below half
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020: section 3 counts
+#   the 16 bytes as you did here.
+# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022: section 4, where the 34
+#   bytes come from, tensor by tensor.
+# - Micikevicius et al., *Mixed Precision Training*, 2018: eleven pages on [master
+#   weights](../GLOSSARY.md#master-weights) and [loss scaling](../GLOSSARY.md#loss-scaling).
+#
+# **Next: lesson 7.** You now know which four parts of the memory are the same on every rank. Lesson 7 divides them
+# among the ranks.
+#
 # ## Sources
 #
 # - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, section 3 and
@@ -837,5 +924,3 @@ ranks.close()
 #   and DeepSpeed's JSON files and documentation; they change between versions.
 # - In this repository: `distlab/recompute.py`, `distlab/precision/`, `distlab/measure/memory/measured.py`, and
 #   `simulator/memory/memory.py`, in this order.
-#
-# Next: lesson 7, which splits parameters, gradients and optimizer state over the ranks.

@@ -25,6 +25,8 @@ EXERCISES = (
     Exercise(
         name="07.pieces",
         title="which parts of which tensors lie in a shard",
+        minutes=10,
+        difficulty=2,
         source="solutions:pieces_of",
         drive=rows.drive_pieces,
         judge=rows.judge_pieces,
@@ -41,6 +43,8 @@ EXERCISES = (
     Exercise(
         name="07.step",
         title="an update in which each rank updates its shard",
+        minutes=7,
+        difficulty=1,
         source="solutions:step_on_shard",
         drive=rows.drive_step,
         judge=rows.judge_step,
@@ -57,6 +61,8 @@ EXERCISES = (
     Exercise(
         name="07.forward",
         title="gather a unit, use it, let it go",
+        minutes=6,
+        difficulty=1,
         source="solutions:forward_units",
         drive=forward.drive_forward,
         judge=forward.judge_forward,
@@ -73,6 +79,8 @@ EXERCISES = (
     Exercise(
         name="07.ahead",
         title="gather the next unit while this one computes",
+        minutes=10,
+        difficulty=3,
         source="solutions:forward_ahead",
         drive=forward.drive_forward,
         judge=forward.judge_ahead,
@@ -89,6 +97,8 @@ EXERCISES = (
     Exercise(
         name="07.backward",
         title="gather again, reduce and scatter, free",
+        minutes=10,
+        difficulty=2,
         source="solutions:backward_units",
         drive=backward.drive_backward,
         judge=backward.judge_backward,
@@ -106,6 +116,8 @@ EXERCISES = (
     Exercise(
         name="07.clip",
         title="the norm of what no rank holds whole",
+        minutes=10,
+        difficulty=2,
         source="solutions:clip_shards",
         drive=state.drive_clip,
         judge=state.judge_clip,
@@ -122,6 +134,8 @@ EXERCISES = (
     Exercise(
         name="07.repair",
         title="spot the bug: the state dict that hangs",
+        minutes=8,
+        difficulty=2,
         source="solutions:full_state",
         drive=state.drive_state,
         judge=state.judge_state,

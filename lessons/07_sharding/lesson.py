@@ -44,13 +44,30 @@ one = adam_state_bytes(7.5e9)
 print(f"states of 7.5 billion parameters: {one / 1e9:.0f} GB; a GPU has 80 GB; 64 GPUs have {64 * 80:,} GB")
 print(f"data parallel on 64 GPUs holds {64 * one / 1e9:,.0f} GB, to keep {one / 1e9:.0f} GB of facts")
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+sizes_gb = {"states, on every rank": one / 1e9, "memory of a GPU": 80, "states, divided by 64": one / 64 / 1e9}
+show_bars(
+    sizes_gb, "GB", "Each GPU would hold the same 120 GB; a 64th of them is little", "7.5 billion parameters, 64 GPUs"
+)
+
 # %% [markdown]
-# Data parallel does not start here, on 64 GPUs as little as on one: each would hold the same 120 GB. That is not for
-# want of memory. The cluster has 40 times as much as the states need. It is the same bytes, 64 times.
+# Compare the first bar with the second: data parallel does not start here, on 64 GPUs as little as on one. Each would
+# hold the same 120 GB. Then look at the third bar. Can a GPU work with so little, and what does it have to ask the
+# others for? This lesson answers it. Memory is not what is missing. The cluster has 40 times as much as the states
+# need. It is the same bytes, 64 times.
 #
 # So let each GPU keep a 64th. The largest part, Adam's 12 bytes, is used only in the update, once a step. Say that the
 # ranks share out these 12 bytes and nothing else. How much smaller do the states of a GPU get? A popular guide says:
-# "ZeRO-1 saves 8x". Type a number into the box that the next cell shows, and press Commit.
+# "[ZeRO](../GLOSSARY.md#zero)-1 saves 8x". Type a number into the box that the next cell shows, and press Commit.
 
 # %%
 guess_0 = predict("How many times smaller are the states if the optimizer's are shared among 64 GPUs?", unit="x")
@@ -68,11 +85,18 @@ for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parame
     end = adam_state_bytes(7.5e9) / adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=10**9)
     print(f"{stage} {shared:13}{row} {f'{end:.0f}x less' if end < 100 else 'n times less':>13}")
 
+# %%
+NAMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+shown = {name: adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=64) / 1e9 for stage, name in enumerate(NAMES)}
+show_bars(
+    shown, "GB", "What a rank holds is what its stage has not divided", "states of 7.5 billion parameters, 64 GPUs"
+)
+
 # %% [markdown]
 # **"ZeRO-1 saves 8x and ZeRO-2 16x" is wrong by a factor of two.** The 4 bytes that ZeRO-1 leaves whole are a quarter
 # of 16, so it can never save more than 4x; the 2 bytes of ZeRO-2 are an eighth. The table is the paper's own
 # (Rajbhandari et al. 2020, table 1). The names: ZeRO-1 shares out the optimizer's state, ZeRO-2 gradients too, ZeRO-3
-# parameters too. FSDP is ZeRO-3, unit by unit.
+# parameters too. [FSDP](../GLOSSARY.md#fsdp) is ZeRO-3, unit by unit.
 #
 # Which price has it? A rank that needs what it does not hold must ask for it, so there will be communication. This
 # lesson builds the three stages on real ranks, counts what they send and hold, and then asks when you notice.
@@ -126,7 +150,9 @@ def bench(name, prepare):
     table[name] = losses[0]
     gap = max(abs(one - other) for one, other in zip(losses[0], table["data parallel"], strict=True))
     mean = sum(sent) / len(sent)
-    print(f"{name:24} sent {mean / 1e6:.2f} MB a rank, {mean / PSI * 4 / 3:.2f} Psi (n-1)/n; ", end="")
+    sent_psi[name] = mean / PSI * 4 / 3
+    state_mb[name] = {"smallest": min(state) / 1e6, "largest": max(state) / 1e6}
+    print(f"{name:24} sent {mean / 1e6:.2f} MB a rank, {sent_psi[name]:.2f} Psi (n-1)/n; ", end="")
     print(f"state {min(state) / 1e6:.2f} to {max(state) / 1e6:.2f} MB; losses differ by {gap:.0e}")
 
 
@@ -149,7 +175,7 @@ def data_parallel(model):
     return model, update, optimizer
 
 
-table = {}
+table, sent_psi, state_mb = {}, {}, {}
 bench("data parallel", data_parallel)
 
 # %% [markdown]
@@ -200,6 +226,11 @@ def reduced_to_owners(model):
 
 bench("reduced to owners", reduced_to_owners)
 
+# %%
+show_bars(
+    sent_psi, "Psi (n-1)/n", "Reducing to the owner sends no more than data parallel", "sent per rank, as recorded"
+)
+
 # %% [markdown]
 # **2 $\Psi$: ZeRO-1 sends exactly what data parallel sends.** That is not luck. An all-reduce *is* a reduce-scatter
 # (everybody gets the sum of a part) and an all-gather (everybody gets all parts). Between the two there is room for
@@ -215,7 +246,7 @@ bench("reduced to owners", reduced_to_owners)
 #
 # Put all tensors end to end into one row, fill it up at its end to a multiple of $n$, and cut it into $n$ equal
 # shards. A cut may go through the middle of a tensor. Write `pieces_of(sizes, num_shards, shard)`: which parts of
-# which tensors lie in a shard. No ranks are needed.
+# which tensors lie in a [shard](../GLOSSARY.md#shard). No ranks are needed.
 
 # %% exercise="07.pieces"
 
@@ -271,6 +302,11 @@ def shards_of_a_row(model):
 
 
 bench("equal shards", shards_of_a_row)
+
+# %%
+show_bars(
+    state_mb, "MB", "A cut without regard to tensors gives every rank the same share", "optimizer state of a rank"
+)
 
 # %% [markdown]
 # Two calls instead of one for each tensor, 2 $\Psi$, and every rank holds the same share.
@@ -341,6 +377,16 @@ guess_1
 # In that loop the processor waits while a unit is gathered, and the wire waits while it computes. Write
 # `forward_ahead(shards, x, compute)`: the gather of unit 1 is on its way while unit 0 computes. The price is a second
 # whole unit in memory. `gather_into(whole, shard, async_op=True)` starts and returns a handle with `.wait()`.
+
+# %%
+from simulator.viz import describe_timeline, draw_timeline
+
+SHALLOW = gpt_workload(hidden_size=4096, num_layers=3, num_heads=32, sequence_length=2048, vocab_size=51200)
+for units_ahead in (0, 1):
+    plan = Plan(64, sharding=Sharding(stage=3, prefetch=units_ahead))
+    rank_0 = (trace := simulate(SHALLOW, cluster("dgx-h100", 64), plan).trace).select(trace.rank == 0)
+    words = "Each unit waits for its gather" if units_ahead == 0 else "Gathers run while units compute"
+    show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
 # %% exercise="07.ahead"
 
@@ -428,10 +474,14 @@ def formula(stage, n):
 pair = Ranks(2)
 for n, members in ((2, pair), (4, ranks)):
     print(f"MB on {n} ranks: parameters, gradients, optimizer (formula); whole units")
-    for stage, got in enumerate(members.run(held_in_all)[0]):
+    for stage, got in enumerate(in_all := members.run(held_in_all)[0]):
         pairs = zip(STATES, formula(stage, n), strict=False)
         words = [f"{got[kind] / 1e6:5.2f} ({size / 1e6:.2f})" for kind, size in pairs]
         print(f"  stage {stage}: {', '.join(words)}; {got['buffers'] / 1e6:.2f}")
+
+# %%
+shown = {name: {kind: got[kind] / 1e6 for kind in STATES[:3]} for name, got in zip(NAMES, in_all, strict=True)}
+show_bars(shown, "MB", "Stage by stage, one more of the three is divided by 4", "measured on one of four ranks")
 
 # %% [markdown]
 # Measured and formula agree to the digit: stage by stage one more of the three shrinks with $n$. The last number is
@@ -630,6 +680,14 @@ for name, machines in (("InfiniBand, 400 Gb/s", MACHINES), ("Ethernet, 100 Gb/s"
         words = "one set of shards " if replicas == 1 else "a set each machine"
         print(f"{name:20} {words}: {step.duration_s * 1e3:.0f} ms, {step.memory.max_bytes / 1e9:.0f} GB a GPU")
 
+# %%
+shown = {}
+for wire, machines in (("InfiniBand", MACHINES), ("Ethernet", SLOW)):
+    sets = {"one set of shards": 1, "a set each machine": 8}
+    times = {name: step_with(machines, stage=3, replicas=count).duration_s for name, count in sets.items()}
+    shown[wire] = {name: 1e3 * seconds for name, seconds in times.items()}
+show_bars(shown, "ms", "On the slow wire a set of shards per machine makes the step shorter")
+
 # %% [markdown]
 # On fast wires between machines there is little to gain: gathers were hidden already. On slow ones it is a fifth of the
 # step. On real ranks: four, in two groups of two, as a mesh. Who sends how much?
@@ -654,8 +712,9 @@ bench("hybrid, 2 sets of 2", hybrid)
 # %% [markdown]
 # ## Offload: the host's memory
 #
-# A machine has 1 or 2 TB of ordinary memory, unused. *Offload* keeps the optimizer's state there and lets the CPU do
-# the update, or keeps the shards of parameters there too. The wire is PCIe, about 25 GB/s a GPU in practice.
+# A machine has 1 or 2 TB of ordinary memory, unused. [Offload](../GLOSSARY.md#offload) keeps the optimizer's state
+# there and lets the CPU do the update, or keeps the shards of parameters there too. The wire is PCIe, about 25 GB/s a
+# GPU in practice.
 
 # %% tags=["nbval-check-output"]
 few = cluster("dgx-h100", 8)
@@ -676,6 +735,10 @@ for offload in ("none", "optimizer", "all"):
 
 # %%
 bench("FSDP, offloaded", fully_sharded(offload=True))
+
+# %%
+shown = {offload: 1e3 * step_with(few, stage=3, offload=offload).duration_s for offload in ("none", "optimizer", "all")}
+show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by what is offloaded, 8 GPUs")
 
 # %% [markdown]
 # ## The norm of what no rank holds whole
@@ -770,6 +833,7 @@ def side_by_side(prepare, theirs, num_steps=10):
 # %%
 from statistics import median, quantiles
 
+step_ms = {}
 for name, prepare, theirs in (
     ("ZeRO-1 and ZeroRedundancyOptimizer", zero(1), torch_zero),
     ("FullyShard and fully_shard", fully_sharded(), torch_fsdp),
@@ -780,6 +844,10 @@ for name, prepare, theirs in (
     low, _, high = quantiles(ratios)
     print(f"{name}: losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times", end=" ")
     print(f"(half of the pairs: {low:.2f} to {high:.2f})")
+    step_ms[name] = {who: 1e3 * median(s for _, s in rows[2:]) for who, rows in (("ours", ours), ("torch", other))}
+
+# %%
+show_bars(step_ms, "ms", "A step with the library, and with torch's own")
 
 # %% [markdown]
 # A number below 1 means that ours is faster. Neither says anything of GPUs. FSDP2 runs on gloo, but it is made for
@@ -847,11 +915,18 @@ for stage in range(4):
     sent_gb = max(step.sent_bytes_per_rank) / 1e9
     print(f"8 micro-batches, stage {stage}: {step.duration_s * 1e3:.0f} ms a step, {sent_gb:.0f} GB sent a GPU")
 
+# %%
+shown = {}
+for stage, name in enumerate(NAMES):
+    step = simulate(MODEL, MACHINES, Plan(64, num_microbatches=8, sharding=Sharding(stage=stage)))
+    shown[name] = max(step.sent_bytes_per_rank) / 1e9
+show_bars(shown, "GB", "With 8 micro-batches stage 3 sends many times as much", "sent per GPU in a step")
+
 # %% [markdown]
 # On these wires stage 3 sends many times as much in about the same time: gathers hide. On slow ones they would not.
 #
-# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion parameters: count bytes over PCIe.
-#   Question 4 below.
+# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion
+#   parameters: count bytes over PCIe. Question 4 below.
 # - **"Sharding replaces tensor parallelism."** Up to a point: ZeRO-3 gathers whole layers, so a layer and its
 #   activations must still fit, and each rank must have tokens of its own. Megatron's paper compared the two for 175B on
 #   384 A100s: 144 TFLOP/s a GPU for ZeRO-3, 153 for tensor and pipeline parallelism (Narayanan et al. 2021, table 2).
@@ -904,6 +979,17 @@ ranks.close()
 pair.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020: the stages;
+#   section 7 derives what each one sends.
+# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, 2023: units, prefetch and what went
+#   wrong on real clusters.
+# - Ren et al., *ZeRO-Offload: Democratizing Billion-Scale Model Training*, 2021: what to keep on the host, and why.
+#
+# **Next: lesson 8.** Sharding still gathers each layer whole before it computes. Lesson 8 cuts the layer itself, so
+# that no rank ever has it whole.
+#
 # ## Sources
 #
 # - Rajbhandari, Rasley, Ruwase, He 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*:
@@ -916,5 +1002,3 @@ pair.close()
 #   Megatron-LM (its arguments, and the guide to Megatron-FSDP); documentation of `fully_shard` and
 #   `ZeroRedundancyOptimizer`, torch 2.13. Read 2026-11.
 # - In this repository: `distlab/plan/sharding.py`, then `distlab/sharding/`, whose `__init__` says in which order.
-#
-# Next: lesson 8, where a single layer is split.

@@ -7,7 +7,7 @@ from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, se
 from distlab.grading import Exercise
 
 TITLE = "Tensor parallel"
-MINUTES = 90
+MINUTES = 120
 NEEDS = ("01", "02", "03", "07")
 AIMS = (
     "Cut linear layers, attention heads and the vocabulary over ranks, equal to one process, with one sum each way.",
@@ -26,6 +26,8 @@ EXERCISES = (
     Exercise(
         name="08.cut",
         title="a rank's part of a linear layer",
+        minutes=4,
+        difficulty=1,
         source="solutions:cut_linear",
         drive=linear.drive_cut,
         judge=linear.judge_cut,
@@ -44,6 +46,8 @@ EXERCISES = (
     Exercise(
         name="08.f_and_g",
         title="what begins and what ends a region",
+        minutes=9,
+        difficulty=2,
         source="solutions:f_and_g",
         drive=pairs.drive_pair,
         judge=pairs.judge_pair,
@@ -60,6 +64,8 @@ EXERCISES = (
     Exercise(
         name="08.mlp",
         title="two layers, one sum each way",
+        minutes=5,
+        difficulty=1,
         source="solutions:parallel_mlp",
         drive=pairs.drive_mlp,
         judge=pairs.judge_mlp,
@@ -75,6 +81,8 @@ EXERCISES = (
     Exercise(
         name="08.heads",
         title="query, key and value by heads",
+        minutes=7,
+        difficulty=2,
         source="solutions:heads_of",
         drive=linear.drive_heads,
         judge=linear.judge_heads,
@@ -91,6 +99,8 @@ EXERCISES = (
     Exercise(
         name="08.cross_entropy",
         title="a loss over scores that no rank has whole",
+        minutes=11,
+        difficulty=3,
         source="solutions:cross_entropy",
         drive=entropy.drive_entropy,
         judge=entropy.judge_entropy,
@@ -108,6 +118,8 @@ EXERCISES = (
     Exercise(
         name="08.sequence",
         title="f and g where ranks hold parts of the sequence",
+        minutes=13,
+        difficulty=3,
         source="solutions:sequence_pair",
         drive=sequence.drive_sequence,
         judge=sequence.judge_sequence,
@@ -125,6 +137,8 @@ EXERCISES = (
     Exercise(
         name="08.dropout",
         title="masks that must be equal, and masks that must not",
+        minutes=6,
+        difficulty=2,
         source="solutions:drop",
         drive=sequence.drive_drop,
         judge=sequence.judge_drop,
@@ -141,6 +155,8 @@ EXERCISES = (
     Exercise(
         name="08.clip",
         title="one norm of three kinds of gradients",
+        minutes=10,
+        difficulty=2,
         source="solutions:clip_gradients",
         drive=clip.drive_clip,
         judge=clip.judge_clip,
@@ -157,6 +173,8 @@ EXERCISES = (
     Exercise(
         name="08.repair",
         title="spot the bug: the embedding that loses tokens",
+        minutes=6,
+        difficulty=1,
         source="solutions:embed",
         drive=embedding.drive_embed,
         judge=embedding.judge_embed,

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 8. Tensor parallel
 #
-# 90 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
+# 120 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
 # machine are the four ranks.
 #
 # Afterwards you can
@@ -34,7 +34,8 @@
 # hour. Four machines with one H100 each and 100 Gb/s Ethernet: 8 dollars an hour. The same GPUs, a third cheaper. Which
 # one gives more for a dollar?
 #
-# A guide says: **"naive model parallel uses 25 % of four GPUs, tensor parallel 85 %."** It does not say on which wire.
+# A guide says: **"naive model parallel uses 25 % of four GPUs, [tensor parallel](../GLOSSARY.md#tensor-parallel) 85
+# %."** It does not say on which wire.
 
 # %%
 from distlab.plan import Plan
@@ -47,7 +48,27 @@ MODEL = gpt_workload(**SIZES)
 states = adam_state_bytes(MODEL.num_parameters)
 print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; a GPU has 80 GB")
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+from distlab.plan import ActionTimes, make_schedule
+from simulator import simulate_schedule
+from simulator.viz import describe_schedule, draw_schedule
+
+naive_trace = simulate_schedule(make_schedule("naive", 4, 1), ActionTimes(1, 1, 1)).trace
+show(draw_schedule(naive_trace), describe_schedule(naive_trace))
+
 # %% [markdown]
+# The picture shows the first idea. Each row is a GPU, F is its forward pass, B its backward pass, and the empty part is
+# waiting. The question of this lesson: how can all four work at the same time, on the same samples?
+#
 # The first idea is naive model parallel: layers 0 to 9 on the first GPU, 10 to 19 on the second, and so on. Each waits
 # for the one before. The second idea is this lesson: *cut every layer*, and let all four GPUs work on the same samples
 # at the same time.
@@ -153,11 +174,22 @@ print(torch.allclose(rows, x @ a))
 first, second = (one @ part for one, part in zip(x.chunk(2, 1), a.chunk(2, 0), strict=True))
 print("gelu of the sum is the sum of gelus:", torch.allclose(F.gelu(first + second), F.gelu(first) + F.gelu(second)))
 
+# %%
+sizes = {
+    "the whole layer": {"columns": a.numel(), "rows": a.numel()},
+    "a rank's weights": {"columns": a.numel() / 2, "rows": a.numel() / 2},
+    "what it reads of X": {"columns": x.numel(), "rows": x.numel() / 2},
+    "what it makes of Y": {"columns": x.shape[0] * a.shape[1] / 2, "rows": x.shape[0] * a.shape[1]},
+}
+show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum that is as large as Y")
+
 # %% [markdown]
 # The last line decides the order. A transformer's feed-forward part is a wide layer, GeLU, and a layer back. If the
 # *first* layer is cut by rows, its results must be added up before GeLU, which does not go through a sum. If it is cut
 # by columns, each rank has whole features, and GeLU works on each feature alone. The second layer, cut by rows, takes
-# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019).
+# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019). The
+# library's two layers are called [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
+# [RowParallelLinear](../GLOSSARY.md#rowparallellinear).
 #
 # ### Exercise: cut a layer
 #
@@ -233,6 +265,10 @@ guess_1.default(60)
 print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"]))))
 print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"]))))
 
+# %%
+shown = {name: {f"t={t}": 100 / (1 + ratio_of(t, wire)) for t in (2, 4, 8)} for name, wire in WIRES.items()}
+show_bars(shown, "%", "The wire decides how busy GPUs are that cut every layer", "by the formula, 13B model")
+
 # %% [markdown]
 # ### Measured on real ranks
 #
@@ -265,6 +301,12 @@ for name, wire in WIRES.items():
     busy[name] = WORK_S / seconds
     print(f"{name:28} {seconds * 1e3:4.0f} ms, busy {busy[name]:.0%} (formula {1 / (1 + ratio):.0%}); ", end="")
     print(f"{naive_s / seconds:.1f} times as fast as naive")
+
+# %%
+shown = {"naive": {"measured": 100 * busy["naive"], "formula": 25}}
+for name, wire in WIRES.items():
+    shown[name] = {"measured": 100 * busy[name], "formula": 100 / (1 + ratio_of(4, wire))}
+show_bars(shown, "%", "Busy: four ranks as measured, and by the formula")
 
 # %% [markdown]
 # Measured ranks are less busy than the formula says: a sleep lasts longer than asked, and this machine's own sums take
@@ -361,6 +403,10 @@ print(
 )
 print(f"what cross-entropy needs from the others: {3 * 4 * 8 * 2048 / 1e6:.2f} MB")
 
+# %%
+shown = {"all scores": 4 * scores / 1e6, "a rank's scores": scores / 1e6, "three numbers": 3 * 4 * 8 * 2048 / 1e6}
+show_bars(shown, "MB", "Cross-entropy needs three numbers per position, and no scores of others")
+
 # %% [markdown]
 # Cut that layer by columns and each rank scores its own tokens. Gather them? No: cross-entropy of a position is
 # $\log \sum_v e^{x_v - m} + m - x_{target}$ with the largest score $m$. Three numbers per position: the largest, the
@@ -438,6 +484,11 @@ formula = 4 * (t - 1) / t * ((8 * L + 4) * B * s * h + 6 * B * s)  # float32; em
 print(f"a rank sends {sent[0]:,} bytes in a step; the formula says {formula:,.0f}")
 print(f"a rank holds {numbers[0]:,} of {new_gpt().num_parameters:,} parameters")
 
+# %%
+part = 4 * (t - 1) / t / 1e3
+shown = {"layers": 8 * L * B * s * h * part, "embedding and output": 4 * B * s * h * part, "loss": 6 * B * s * part}
+show_bars(shown, "kB", "Nearly all that a rank sends is sent by the layers")
+
 # %% [markdown]
 # To the byte. A rank holds a bit more than a quarter, for norms, the positions and the biases behind a sum are whole on
 # every rank.
@@ -449,9 +500,10 @@ print(f"a rank holds {numbers[0]:,} of {new_gpt().num_parameters:,} parameters")
 # do *the same* there, and all keep the same activations. Of the $34\,B s h$ bytes that a layer keeps in addition to
 # attention's scores, 10 are kept $t$ times.
 #
-# Let each rank have a part of the positions there. Then f becomes an all-gather of the sequence, and g a
-# reduce-scatter; backward the other way round. An all-reduce *is* a reduce-scatter and an all-gather (lesson 2), so
-# nothing more is sent. How much smaller do the activations of a layer get, with four ranks?
+# Let each rank have a part of the positions there: this is [sequence parallel](../GLOSSARY.md#sequence-parallel). Then
+# f becomes an all-gather of the sequence, and g a reduce-scatter; backward the other way round. An all-reduce *is* a
+# reduce-scatter and an all-gather (lesson 2), so nothing more is sent. How much smaller do the activations of a layer
+# get, with four ranks?
 
 # %%
 guess_2 = predict("Four ranks: how many times less does a layer keep with the sequence split too?", unit="x")
@@ -473,6 +525,13 @@ for t in (2, 4, 8):
     plain, split = (activation_bytes_per_layer(**ONE, tensor=t, sequence_parallel=on) for on in (False, True))
     words = f"{split / 1e6:3.0f} MB with the sequence split ({whole / split:.0f}x less)"
     print(f"  t={t}: {plain / 1e6:3.0f} MB a rank ({whole / plain:.1f}x less), {words}")
+
+# %%
+shown = {"one GPU": {"sequence whole": whole / 1e6}}
+for t in (2, 4, 8):
+    kept = {on: activation_bytes_per_layer(**ONE, tensor=t, sequence_parallel=on) / 1e6 for on in (False, True)}
+    shown[f"t={t}"] = {"sequence whole": kept[False], "sequence split": kept[True]}
+show_bars(shown, "MB", "Without the split, a part of the activations stays whole on every rank")
 
 # %%
 guess_2.default(4)  # assumed if you gave no number above
@@ -555,6 +614,10 @@ one_s = median(ranks.run(seconds_alone)[0])
 two_s = overlay.middle_s[0]
 guess_3.default(2)  # assumed if you gave no number above
 print(f"one process: {one_s * 1e3:.0f} ms, two ranks: {two_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
+
+# %%
+shown = {"two ranks, predicted": 1e3 * said_s, "two ranks, measured": 1e3 * two_s, "one process": 1e3 * one_s}
+show_bars(shown, "ms", "A step of the small GPT on this machine")
 
 # %% [markdown]
 # Now the step of median length, next to the predicted one. The upper row of each pair is what was measured, the pale
@@ -815,6 +878,18 @@ for s in (2048, 32768):
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Shoeybi et al., *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, 2019:
+#   section 3 is this lesson in two pages.
+# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022: why the sequence is split
+#   too, and what a layer keeps.
+# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: where
+#   tensor parallelism ends and pipelines begin.
+#
+# **Next: lesson 9.** Tensor parallelism needs a fast wire. Lesson 9 cuts the model between its layers, which a slow
+# wire can carry, and fights the waiting that you saw in the first picture.
+#
 # ## Sources
 #
 # - Shoeybi et al. 2019, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*
@@ -827,5 +902,3 @@ ranks.close()
 # - Documentation of `torch.distributed.tensor.parallel`, of Megatron Core and of DeepSpeed's AutoTP; source of
 #   torchtitan (`config/parallelism.py`). Read 2026-11.
 # - In this repository: `distlab/tensor_parallel/`, whose `__init__` says in which order.
-#
-# Next: lesson 9, where the layers of a model lie on different ranks.

@@ -23,6 +23,8 @@ EXERCISES = (
     Exercise(
         name="09.gpipe",
         title="the order of a rank in GPipe",
+        minutes=4,
+        difficulty=1,
         source="solutions:gpipe_order",
         drive=schedules.drive_gpipe,
         judge=schedules.judge_gpipe,
@@ -38,6 +40,8 @@ EXERCISES = (
     Exercise(
         name="09.bubble",
         title="idle time over total time, in closed form",
+        minutes=5,
+        difficulty=1,
         source="solutions:bubble_fraction",
         drive=bubble.drive_bubble,
         judge=bubble.judge_bubble,
@@ -53,6 +57,8 @@ EXERCISES = (
     Exercise(
         name="09.one_f_one_b",
         title="the order of a rank in 1F1B",
+        minutes=8,
+        difficulty=2,
         source="solutions:one_f_one_b_order",
         drive=schedules.drive_one_f_one_b,
         judge=schedules.judge_one_f_one_b,
@@ -69,6 +75,8 @@ EXERCISES = (
     Exercise(
         name="09.run_rank",
         title="one rank of a pipeline, on real ranks",
+        minutes=18,
+        difficulty=3,
         source="solutions:run_rank",
         drive=rank.drive_run,
         judge=rank.judge_run,
@@ -89,6 +97,8 @@ EXERCISES = (
     Exercise(
         name="09.split",
         title="a backward pass in two halves",
+        minutes=8,
+        difficulty=2,
         source="solutions:split_backward",
         drive=bubble.drive_split,
         judge=bubble.judge_split,
@@ -107,6 +117,8 @@ EXERCISES = (
     Exercise(
         name="09.zero_bubble",
         title="weight gradients where the bubble was",
+        minutes=12,
+        difficulty=3,
         source="solutions:zero_bubble_order",
         drive=schedules.drive_zero_bubble,
         judge=schedules.judge_zero_bubble,
@@ -123,6 +135,8 @@ EXERCISES = (
     Exercise(
         name="09.repair",
         title="spot the bug: four GPUs, no faster than one",
+        minutes=7,
+        difficulty=2,
         source="solutions:forward_all",
         drive=forward.drive_forward,
         judge=forward.judge_forward,

@@ -32,11 +32,20 @@
 # You want to train a GPT of 13 billion parameters. Its states (parameters, gradients, Adam: 16 bytes per parameter,
 # lesson 6) do not fit one H100 of 80 GB. You rent four, for some 3 dollars an hour each. The model has 40 layers, so
 # you do what is simplest: layers 0 to 9 on the first GPU, 10 to 19 on the second, and so on. The output of one is the
-# input of the next.
+# input of the next: this is [pipeline parallel](../GLOSSARY.md#pipeline-parallel). Together the four have 320 GB: the
+# model fits, and it trains.
+#
+# How busy are the GPUs? Say what part of the time a GPU computes, on average. Type a number into the box that the next
+# cell shows, and press Commit.
+
+# %%
+guess_0 = predict("What part of the time does a GPU compute?", unit="%")
+guess_0
 
 # %%
 from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
+from simulator.viz import describe_timeline, draw_timeline
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
 MACHINE = cluster("dgx-h100", 4)
@@ -49,23 +58,20 @@ def step_of_model(schedule, num_microbatches, *, batch=64, stages_per_rank=1, cl
     return simulate(workload, cluster, plan)
 
 
-# %% tags=["nbval-check-output"]
-MODEL = gpt_workload(**SIZES)
-states = adam_state_bytes(MODEL.num_parameters)
-print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; four GPUs have 320 GB")
-
-# %% [markdown]
-# It fits, and it trains. How busy are the GPUs? Say what part of the time a GPU computes, on average. Type a number
-# into the box that the next cell shows, and press Commit.
-
-# %%
-guess_0 = predict("What part of the time does a GPU compute?", unit="%")
-guess_0
-
 # %%
 guess_0.default(80)  # assumed if you gave no number above
 naive_step = step_of_model("naive", 1, batch=8)
 print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
+show(draw_timeline(naive_step.trace), describe_timeline(naive_step.trace))
+
+# %% [markdown]
+# Each row is a GPU, and time runs to the right. Coloured boxes are work, and the empty part is waiting. While one GPU
+# works, three wait. In what order must the GPUs work so that the empty part gets small? This lesson answers it.
+
+# %% tags=["nbval-check-output"]
+MODEL = gpt_workload(**SIZES)
+states = adam_state_bytes(MODEL.num_parameters)
+print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; four GPUs have 320 GB")
 
 # %% tags=["nbval-check-output"]
 busy = 1 - naive_step.bubble_fraction
@@ -167,6 +173,14 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # %% [markdown]
 # Four ranks, and not faster than one. (One rank with all four stages would take as long.)
 
+# %%
+from distlab.plan import ActionTimes, make_schedule
+from simulator import simulate_schedule
+from simulator.viz import describe_schedule, draw_schedule
+
+naive_paper = simulate_schedule(make_schedule("naive", 4, 1), ActionTimes(1, 1, 1))
+show(draw_schedule(naive_paper.trace), describe_schedule(naive_paper.trace))
+
 # %% [markdown]
 # ## GPipe: cut the batch
 #
@@ -174,14 +188,14 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # $m$ **micro-batches**; while rank 1 works on the first, rank 0 works on the second. No parameter changes before all
 # are through, so the sum of their gradients is that of the whole batch: the numbers stay the same.
 #
-# What a rank does is then a list of actions. An action is a stage, a kind and a micro-batch: `2F0` is stage 2's forward
-# pass of micro-batch 0. An order like this is all of a *schedule*, so we write schedules as data first and run them
-# afterwards.
+# What a rank does is then a list of actions. An action is a stage, a kind and a
+# [micro-batch](../GLOSSARY.md#micro-batch): `2F0` is stage 2's forward pass of micro-batch 0. An order like this is all
+# of a *schedule*, so we write schedules as data first and run them afterwards.
 #
 # ### Exercise: GPipe
 #
-# The oldest schedule (Huang et al. 2019): all forward passes, then all backward passes. Write the order of a rank. No
-# ranks are needed.
+# The oldest [schedule](../GLOSSARY.md#schedule) (Huang et al. 2019): all forward passes, then all backward passes.
+# Write the order of a rank. No ranks are needed.
 
 # %% exercise="09.gpipe"
 
@@ -214,7 +228,6 @@ guess_1
 
 # %%
 from simulator import simulate_schedule
-from simulator.viz import describe_schedule, draw_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
 gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
@@ -224,10 +237,10 @@ print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
 show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
 
 # %% [markdown]
-# That idle time is called the **bubble**. Look where it is. At the start rank 3 waits until the first micro-batch has
-# come through three stages; at the end it has nothing left to do. Rank 0 waits in the middle, while the last
-# micro-batch goes down and the first gradient comes back. In all, every rank is idle for $p - 1$ forward passes and
-# $p - 1$ backward passes.
+# That idle time is called the **[bubble](../GLOSSARY.md#bubble)**. Look where it is. At the start rank 3 waits until
+# the first micro-batch has come through three stages; at the end it has nothing left to do. Rank 0 waits in the middle,
+# while the last micro-batch goes down and the first gradient comes back. In all, every rank is idle for $p - 1$ forward
+# passes and $p - 1$ backward passes.
 #
 # ### Exercise: the bubble
 #
@@ -241,13 +254,27 @@ print("bubble of GPipe:   m =" + "".join(f"{m:7}" for m in (1, 2, 4, 8, 16, 32, 
 for p in (2, 4, 8, 16):
     print(f"  {p:2} ranks            " + "".join(f"{bubble_fraction(p, m, 1):7.1%}" for m in (1, 2, 4, 8, 16, 32, 64)))
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+shown = {f"{m} micro-batches": 100 * bubble_fraction(4, m, 1) for m in (1, 2, 4, 8, 16, 32, 64)}
+show_bars(shown, "%", "More micro-batches, less bubble: idle time over total time, 4 ranks")
+
 # %% [markdown]
 # **"The bubble is $(p-1)/m$."** That is what papers write, and it is idle time over *ideal* time: how much longer a
 # step takes than without any bubble. With 4 ranks and 4 micro-batches it says 75 %, while the ranks idle 43 % of their
 # time. Both are right; only never compare one with the other. This lesson means idle over total, everywhere.
 #
-# **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the GPipe paper. Read it off
-# the table: with 16 micro-batches on 4 ranks it is 16 %. On a month of the question's GPUs, that is 1,400 dollars.
+# **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the
+# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %. On a month of
+# the question's GPUs, that is 1,400 dollars.
 
 # %% [markdown]
 # ### On real ranks
@@ -311,6 +338,10 @@ def bench(name, schedule):
 bench("naive", make_schedule("naive", 4, 8))
 bench("GPipe", gpipe_8)
 
+# %%
+trace, paper = seen["GPipe"]
+show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
+
 # %% [markdown]
 # On paper GPipe takes the ranks from 25 % to 73 %, with the same work and the same numbers. Measured times are longer
 # than predicted: a sleep lasts longer than asked, messages take time, and more so where other programs run.
@@ -362,6 +393,10 @@ for m, cost in ranks.run(costs_on_rank_0)[0].items():
 guess_2.default(64)  # assumed if you gave no number above
 print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 
+# %%
+shown = {f"{m} micro-batches": milliseconds for m, milliseconds in step_ms.items()}
+show_bars(shown, "ms", "A step gets shorter, and then longer again", "batch of 64, four ranks, costs as measured here")
+
 # %% [markdown]
 # The bubble gets smaller all the way, and the step does not. Where the two meet depends on the model and the machine:
 # on a large model a single sample of 2,048 tokens keeps a GPU busy, and you run out of samples first. What you need is
@@ -371,8 +406,9 @@ print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 # ## 1F1B: the same bubble, less memory
 #
 # Why wait with backward? Rank 3 could run `3B0` right behind `3F0`. Then rank 2 could run `2B0` one slot later, and the
-# activations of micro-batch 0 would be free again. 1F1B ("one forward, one backward") does that: a rank warms up with
-# just as many forward passes as it takes until the first gradient can come back, and then alternates.
+# activations of micro-batch 0 would be free again. [1F1B](../GLOSSARY.md#1f1b) ("one forward, one backward") does that:
+# a rank warms up with just as many forward passes as it takes until the first gradient can come back, and then
+# alternates.
 #
 # A micro-batch is **in flight** on a rank from its forward to its backward pass: for that long its activations are
 # kept. How much shorter does 1F1B make the step?
@@ -567,6 +603,10 @@ print(
     f"closed form: bubble {bubble_fraction(4, 8, 1):.1%} with one stage a rank, {bubble_fraction(4, 8, 2):.1%} with two"
 )
 
+# %%
+trace, paper = seen["interleaved"]
+show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
+
 # %% [markdown]
 # Here "in flight" counts every stage of a rank by itself. Two of these are as large as one was before, so 11 on rank 0
 # are 5.5 micro-batches. The next cell counts that way, and the messages too.
@@ -650,8 +690,6 @@ split.close()
 bench("ZB, yours", schedule_of([zero_bubble_order(rank, 4, 8) for rank in range(4)]))
 bench("ZB-H1", make_schedule("zb_h1", 4, 8))
 bench("ZB-V", make_schedule("zb_v", 4, 8))
-
-# %%
 trace, paper = seen["ZB, yours"]
 show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
 
@@ -685,11 +723,12 @@ for name, family in SCHEDULES.items():
 # %% [markdown]
 # `held` counts micro-batches through all stages of a rank, on the fullest rank. Read it line by line.
 #
-# - **"Zero bubble"** is not zero in a step by itself. Rank 3 cannot start before the first micro-batch has come through
-#   three stages: $p - 1$ units with one stage per rank, whatever the order. ZB-H1 reaches exactly that; ZB-H2 cannot do
-#   better here and keeps almost twice as much. Zero remains if ranks *do not wait for each other between
-#   steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank from its own start to its
-#   own end. A global norm of gradients would make all ranks meet, so they update first and check afterwards.
+# - **"[Zero bubble](../GLOSSARY.md#zero-bubble)"** is not zero in a step by itself. Rank 3 cannot start before the
+#   first micro-batch has come through three stages: $p - 1$ units with one stage per rank, whatever the order. ZB-H1
+#   reaches exactly that; ZB-H2 cannot do better here and keeps almost twice as much. Zero remains if ranks *do not wait
+#   for each other between steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank
+#   from its own start to its own end. A global norm of gradients would make all ranks meet, so they update first and
+#   check afterwards.
 # - The **V** shapes put the first and the last stage on one rank. ZB-V has the smaller stages of interleaving and the
 #   memory of 1F1B.
 # - **V-Half** and **V-Min** go the other way: about half of 1F1B's memory and a third of it if there are many ranks,
@@ -791,11 +830,16 @@ def on_four_ranks(schedule):
 # %%
 alone = max(ranks.run(in_one_process))
 bound = min(4, len(os.sched_getaffinity(0)))
+speedups = {}
 for name in ("naive", "one_f_one_b", "zb_h1"):
     plan = make_schedule(name, 4, 8)
     paper = simulate_schedule(plan, THREE)
-    print(f"{name:12} {alone / max(ranks.run(on_four_ranks, plan)):.2f}x one process", end="")
+    speedups[name] = {"measured": alone / max(ranks.run(on_four_ranks, plan)), "on four devices": paper.speedup}
+    print(f"{name:12} {speedups[name]['measured']:.2f}x one process", end="")
     print(f"; on four devices the schedule allows {paper.speedup:.2f}x, this machine's cores {bound}x")
+
+# %%
+show_bars(speedups, "x", f"Times one process: at most {bound}x on the cores of this machine")
 
 # %% [markdown]
 # So times on this machine say nothing of schedules once the cores are full; order, memory and messages say it all the
@@ -860,12 +904,17 @@ def turn_by_turn(name, num_steps=3):
 # %%
 from statistics import median
 
+slower = {}
 for name in THEIRS:
     results = ranks.run(turn_by_turn, name)
     ours, others = next(pair for pair in results if pair[0][0][0] is not None)
     gap = max(abs(a[0] - b[0]) for a, b in zip(ours, others, strict=True))
     ratio = median(a[1] / b[1] for a, b in zip(ours[1:], others[1:], strict=True))
     print(f"{THEIRS[name]:24} losses differ by {gap:.0e}; ours takes {ratio:.2f} times as long")
+    slower[THEIRS[name]] = ratio
+
+# %%
+show_bars(slower, "x", "Time of our step over the time of torch's")
 
 # %% [markdown]
 # A number below 1 means that ours is faster. A few steps of a tiny model on shared cores are little: `benchmarks/` has
@@ -949,6 +998,17 @@ print(f"5. {(4 - 1) * (1 + 1 - 0.5):.1f} units of F")
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Huang et al., *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*, 2019: the first
+#   schedule.
+# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: section
+#   2.2 has 1F1B and interleaved stages with their bubbles.
+# - Qi et al., *Zero Bubble Pipeline Parallelism*, 2023: read it with your own schedule next to it.
+#
+# **Next: lesson 10.** You have now cut the batch, the layers' numbers and the model's depth. Lesson 10 does all three
+# at the same time, and asks which of them goes on which wire.
+#
 # ## Sources
 #
 # - Huang et al. 2019, *GPipe* (arXiv:1811.06965): micro-batches, and the rule of four times as many (section 2.3).
@@ -962,5 +1022,3 @@ ranks.close()
 # - Documentation of `torch.distributed.pipelining`; source of torchtitan (`config`), Megatron-LM (its arguments) and
 #   DeepSpeed (`runtime/pipe`). Read 2026-11.
 # - In this repository: `distlab/plan/schedules/`, then `distlab/pipeline/`; both `__init__` say in which order.
-#
-# Next: lesson 10, where pipelines meet data and tensor parallelism on one mesh.

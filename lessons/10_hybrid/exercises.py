@@ -22,6 +22,8 @@ EXERCISES = (
     Exercise(
         name="10.coordinates",
         title="where a rank stands",
+        minutes=5,
+        difficulty=1,
         source="solutions:place_of",
         drive=mesh.drive_places,
         judge=mesh.judge_places,
@@ -38,6 +40,8 @@ EXERCISES = (
     Exercise(
         name="10.groups",
         title="all groups of an axis",
+        minutes=8,
+        difficulty=2,
         source="solutions:groups_of",
         drive=mesh.drive_groups,
         judge=mesh.judge_groups,
@@ -57,6 +61,8 @@ EXERCISES = (
     Exercise(
         name="10.my_batch",
         title="samples, positions and micro-batches of a rank",
+        minutes=7,
+        difficulty=1,
         source="solutions:my_part",
         drive=shares.drive_parts,
         judge=shares.judge_parts,
@@ -76,6 +82,8 @@ EXERCISES = (
     Exercise(
         name="10.gradient_axes",
         title="which gradient is summed over which axes",
+        minutes=10,
+        difficulty=3,
         source="solutions:gradient_axes",
         drive=shares.drive_axes,
         judge=shares.judge_axes,
@@ -93,6 +101,8 @@ EXERCISES = (
     Exercise(
         name="10.global_norm",
         title="the norm of a model that no rank holds",
+        minutes=9,
+        difficulty=2,
         source="solutions:global_norm",
         drive=norm.drive_norm,
         judge=norm.judge_norm,
@@ -111,6 +121,8 @@ EXERCISES = (
     Exercise(
         name="10.place",
         title="which axis on which wire",
+        minutes=10,
+        difficulty=2,
         source="solutions:place_axes",
         drive=nodes.drive_order,
         judge=nodes.judge_order,
@@ -130,6 +142,8 @@ EXERCISES = (
     Exercise(
         name="10.find_the_bug",
         title="spot the bug: loss falls, and it is not one process's",
+        minutes=10,
+        difficulty=3,
         source="solutions:step_on_mesh",
         drive=step.drive_step,
         judge=step.judge_step,

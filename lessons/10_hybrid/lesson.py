@@ -52,10 +52,22 @@ MONTH = 64 * 3 * 24 * 30  # dollars
 GOOD = ("pipeline", "data", "expert", "context", "tensor")  # slowest to fastest: tensor ranks are neighbours
 BAD = ("tensor", "data", "expert", "context", "pipeline")
 
+# %%
+from simulator.viz import describe_mesh, mesh_figure
+
+for axes in ({"pipeline": 4, "data": 2, "tensor": 8}, {"tensor": 8, "data": 2, "pipeline": 4}):
+    asked = {"devices_per_node": 8, "rank": 0}
+    show(mesh_figure(Mesh(axes), **asked), describe_mesh(Mesh(axes), **asked))
+
 # %% tags=["nbval-check-output"]
 states = adam_state_bytes(MODEL.num_parameters)
 print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e12:.2f} TB of states, 0.08 TB a GPU")
 print(f"64 GPUs: {MONTH:,} dollars a month")
+
+# %% [markdown]
+# Each row of the two pictures is a machine, and the coloured ranks are those that rank 0 talks to. Above, its tensor
+# group is one machine. Below, which is the colleague's order, it is spread over all machines. The numbers that the
+# ranks compute are the same. What does it cost, and how do you find the order that costs least? This lesson answers it.
 
 # %%
 guess_0 = predict("How many times longer does a step take with tensor across the machines?", unit="x")
@@ -73,6 +85,19 @@ for words, step in (("tensor inside a machine", good), ("tensor across machines"
     print(f"{words:24} {step.duration_s:6.2f} s a step, {step.utilization:4.0%} of peak; ", end="")
     print(f"{lost:7,.0f} dollars a month for the wire")
 
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+shown = {"tensor inside a machine": good.duration_s, "tensor across machines": bad.duration_s}
+show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order of the axes")
+
 # %% [markdown]
 # The same GPUs, the same degrees, the same numbers; one line decides. This lesson is about that line, and about the
 # others that go wrong when axes meet: whose samples, which gradients over which group, which norm.
@@ -80,8 +105,8 @@ for words, step in (("tensor inside a machine", good), ("tensor across machines"
 # %% [markdown]
 # ## The mesh
 #
-# A **mesh** gives each rank a place on every axis. Ranks are numbered like the digits of a clock: the last axis varies
-# fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
+# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks are numbered like the digits of a
+# clock: the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
 #
 # ### Exercise: where a rank stands
 #
@@ -116,8 +141,6 @@ for axis in AXES_222:
 # mean, and why the order of the axes is the order of the wires.
 
 # %%
-from simulator.viz import mesh_figure
-
 show(
     mesh_figure(Mesh(AXES_222), devices_per_node=4),
     "eight ranks on pipeline 2 x data 2 x tensor 2; tensor groups are neighbours",
@@ -198,6 +221,11 @@ TWO = Mesh({"pipeline": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2})
 
 def new_gpt():
     return GPT(CONFIG, torch.Generator().manual_seed(0)).double()
+
+
+# %%
+pair_of_axes = Mesh({"data": 4, "tensor": 2})
+show(mesh_figure(pair_of_axes, devices_per_node=4), describe_mesh(pair_of_axes, devices_per_node=4))
 
 
 # %%
@@ -312,6 +340,13 @@ count = sum(parameter.numel() for name, parameter in new_gpt().named_parameters(
 guess_1.default(10)  # assumed if you gave no number above
 print(guess_1.compare(100 * count / new_gpt().num_parameters))
 
+# %%
+all_of_it = new_gpt().num_parameters
+shown = {"whole on every tensor rank": count / 1e3, "split over tensor ranks": (all_of_it - count) / 1e3}
+show_bars(
+    shown, "thousand", "Few parameters are whole on every rank, and they count too often", "parameters of the GPT"
+)
+
 # %% [markdown]
 # Little, and little is what makes it hard to see: the norm is wrong by a few per cent, or by one. It stays unnoticed
 # until a run on 8 ranks behaves unlike the run on 4.
@@ -343,6 +378,10 @@ GPT.loss(one(CORPUS.batch(0, 16)[0]), CORPUS.batch(0, 16)[1]).backward()
 true = float(torch.cat([parameter.grad.flatten() for parameter in one.parameters()]).norm())
 yours, local = ranks.run(norms_on_mesh)[0]
 print(f"one process {true:.9f}, yours on data 4 x tensor 2 {yours:.9f}, rank 0's own parts {local:.9f}")
+
+# %%
+shown = {"one process": true, "yours, on eight ranks": yours, "rank 0's own parts": local}
+show_bars(shown, "", "The norm of all gradients, and what one rank would take for it")
 
 # %% [markdown]
 # ## The whole mesh: 2 x 2 x 2
@@ -406,8 +445,11 @@ def traffic(plan):
 
 
 # %%
-for axis, (calls, sent) in sorted(ranks.run(traffic, CUBE)[0].items()):
+by_axis = dict(sorted(ranks.run(traffic, CUBE)[0].items()))
+for axis, (calls, sent) in by_axis.items():
     print(f"rank 0, {axis:10} {calls:3} calls, {sent / 1e3:7.1f} kB sent in a step")
+shown = {axis: sent / 1e3 for axis, (_, sent) in by_axis.items()}
+show_bars(shown, "kB", "The tensor axis sends most", "rank 0, one step, as recorded")
 
 # %% [markdown]
 # The tensor axis has most of the calls and most of the bytes, and each of its calls is waited for. That alone says
@@ -464,6 +506,10 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 print(f"{'axis':10}{'GB a rank':>10}{'waited for':>12}   in a step, tensor inside")
 for axis in ("tensor", "pipeline", "data"):
     print(f"{axis:10}{good.sent_bytes_by_axis[axis] / 1e9:10.1f}{good.exposed_by_axis[axis]:10.2f} s")
+
+# %%
+shown = {axis: good.sent_bytes_by_axis[axis] / 1e9 for axis in ("tensor", "pipeline", "data")}
+show_bars(shown, "GB", "What a rank sends in a step of the question, by axis")
 
 # %% [markdown]
 # ### Exercise: place the axes
@@ -614,6 +660,13 @@ for wire, batch in product(WIRES, (8, 64, 512)):
     degrees = f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}"
     print(f"{words}, {few.duration_s / many.duration_s:.1f}x ({degrees})")
 
+# %%
+shown = {
+    f"{wire}, {batch} samples": {f"{n} GPUs": 1e3 * best_step(n, batch, wire).duration_s for n in (8, 64)}
+    for wire, batch in product(WIRES, (8, 64))
+}
+show_bars(shown, "ms", "Whether 64 GPUs beat 8 depends on the wire and on the batch", "an update of the 1.3B model")
+
 # %% [markdown]
 # Both claims are a condition short.
 #
@@ -750,6 +803,8 @@ from statistics import median
 mine, theirs = ranks.run(turn_by_turn)[0]
 gap = max(abs(a[0] - b[0]) for a, b in zip(mine, theirs, strict=True))
 ratio = median(a[1] / b[1] for a, b in zip(mine[1:], theirs[1:], strict=True))
+shown = {name: 1e3 * median(s for _, s in rows[1:]) for name, rows in (("ours", mine), ("torch", theirs))}
+show_bars(shown, "ms", "A step on data 2 x tensor 2, with the library and with torch's own")
 print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; ours takes {ratio:.2f} times as long")
 
 # %% [markdown]
@@ -821,6 +876,18 @@ print(f"5. {8 * 7 / 8 * activation * 20 / 1e9:.1f} GB along tensor, {2 * activat
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: section 3
+#   chooses degrees as you did here.
+# - Smith et al., *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*, 2022: three axes on one real
+#   cluster.
+# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, 2023: what sharding needs from the
+#   other axes.
+#
+# **Next: lesson 11.** Two axes were only named here. Lesson 11 builds them: context, for sequences that no GPU can
+# hold, and experts, for more parameters without more work per token.
+#
 # ## Sources
 #
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
@@ -835,5 +902,3 @@ ranks.close()
 #   2026-11.
 # - In this repository: `distlab/plan/mesh.py`, `distlab/plan/axes.py`, then `distlab/hybrid/`; its `__init__` says in
 #   which order.
-#
-# Next: lesson 11, long sequences and experts: the two axes that were only named here.

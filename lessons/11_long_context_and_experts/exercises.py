@@ -23,6 +23,8 @@ EXERCISES = (
     Exercise(
         name="11.merge",
         title="attention over two sets of keys, from attention over each",
+        minutes=5,
+        difficulty=1,
         source="solutions:merge",
         drive=attention.drive_merge,
         judge=attention.judge_merge,
@@ -39,6 +41,8 @@ EXERCISES = (
     Exercise(
         name="11.zigzag",
         title="positions of a rank, so that causal work is even",
+        minutes=4,
+        difficulty=1,
         source="solutions:zigzag",
         drive=attention.drive_zigzag,
         judge=attention.judge_zigzag,
@@ -55,6 +59,8 @@ EXERCISES = (
     Exercise(
         name="11.ring",
         title="causal attention round a ring of ranks",
+        minutes=20,
+        difficulty=3,
         source="solutions:ring_attend",
         drive=ring.drive_ring,
         judge=ring.judge_ring,
@@ -73,6 +79,8 @@ EXERCISES = (
     Exercise(
         name="11.route",
         title="top-k experts of each token, within capacity",
+        minutes=10,
+        difficulty=2,
         source="solutions:route",
         drive=routing.drive_route,
         judge=routing.judge_route,
@@ -91,6 +99,8 @@ EXERCISES = (
     Exercise(
         name="11.ask",
         title="tokens to their experts and back",
+        minutes=12,
+        difficulty=3,
         source="solutions:ask_experts",
         drive=dispatch.drive_ask,
         judge=dispatch.judge_ask,
@@ -114,6 +124,8 @@ EXERCISES = (
     Exercise(
         name="11.balance",
         title="a loss that is 1 where experts are asked evenly",
+        minutes=6,
+        difficulty=1,
         source="solutions:balance_loss",
         drive=routing.drive_balance,
         judge=routing.judge_balance,
@@ -130,6 +142,8 @@ EXERCISES = (
     Exercise(
         name="11.repair",
         title="spot the bug: experts that become alike",
+        minutes=6,
+        difficulty=2,
         source="solutions:synchronize",
         drive=dispatch.drive_synchronize,
         judge=dispatch.judge_synchronize,

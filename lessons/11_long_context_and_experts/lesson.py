@@ -56,18 +56,31 @@ print(f"  all else that a layer keeps {rest / 1e9:6,.0f} GB, in {LAYERS} layers 
 print(f"  with full recomputation     {LAYERS * 2 * LONG * H / 1e9:6,.0f} GB, and one layer's {rest / 1e9:.0f} GB")
 
 # %%
+from simulator.viz import describe_bars, draw_bars
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    """Draw numbers as bars, and say the same in words."""
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
 guess_0.default(50)  # assumed if you gave no number above
 print(guess_0.compare(SCORES / 1e9))
+needs = {"scores of one layer": SCORES, "all else, all layers": LAYERS * rest, "states": states, "a GPU has": 80e9}
+needs_gb = {name: size / 1e9 for name, size in needs.items()}
+show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and what a GPU has")
 
 # %% [markdown]
-# Two things are in the way, and they need two answers.
+# Compare the bars with the last one. Two things are in the way, and they need two answers. How can ranks share one
+# sequence, when every position looks at all positions before it?
 #
 # - **Scores grow with the square.** Of 2.7 TB per layer no computation needs more than a small block at a time. So
 #   never make them all: attend block by block. This works on one GPU, and is what FlashAttention does.
 # - **All else grows with the length**, 584 GB. It cannot be cut by samples, since there is one. Recomputing everything
 #   brings it down to 53 GB, for a third more work; but one GPU then works through the sequence alone, and at a million
-#   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is **context
-#   parallelism**.
+#   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is [context
+#   parallel](../GLOSSARY.md#context-parallel).
 #
 # Most of a transformer does not mind. Norms, linear layers, the loss: each works on one position alone. Only attention
 # looks at others.
@@ -127,6 +140,10 @@ def attend_in_blocks(query, key, value, size):
 for size in (1, 2, 3):
     same = torch.allclose(attend_in_blocks(query, key, value, size), whole, atol=1e-12)
     print(f"blocks of {size}: equal to the whole: {same}; scores held at a time: {8 * size} of 64")
+
+# %%
+shown = {f"blocks of {size}": 8 * size for size in (1, 2, 3)} | {"all at once": 64}
+show_bars(shown, "scores", "Attention block by block holds few scores at a time, with the same result")
 
 # %% [markdown]
 # ## Who holds which positions?
@@ -235,11 +252,15 @@ def spread(attention):
 
 
 # %%
-ranks = Ranks(4)
+ranks, sent_mb = Ranks(4), {}
 for name, attention in (("ring", ring_attention), ("all-to-all", all_to_all_attention)):
     sent, gaps = zip(*ranks.run(spread, attention), strict=True)
     print(f"{name:10} sent {sent[0] / 1e6:.2f} MB a rank, {sent[0] / BLOCK:.2f} times the keys of the whole", end="")
     print(f" sequence; output and gradients differ from one process by {max(gaps):.0e}")
+    sent_mb[name] = sent[0] / 1e6
+
+# %%
+show_bars(sent_mb, "MB", "Sent per rank, forward and backward", "four ranks, as recorded")
 
 # %% [markdown]
 # Read the first number. With $K$ the bytes of the keys of the whole sequence, a rank's part is $K/n$. Forward sends
@@ -280,9 +301,9 @@ infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").pro
 print(guess_2.compare(2 * flops / infiniband))
 
 # %% [markdown]
-# **"Ring attention overlaps communication, so it is free."** From some length on. Inside a machine 131,072 tokens on 8
-# GPUs are 16,384 each: hidden. On 64 GPUs over InfiniBand 2,048 each: far from it. Models with grouped-query heads
-# send less: with 8 query heads to a key head it takes an eighth.
+# **"[Ring attention](../GLOSSARY.md#ring-attention) overlaps communication, so it is free."** From some length on.
+# Inside a machine 131,072 tokens on 8 GPUs are 16,384 each: hidden. On 64 GPUs over InfiniBand 2,048 each: far from it.
+# Models with grouped-query heads send less: with 8 query heads to a key head it takes an eighth.
 #
 # (Backward computes 2.5 times as much and sends at least twice as much, so its threshold is about as high.)
 
@@ -297,14 +318,22 @@ print(guess_2.compare(2 * flops / infiniband))
 # of a rank's part, $K/n$. Together $8\frac{n-1}{n}\cdot\frac{K}{n}$: on four ranks $1.5\,K$, as the second line above
 # says. The ring's $6\frac{n-1}{n}K$ hardly depends on the number of ranks.
 #
-# Where $g$ query heads share a key head, the ring still sends keys and values alone. All-to-all moves queries and
-# outputs too, and each is $g$ times as large: $4(g + 1)$ takes the place of 8.
+# Where $g$ query heads share a key head, the ring still sends keys and values alone.
+# [All-to-all](../GLOSSARY.md#all-to-all) moves queries and outputs too, and each is $g$ times as large: $4(g + 1)$
+# takes the place of 8.
 
 # %% tags=["nbval-check-output"]
 print("sent by a rank, in units of the keys of the whole sequence:")
 for n in (2, 4, 8, 16, 64):
     ring, *trade = (part * (n - 1) / n for part in (6, 8 / n, 4 * (8 + 1) / n))
     print(f"{n:3} ranks: ring {ring:.2f}, all-to-all {trade[0]:.2f}, with 8 query heads a key head {trade[1]:.2f}")
+
+# %%
+shown = {}
+for n in (2, 4, 8, 16, 64):
+    factors = {"ring": 6, "all-to-all": 8 / n, "all-to-all, 8 query heads a key head": 36 / n}
+    shown[f"{n} ranks"] = {name: factor * (n - 1) / n for name, factor in factors.items()}
+show_bars(shown, "K", "A ring sends up to 6 K; all-to-all sends less and less", "K: bytes of the keys of all ranks")
 
 # %% [markdown]
 # **"All-to-all sends less, so it is always better."** With shared key heads and few ranks it sends more. Two limits
@@ -515,9 +544,10 @@ print(guess_3.compare(k))
 # %% [markdown]
 # ### Exercise: route
 #
-# Rooms are finite. An expert gets memory for `capacity` choices, a factor times an even share; what is beyond is
-# **dropped**: the token goes on by its residual connection alone. Who is dropped must be a rule, the same in every run.
-# Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are kept, and how many were dropped.
+# Rooms are finite. An [expert](../GLOSSARY.md#expert) gets memory for `capacity` choices, a factor times an even share;
+# what is beyond is **dropped**: the token goes on by its residual connection alone. Who is dropped must be a rule, the
+# same in every run. Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are kept, and how
+# many were dropped.
 
 # %% exercise="11.route"
 
@@ -531,7 +561,8 @@ chosen = {"num_experts": 4, "capacity": 4, "kept": kept}
 show(routing_figure(experts, **chosen), describe_routing(experts, **chosen))
 
 # %% [markdown]
-# Twelve tokens on two ranks, two experts each. The first expert is popular. How large must capacity be?
+# Twelve tokens on two ranks, two experts each. The first expert is popular. How large must
+# [capacity](../GLOSSARY.md#capacity) be?
 
 # %% tags=["nbval-check-output"]
 draw = torch.Generator().manual_seed(0)
@@ -541,6 +572,15 @@ for name, tilt in tilts.items():
     probabilities = (torch.randn(4096, 8, generator=draw) + tilt * torch.linspace(1, 0, 8)).softmax(-1)
     dropped = [route(probabilities, 2, int(factor * 2 * 4096 / 8))[3] / (2 * 4096) for factor in (1.0, 1.25, 2.0, 4.0)]
     print(f"  {name:32}" + "".join(f"{part:8.1%}" for part in dropped))
+
+# %%
+draw, shown = torch.Generator().manual_seed(0), {}
+for name, tilt in tilts.items():
+    probabilities = (torch.randn(4096, 8, generator=draw) + tilt * torch.linspace(1, 0, 8)).softmax(-1)
+    factors = (1.0, 1.25, 2.0)
+    lost = [100 * route(probabilities, 2, int(factor * 2 * 4096 / 8))[3] / (2 * 4096) for factor in factors]
+    shown[name] = {f"capacity {factor}x": part for factor, part in zip(factors, lost, strict=True)}
+show_bars(shown, "%", "A router that leans drops choices, and nothing says so", "choices dropped")
 
 # %% [markdown]
 # **"A capacity factor of 1.25 is enough."** For an even router. For one that leans it drops a good part of all choices,
@@ -591,6 +631,10 @@ sent, gaps, loads = zip(*ranks.run(there_and_back), strict=True)
 rows = 512 * 2 * 64 * 4  # tokens x choices x hidden x bytes
 print(f"output and gradients differ from one process by {max(gaps):.0e}")
 print(f"all-to-alls carry {sum(sent) / 4 / rows:.2f} times a rank's rows, counts included; asked: {loads[0]}")
+
+# %%
+shown = {f"expert {index}, on rank {index // 2}": choices for index, choices in enumerate(loads[0])}
+show_bars(shown, "choices", "A new router is uneven", "512 tokens per rank")
 
 # %% [markdown]
 # Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its own
@@ -664,12 +708,17 @@ def with_experts(weight, num_steps=20):
 
 
 # %%
+fullest_at = {}
 for weight in (0.0, 0.05):
     history = ranks.run(with_experts, weight)[0]
+    fullest_at[f"{weight} x balance loss"] = {f"step {step}": history[step][1] for step in (0, 9, 19)}
     for step in (0, 9, 19):
         loss, fullest, dropped = history[step]
         print(f"{weight:4} x balance loss, step {step:2}: loss {loss:.2f}, fullest expert {fullest:.2f}", end=" ")
         print(f"times an even share, {dropped:.0%} of choices dropped")
+
+# %%
+show_bars(fullest_at, "x", "Without the second loss the router collapses", "the fullest expert, over an even share")
 
 # %% [markdown]
 # Nothing pushed it. The router starts not far from even, and within some steps nearly all tokens ask the same two
@@ -714,13 +763,16 @@ def layer_time(shares):
 
 
 # %%
+shown = {}
 for shares in ((0.25, 0.25, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.7, 0.1, 0.1, 0.1)):
     times, rows = zip(*ranks.run(layer_time, shares), strict=True)
     fullest = max(rows)
+    shown[f"{shares[0]:.0%} to expert 0"] = {"measured": max(times) * 1e3, "predicted": fullest * ROW_S * 1e3}
     print(f"rows a rank {rows}: {max(times) * 1e3:.1f} ms measured, {fullest * ROW_S * 1e3:.0f} ms predicted;", end=" ")
     print(f"ranks busy {sum(rows) / 4 / fullest:.0%} of it on average")
 guess_4.default(50)  # assumed if you gave no number above
 print(guess_4.compare(160 * ROW_S * 1e3))
+show_bars(shown, "ms", "A layer takes as long as its fullest rank")
 
 # %% [markdown]
 # ## Whose gradients? Spot the bug
@@ -772,6 +824,11 @@ rows, gap = ranks.run(side_by_side)[0]
 ratios = [median(row[index] / row[2] for row in rows) for index in (0, 1)]
 print(f"outputs differ from torch's by {gap:.0e}; forward takes {ratios[0]:.2f} times as long by our ring,", end=" ")
 print(f"{ratios[1]:.2f} by all-to-all")
+
+# %%
+names = ("our ring", "our all-to-all", "torch's ring")
+shown = {name: 1e3 * median(row[index] for row in rows) for index, name in enumerate(names)}
+show_bars(shown, "ms", "Forward of one attention on four ranks")
 
 # %% [markdown]
 # A number below 1 means that ours is faster. A few rounds on shared cores are little; `benchmarks/context_parallel.py`
@@ -855,6 +912,18 @@ print(f"5. the fullest has 2 of 9 parts, the mean is 9/8: busy {9 / 8 / 2:.0%}")
 ranks.close()
 
 # %% [markdown]
+# ## What to read next
+#
+# - Liu, Zaharia, Abbeel, *Ring Attention with Blockwise Transformers for Near-Infinite Context*, 2023: the ring, and
+#   when it hides its messages.
+# - Jacobs et al., *DeepSpeed Ulysses*, 2023: the other way, with all-to-all.
+# - Fedus et al., *Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity*, 2021:
+#   one expert per token, capacity and the balance loss.
+#
+# **Next.** This is the last lesson that is written so far. `START.ipynb` lists those that are to come: next is lesson
+# 12, on checkpoints and failures, because a run on many ranks must survive the loss of one. `CONTRIBUTING.md` shows
+# three ways through the code, if you want to go on now.
+#
 # ## Sources
 #
 # - Dao et al. 2022, *FlashAttention* (arXiv:2205.14135): attention in blocks, and its backward pass from two numbers a
@@ -869,5 +938,3 @@ ranks.close()
 # - Source of torch 2.13 (`distributed/tensor/experimental`), Megatron-LM (its arguments), torchtitan
 #   (`config/parallelism.py`) and DeepSpeed (`moe/layer.py`). Read 2026-11.
 # - In this repository: `distlab/context_parallel/` and `distlab/expert_parallel/`; both `__init__` say in which order.
-#
-# This was the last lesson. `CONTRIBUTING.md` shows three ways through the code, if you want to go on.

@@ -23,6 +23,7 @@ from simulator.viz.collectives.ring_record import RecordedCall
 from simulator.viz.compression.compression import describe_compression, draw_compression
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
+from simulator.viz.drawing.bars import describe_bars, draw_bars
 from simulator.viz.drawing.dark import darkened
 from simulator.viz.drawing.mimebundle import picture_html
 from simulator.viz.drawing.plot import to_png
@@ -91,6 +92,7 @@ __all__ = [
     "darkened",
     "degrees_figure",
     "degrees_panel",
+    "describe_bars",
     "describe_batch_sizes",
     "describe_bubbles",
     "describe_compression",
@@ -115,6 +117,7 @@ __all__ = [
     "describe_shards",
     "describe_timeline",
     "describe_train_step",
+    "draw_bars",
     "draw_batch_sizes",
     "draw_bubbles",
     "draw_compression",

@@ -24,6 +24,7 @@ def change(folder, old, new, file="lesson.py"):
 
 def test_a_stub_has_the_docstring_and_no_body(build, tiny):
     assert cell_of(built(build, tiny), "exercise", "90.total").source == (
+        "# Exercise 90.total: about 2 minutes, difficulty 1 of 3\n"
         "import torch\nimport torch.distributed as dist\n\n\n"
         "def total(tensor: torch.Tensor) -> torch.Tensor:\n"
         '    """Return the sum of every rank\'s tensor, on every rank.\n\n'

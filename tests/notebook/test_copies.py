@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.notebook import copies, course_map
-from distlab.notebook.copies import damage, make_copies, reset
+from distlab.notebook.copies import damage, draw_map, fingerprint, make_copies, reset
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 
@@ -244,3 +244,15 @@ def test_a_copy_of_the_old_name_stays_and_is_linked_to(tmp_path, monkeypatch):
     _, fresh = reset("03", LESSONS, work)
     assert fresh == old, "so that links to it stay right"
     assert set(states(make_copies(LESSONS, work)).values()) == {"kept"}
+
+
+def test_the_map_stands_in_the_copy_of_start_before_anything_is_run(tmp_path):
+    lessons, work = Path(__file__).resolve().parents[2] / "lessons", tmp_path / "work"
+    make_copies(lessons, work)
+    before = fingerprint(json.loads((work / "START.ipynb").read_text()))
+    draw_map(lessons, work)
+    notebook = json.loads((work / "START.ipynb").read_text())
+    (shown,) = [cell["outputs"] for cell in notebook["cells"] if "course_map()" in "".join(cell["source"])]
+    assert "09 Pipelin" in shown[0]["data"]["text/html"]
+    assert "12" in shown[0]["data"]["text/plain"]
+    assert fingerprint(notebook) == before, "START is still the learner's untouched copy"

@@ -60,6 +60,8 @@ EXERCISES = (
     Exercise(
         name="91.mean",
         title="the mean of all ranks' tensors",
+        minutes=5,
+        difficulty=1,
         source="solutions:mean",
         drive=drive_mean,
         judge=judge_mean,
@@ -72,6 +74,8 @@ EXERCISES = (
     Exercise(
         name="91.double",
         title="every value times two",
+        minutes=2,
+        difficulty=1,
         source="solutions:double",
         drive=drive_double,
         judge=judge_double,
@@ -81,6 +85,8 @@ EXERCISES = (
     Exercise(
         name="91.repair",
         title="repair the mean",
+        minutes=4,
+        difficulty=2,
         source="solutions:mean",
         drive=drive_mean,
         judge=judge_mean,

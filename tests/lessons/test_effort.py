@@ -1,0 +1,42 @@
+"""Every exercise says its minutes and its difficulty, and they fit what its lesson says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import main
+from distlab.grading import lessons, load_lesson
+
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
+LEAST, MOST = 0.5, 0.75  # of a lesson's minutes go to its exercises; the others to reading and running
+
+
+@pytest.mark.parametrize("number", lessons(LESSONS))
+def test_exercises_fit_the_minutes_of_their_lesson(number):
+    lesson = load_lesson(number, LESSONS)
+    for exercise in lesson.exercises:
+        assert exercise.minutes >= 1, exercise.name
+        assert exercise.difficulty in (1, 2, 3), exercise.name
+    total = sum(exercise.minutes for exercise in lesson.exercises)
+    assert LEAST * lesson.minutes <= total <= MOST * lesson.minutes
+    assert re.search(rf"^# .*\b{lesson.minutes} minutes", (lesson.folder / "lesson.py").read_text(), re.MULTILINE)
+
+
+def test_they_stand_above_the_function_in_both_notebooks(build):
+    from lesson_notebook import solution_cell, student_cell
+
+    lesson = load_lesson("06", LESSONS)
+    exercise = lesson.exercise("06.recompute")
+    for cell in (student_cell, solution_cell):
+        first = cell(exercise, lesson.folder).splitlines()[0]
+        assert first == "# Exercise 06.recompute: about 15 minutes, difficulty 3 of 3"
+
+
+def test_check_lists_them_and_runs_nothing(capsys):
+    assert main(["check", "06", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(load_lesson("06").exercises)
+    assert lines[0] == (
+        "06.states  what a model holds before it has seen any data (about 8 minutes, difficulty 1 of 3)"
+    )
