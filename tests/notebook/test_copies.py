@@ -253,6 +253,6 @@ def test_the_map_stands_in_the_copy_of_start_before_anything_is_run(tmp_path):
     draw_map(lessons, work)
     notebook = json.loads((work / "START.ipynb").read_text())
     (shown,) = [cell["outputs"] for cell in notebook["cells"] if "course_map()" in "".join(cell["source"])]
-    assert "09 Pipelin" in shown[0]["data"]["text/html"]
+    assert "09 Pipeline" in shown[0]["data"]["text/html"]
     assert "12" in shown[0]["data"]["text/plain"]
     assert fingerprint(notebook) == before, "START is still the learner's untouched copy"
