@@ -1,9 +1,9 @@
 """Halving and doubling: as few bytes as a ring in as few steps as a tree.
 
-Reduce-scatter by recursive halving: with the rank half the group away, exchange halves of the tensor and add; with
-the one a quarter away, quarters of the remaining half; and so on. Each step halves what a rank is responsible for.
-All-gather by recursive doubling runs the film backwards. Both want a power of two. With any other number of ranks the
-first few pair up: the odd one of a pair hands its tensor to the even one and waits for the result.
+Reduce-scatter by recursive halving: exchange halves of the tensor with the rank half the group away, and add. Then
+exchange quarters with the rank a quarter away, and so on. Each step halves the part that a rank has to add up.
+All-gather by recursive doubling does these steps in reverse order. Both need a power of two. With any other number of
+ranks the first few form pairs: the odd rank of a pair gives its tensor to the even one and waits for the result.
 
 In every Cost below n is the number of ranks, p the largest power of two <= n, S_c the bytes of chunk c of n chunks
 (see `chunks.py`), S their sum, and r this rank. The first n - p pairs (0, 1), (2, 3), ... act as one rank each, the

@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "all_to_all":
 def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = "ring", *, check: bool = True) -> GPT:
     """Change a GPT in place so that each rank of the group runs it on its positions of a sequence, and return it.
 
-    Feed it `scatter_sequence(tokens, group)`, compare with the targets scattered likewise, run backward, and call
+    Feed it `scatter_sequence(tokens, group)`, compare with `scatter_sequence(targets, group)`, run backward, and call
     `average_gradients_(model, group)`: it then trains as one process does on the whole sequence. Parameters keep their
     names, so states load from and into an ordinary GPT; their values are made those of the group's first rank. With
     dropout, seed the ranks differently (`distlab.rng.seed_rank`): they drop activations of different positions.

@@ -132,10 +132,10 @@ def _places(num_ranks: int) -> Tensor:
 
 
 def require_divisible(length: int, num_ranks: int, who: str) -> None:
-    """Refuse a sequence that cannot be cut into two chunks a rank.
+    """Refuse a sequence that cannot be cut into two equal chunks per rank.
 
     Raises:
-        ValueError: the length is no multiple of twice the ranks; one rank takes any.
+        ValueError: the length is not a multiple of twice the number of ranks (a single rank takes any length).
     """
     if num_ranks > 1 and length % (2 * num_ranks):
         fewer = max(length - length % (2 * num_ranks), 2 * num_ranks)

@@ -23,10 +23,10 @@ from distlab.replicate import broadcast_each
 class ExpertParallel(nn.Module):
     """`MixtureOfExperts` with its experts split over a group; each rank brings tokens of its own, as many as it likes.
 
-    Forward: route the rank's tokens with its copy of the router; sort them by expert; say to each rank how many rows it
-    gets; send the rows (dispatch); run the own experts on what arrived; send the outputs back; sum them, weighted
-    (combine). Weights never travel. Backward goes the same way in reverse, so an expert's gradient is the sum over all
-    ranks' tokens, complete on its one owner, while the router's is only of this rank's: see `gradients`.
+    Forward: route the rank's tokens with its copy of the router. Sort them by expert. Tell each rank how many rows it
+    gets, and send the rows (dispatch). Run this rank's experts on what arrived. Send the outputs back and add them up,
+    weighted (combine). Weights never travel. Backward goes the same way in reverse. So an expert's gradient is complete
+    on the rank that owns it; the router's gradient counts only this rank's tokens: see `gradients`.
 
     Experts need not divide by ranks: the first ranks hold one more, and where there are fewer experts than ranks the
     last ranks hold none. Parameters keep the names that they have in the whole layer ("experts.5.widen.weight").

@@ -40,8 +40,8 @@ class Hybrid(HybridState):
     same arguments; each takes its own part of a batch.
 
     Args:
-        model: the same on all ranks but for its values, of which the first rank's count; it is used up. It may hold
-            mixtures (`mix_experts`).
+        model: the same module on all ranks; the first rank's values are used. Do not use this model afterwards. It may
+            hold mixtures of experts (`mix_experts`).
         plan: degrees, schedule, micro-batches, sharding, compression, recompute, precision.
         make_optimizer: builds an optimizer of a list of parameters. Ranks hold parts of tensors, and sharding pieces of
             them: element-wise ones only (SGD, Adam, AdamW).
@@ -98,7 +98,7 @@ class Hybrid(HybridState):
 
         Args:
             inputs: the whole batch [B, S], on every rank.
-            targets: alike.
+            targets: of the whole batch [B, S], on every rank.
 
         Returns:
             The mean loss over the batch, on every rank.

@@ -130,7 +130,7 @@ class Pipeline:
 
         Args:
             inputs: the batch, on the rank of stage 0; cut along dimension 0 into equal micro-batches.
-            targets: on the rank of the last stage, cut alike.
+            targets: the batch's, on the rank of the last stage; cut along dimension 0 like the inputs.
 
         Returns:
             The mean loss over the batch on the last stage's rank, None elsewhere; see `mean_loss`.

@@ -27,7 +27,7 @@ class Attention:
         forward: work of scores and mixing, part of the region's. Whether it counts the pairs that a causal mask hides
             is the workload's to say: one process, a ring and all-to-alls run the same kernel, which leaves out as much
             in each, so ranks divide this work evenly.
-        backward: work of their gradients, part of the region's input_gradient; likewise.
+        backward: work of the gradients of scores and mixing, part of the region's input_gradient.
     """
 
     num_heads: int
@@ -65,9 +65,9 @@ class Region:
 
     Attributes:
         name: what a reader sees.
-        forward: its work, part of the layer's; the next two likewise.
-        input_gradient: see forward.
-        weight_gradient: see forward.
+        forward: the region's work in the forward pass, a part of the layer's.
+        input_gradient: its work for the gradients of inputs, a part of the layer's.
+        weight_gradient: its work for the gradients of weights, a part of the layer's.
         input_bytes: of the input that every rank needs whole, a micro-batch: its gradient is summed over ranks in
             backward. 0: it has no gradient.
         output_bytes: of the output that ranks sum in forward. 0: they keep their parts.

@@ -214,7 +214,7 @@ class Workload:
 
 
 def kinds_of(layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Return the kind of each layer, from 0: layers that differ in their name alone are of one, and cost alike."""
+    """Return the kind of each layer, from 0: layers that differ only in name have one kind, and equal costs."""
     by_parts: dict[tuple[int, ...], int] = {}  # the same objects are equal, and quicker to compare than values
     by_values: dict[tuple[object, ...], int] = {}
     found = []

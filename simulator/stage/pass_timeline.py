@@ -24,7 +24,7 @@ class CallInPass(NamedTuple):
         name: what a reader sees, the layer's name left out.
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or send.
         start_ns: counted from the start of the layer's pass.
-        end_ns: likewise.
+        end_ns: counted from the start of the layer's pass.
         num_bytes: of the whole that is summed, scattered or gathered; given to an all-to-all; or sent.
         sent_bytes: what a rank's link carries for it, one way, by ring algorithms.
         exposed_ns: the part of its time in which the rank computes nothing.

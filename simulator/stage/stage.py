@@ -44,7 +44,8 @@ class Stage:
         buckets: all-reduces of gradients, in the order in which they start.
         optimizer_ns: updating the stage's parameters.
         send_forward_ns: sending the output of a micro-batch to the next stage (0 for the last, and on the same rank).
-        send_backward_ns: sending the gradient of a micro-batch's input to the stage before (0 likewise).
+        send_backward_ns: sending the gradient of a micro-batch's input to the stage before (0 for the first, and on the
+            same rank).
         send_forward_bytes: size of the former.
         send_backward_bytes: size of the latter.
         units: what is gathered, computed with and scattered together (sharding's stage 3).
@@ -194,7 +195,7 @@ class _Place(NamedTuple):
         return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
 
     def link_before(self, layout: Layout) -> Link | None:
-        """Return the link to the stage before, or None likewise."""
+        """Return the link to the stage before, or None where there is none or it is on the same rank."""
         return None if self.number == 0 else _Place(self.number - 1, self.rank_of_stage).link_behind(layout)
 
 
