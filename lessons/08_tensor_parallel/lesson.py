@@ -614,8 +614,6 @@ one_s = median(ranks.run(seconds_alone)[0])
 two_s = overlay.middle_s[0]
 guess_3.default(2)  # assumed if you gave no number above
 print(f"one process: {one_s * 1e3:.0f} ms, two ranks: {two_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
-
-# %%
 shown = {
     "two ranks, predicted": 1e3 * overlay.middle_s[1],
     "two ranks, measured": 1e3 * two_s,

@@ -57,7 +57,7 @@ def test_links_to_the_glossary_resolve_where_the_learner_opens_the_lessons(tmp_p
     make_copies(LESSONS, tmp_path)
     known = {anchor(words) for words, _ in ENTRIES}
     found = 0
-    for notebook in tmp_path.glob("*/lesson.ipynb"):
+    for notebook in tmp_path.glob("*/*.ipynb"):
         for words in LINK.findall(markdown_of(notebook)):
             assert words in known, f"{notebook.parent.name} links to {words!r}, which the glossary does not have"
             assert (notebook.parent / ".." / "GLOSSARY.md").is_file()

@@ -24,6 +24,7 @@ def pictures(number):
     """The numbers, from 1, of the cells of a lesson's solution that show an image, and the number of its cells."""
     (folder,) = LESSONS.glob(f"{number}_*")
     cells = json.loads((folder / "solution.ipynb").read_text())["cells"]
+    cells = [cell for cell in cells if "[Map of the course]" not in "".join(cell["source"])]  # the builder's links
     return [i for i, cell in enumerate(cells, 1) if any(map(has_image, cell.get("outputs", ())))], len(cells)
 
 

@@ -153,7 +153,7 @@ def test_torch_profiler(tmp_path):
         (b'[{"ph": "B", "ts": 4}, {"ph": "E", "ts": 3}]', "event 1 ends event 0 before it starts"),
         (b"[1]", "event 0 is 1; expected an object"),
         (b'{"traceEvents": [], "otherData": {"distlab": {"version": 99}}}', "reads version 1"),
-        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "lists no traces"),
+        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "list of the traces' names, got None"),
         (b'{"traceEvents": [1], "otherData": {"distlab": {"version": 1, "traces": []}}}', "event 0 is damaged"),
     ],
 )

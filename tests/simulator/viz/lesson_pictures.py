@@ -1,4 +1,6 @@
-"""The pictures that the lessons' own cells make, with recorded inputs in place of what a cell measures on ranks.
+"""The panels and timelines of the lessons' own cells, with recorded inputs in place of what a cell measures on ranks.
+
+Pictures of `show` are looked at where the lessons run: tests/lessons/pictures_in_kernels.py.
 
 A cell that makes a picture is executed as it stands. What it reads is looked for in the lesson: the last import,
 function, class or assignment before the cell, or an exercise's solution. Only names that a run on ranks gives are
@@ -22,8 +24,10 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
-FOLDERS = sorted(path.parent for path in LESSONS.glob("*/lesson.py"))
-MAKERS = re.compile(r"show|Panel|Timeline|schedule_editor|\w+_panel")
+MAKERS = re.compile(r"Panel|Timeline|schedule_editor|\w+_panel")
+FOLDERS = sorted(
+    p.parent for p in LESSONS.glob("*/lesson.py") if re.search(rf"= ({MAKERS.pattern})\(", p.read_text("utf-8"))
+)
 DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign
 
 

@@ -1,0 +1,49 @@
+"""Look at every picture that a lesson shows while `make test` runs its cells: one that cannot be read fails its cell.
+
+`pytest -p tests.lessons.pictures_in_kernels` gives each kernel a startup file that calls `watch()`. Texts that lie on
+each other, are cut, small or pale, light or dark, then raise in the cell that calls `show(figure, text)`.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+STARTUP = "import sys; sys.path.append({root!r}); from tests.lessons.pictures_in_kernels import watch; watch()\n"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_configure(config):
+    folder = Path(tempfile.mkdtemp(prefix="distlab-ipython-"))
+    startup = folder / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "00-pictures.py").write_text(STARTUP.format(root=str(ROOT)))
+    os.environ["IPYTHONDIR"] = str(folder)
+
+
+def watch():
+    """Make `show` look at each picture before it shows it."""
+    sys.path.append(str(ROOT / "tests" / "simulator" / "viz"))
+    from distlab.notebook import display
+
+    shown = display.show
+
+    def show(figure, text):
+        if not isinstance(figure, bytes):
+            faults = faults_of(figure)
+            assert not faults, f"this picture cannot be read: {'; '.join(faults)}"
+        shown(figure, text)
+
+    display.show = show
+
+
+def faults_of(figure):
+    """Return what cannot be read in a picture that `show` shows."""
+    from picture_facts import clashes, look_at, pale_texts, small_texts
+
+    from distlab.notebook.display import png_of
+    from simulator.viz.drawing.dark import flip
+    from simulator.viz.drawing.style import LEAST_PT
+
+    light, dark = look_at(figure, png_of), look_at(figure, lambda figure: png_of(figure, dark=True), flip)
+    return [*clashes(light), *pale_texts(light), *small_texts(light, LEAST_PT), *clashes(dark), *pale_texts(dark)]
