@@ -210,10 +210,10 @@ def _needed(source: Source, wanted: Iterable[str], known: set[str]) -> tuple[lis
 
 
 def _goes_on_with_reference(statement: ast.stmt) -> bool:
-    """Whether it is like `flat = check("03.flat", flat).function`, which may put the reference in an answer's place."""
+    """Whether it may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does."""
     if not isinstance(statement, ast.Assign | ast.Expr):
         return False
-    return re.match(r"(?s).*\bcheck\('\d\d\.\w+'", ast.unparse(statement)) is not None
+    return re.match(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'", ast.unparse(statement)) is not None
 
 
 def _is_replaced(

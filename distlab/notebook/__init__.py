@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distlab.notebook.extension import load_ipython_extension, unload_ipython_extension
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict
-    from distlab.notebook.stuck import hint, solution
+    from distlab.notebook.stuck import hint, saved_answers, solution
 
 _HOMES = {
     "course_map": "course",
@@ -25,6 +25,7 @@ _HOMES = {
     "last_records": "magic",
     "predict": "prediction",
     "hint": "stuck",
+    "saved_answers": "stuck",
     "solution": "stuck",
 }
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "last_records",
     "load_ipython_extension",
     "predict",
+    "saved_answers",
     "show",
     "solution",
     "unload_ipython_extension",

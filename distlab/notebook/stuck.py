@@ -1,7 +1,8 @@
-"""For a learner who is stuck: the hints of an exercise one by one, and after them its solution.
+"""For a learner who is stuck, or comes back: an exercise's hints one by one, its solution, your own saved answers.
 
-    hint("03.flat")       shows the hints so far and the next one
-    solution("03.flat")   shows the reference, after three failed checks and all hints
+    hint("03.flat")                  shows the hints so far and the next one
+    solution("03.flat")              shows the reference, after three failed checks and all hints
+    flat, = saved_answers("03.flat") takes your function from your notebook, if it has passed
 
 What was seen is kept with the progress.
 """
@@ -10,10 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from distlab.grading import Exercise, load_lesson, reference_of
+from distlab.grading import Exercise, load_lesson, load_submission, reference_of
 from distlab.grading.lesson import source_text
-from distlab.grading.progress import FAILED_CHECKS, OUTSIDE, Entry, change_entry, entry_of, now
+from distlab.grading.progress import (
+    FAILED_CHECKS,
+    OUTSIDE,
+    Entry,
+    change_entry,
+    entry_of,
+    load_progress,
+    now,
+    working_copy,
+)
 
 
 class Note:
@@ -97,3 +108,20 @@ def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
 
 def _line(text: str) -> Note:
     return Note(text, text)
+
+
+def saved_answers(*names: str) -> tuple[Callable[..., Any], ...]:
+    """Return your functions of one lesson from your saved notebook, where their checks have passed; else the reference.
+
+    Args:
+        names: exercises, such as "03.average".
+
+    Raises:
+        ValueError: no lesson has an exercise of this name, or your notebook cannot be read.
+    """
+    lesson, progress = load_lesson(names[0]), load_progress()
+    yours = [name for name in names if name in progress and progress[name].passed]
+    saved = load_submission(str(working_copy(lesson.folder.name)), lesson) if yours else {}
+    yours = [name for name in yours if name in saved]
+    print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")
+    return tuple(saved[name] if name in yours else reference_of(lesson.exercise(name)) for name in names)

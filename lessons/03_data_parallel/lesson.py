@@ -770,7 +770,7 @@ ranks.close()
 #
 # **Try this before you go on.** Set `bucket_bytes` in `make_buckets` to 100,000, then to 5,000,000, and run the cells
 # of rung 4 again. Say first which of the two will look like flat. Or run the lab on your own hardware:
-# `distlab lab 03 --ranks 4 --impl work/03_data_parallel/lesson.ipynb --trace traces`.
+# `distlab lab 03 --ranks 4 --impl mine --trace traces`.
 #
 # **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
 # (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
@@ -788,18 +788,9 @@ ranks.close()
 # The reference takes the place of the others.
 
 # %%
-from pathlib import Path
+from distlab.notebook import saved_answers
 
-from distlab.grading import load_lesson, load_submission
-from distlab.grading.progress import load_progress
-
-lesson, passed, saved = load_lesson("03"), load_progress(), {}
-if Path("lesson.ipynb").exists():
-    saved = load_submission("lesson.ipynb", lesson)
-yours = [name for name in saved if name in passed and passed[name].passed]
-answers = load_submission("reference", lesson) | {name: saved[name] for name in yours}
-average_gradients, fill_buckets, overlap = (answers[f"03.{name}"] for name in ("average", "buckets", "overlap"))
-print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")
+average_gradients, fill_buckets, overlap = saved_answers("03.average", "03.buckets", "03.overlap")
 
 # %% [markdown]
 # The model, the text and the simulated GPUs are those of sitting one. Skim the next two cells: they define the same
