@@ -684,9 +684,11 @@ WORK = pair.run(count_work)[0]
 
 
 def predicted(bytes_per_s, compression, rounds=(ROUND,)):
-    middle, wire = median_calibration(rounds), Link("throttled", (Protocol(0.0, bytes_per_s),))
+    middle = median_calibration(rounds)
+    here = fit_cluster(middle.compute, 2)
+    wire = Link("throttled", (Protocol(here.intra_node.protocols[0].latency_s, bytes_per_s),))
     # Who waits for a throttled wire sleeps, and takes nothing from a rank that computes: no contention.
-    here = replace(fit_cluster(middle.compute, 2), intra_node=wire, contention=Contention())
+    here = replace(here, intra_node=wire, contention=Contention())
     codec = middle.codec.slower(middle.overhead.codec_slowdown) if compression is not None else None
     return simulate(WORK, here, Plan(2, compression=compression, **SIZES), measured=Measured(codec))
 
@@ -739,7 +741,7 @@ def timed(bytes_per_s, compression):
         with throttled(bytes_per_s):
             train()
 
-    return time_beside(step, rounds.measure, spans, num_windows=2, steps_per_window=6)
+    return time_beside(step, rounds.measure, spans, num_windows=3, steps_per_window=6)
 
 
 def measure(bytes_per_s, compression):
