@@ -613,7 +613,7 @@ def six_steps(rounds):
 
 
 # %%
-ranks = Ranks(4)
+ranks = Ranks(4, timeout_s=180)
 ranks.run(timed)  # the first time warms up
 
 

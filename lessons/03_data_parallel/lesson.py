@@ -218,7 +218,7 @@ def train_apart(start_equal=lambda model: None):
 # their four results.
 
 # %% tags=["nbval-check-output"]
-ranks = Ranks(4)
+ranks = Ranks(4, timeout_s=180)
 apart = ranks.run(train_apart)
 for rank in range(1, 4):
     print(f"rank {rank}'s weights equal rank 0's: {torch.equal(apart[0], apart[rank])}")
@@ -950,7 +950,7 @@ def train_at_once():
     return list(model.parameters())
 
 
-ranks = Ranks(4)
+ranks = Ranks(4, timeout_s=180)
 at_once = run(train_at_once, 1)[0]
 accumulated = {count: ranks.run(train_accumulating, count)[0] for count in (1, 4)}
 

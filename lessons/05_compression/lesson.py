@@ -372,7 +372,7 @@ from distlab.compression import PowerSGD, Quantize, RandomK, Sign, TopK
 from distlab.data_parallel import DataParallel
 
 NUM_STEPS = 80
-pair = Ranks(2)
+pair = Ranks(2, timeout_s=180)
 
 
 # %%

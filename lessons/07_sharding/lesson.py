@@ -471,7 +471,7 @@ def formula(stage, n):
     return [size * PSI / 4 for size in whole]
 
 
-pair = Ranks(2)
+pair = Ranks(2, timeout_s=180)
 for n, members in ((2, pair), (4, ranks)):
     print(f"MB on {n} ranks: parameters, gradients, optimizer (formula); whole units")
     for stage, got in enumerate(in_all := members.run(held_in_all)[0]):

@@ -582,7 +582,7 @@ WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=Fa
 TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=4, budget_s=5.0)
 
 ranks.close()
-ranks = Ranks(2)
+ranks = Ranks(2, timeout_s=180)
 
 # %%
 result = RunResult(TRAINING, ranks.run(time_training, TRAINING))

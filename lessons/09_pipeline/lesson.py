@@ -155,7 +155,7 @@ def naive_train(stage, batch):
 
 # %%
 BATCH = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-ranks = Ranks(4)
+ranks = Ranks(4, timeout_s=180)
 
 
 def timed_naive():

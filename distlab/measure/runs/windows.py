@@ -87,7 +87,8 @@ class Verdict:
         if self.holds is None:
             num_windows = self.num_kept + self.num_dropped
             return (
-                f"not judged: {self.num_kept} of {num_windows} windows were calm, and {MIN_WINDOWS} are needed; "
+                f"not judged: {MIN_WINDOWS} calm windows (some steps between two calibrations) are needed, and of "
+                f"{num_windows} windows {self.num_kept} were calm; "
                 f"over all {num_windows} the median step took {self.measured_s * 1e3:.3g} ms, the median error is "
                 f"{self.median_error:.1%} and the repeat spread {self.repeat_spread:.1%} (bar {self.bar:.0%}); "
                 "end other programs and run the same command again"

@@ -12,7 +12,10 @@ from matplotlib.figure import Figure
 from simulator.viz.drawing.style import DPI, LEAST_PT
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
-LEAST_SHOWN_PT = 8.0  # letters that are scaled down further are hard to read; on a narrower page the picture scrolls
+LEAST_SHOWN_PT = 6.8  # 9 pixels; so the widest picture fits a notebook of 800 pixels, and on a narrower page it scrolls
+SCROLLS = "distlab-scrolls"  # its bar is always seen, since a picture that is cut between two words looks complete
+BAR = f".{SCROLLS}::-webkit-scrollbar {{ height: 9px }}\n"
+BAR += f".{SCROLLS}::-webkit-scrollbar-thumb {{ background: #9A9FA8; border-radius: 4px }}\n"
 DARK_PAGES = 'body[data-jp-theme-light="false"]', "body.vscode-dark", "body.vscode-high-contrast"
 
 
@@ -44,14 +47,14 @@ def picture_html(light: bytes, dark: bytes, *, title: str, text: str = "", dpi: 
     size = f"width:100%;min-width:{least_scale * wide:.0f}px;max-width:{wide}px"
     name = f"distlab-{hashlib.sha256(light).hexdigest()[:12]}"
     image = f'<img style="display:block;width:100%" alt="{html.escape(title)}" src="{_address(light)}">'
-    style = ""
+    style = BAR
     if dark:
         paper = ", ".join(f"{page} .{name}" for page in DARK_PAGES)
-        style = f"{paper} {{ background: url({_address(dark)}) 0 0 / 100% 100% no-repeat }}\n"
+        style += f"{paper} {{ background: url({_address(dark)}) 0 0 / 100% 100% no-repeat }}\n"
         style += ", ".join(f"{page} .{name} img" for page in DARK_PAGES) + " { opacity: 0 }"
-        style = f"<style>{style}</style>"
     below = f'<p style="white-space:pre-wrap">{html.escape(text)}</p>' if text else ""
-    return f'{style}<div style="overflow-x:auto"><div class="{name}" style="{size}">{image}</div></div>{below}'
+    picture = f'<div class="{name}" style="{size}">{image}</div>'
+    return f'<style>{style}</style><div class="{SCROLLS}" style="overflow-x:auto">{picture}</div>{below}'
 
 
 def _address(png: bytes) -> str:
