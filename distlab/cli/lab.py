@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import MAX_RANKS, check_output, load_script, whole_number
+from distlab.comm.command import runnable
 
 if TYPE_CHECKING:
     from distlab.lab import CommonSettings
@@ -123,7 +124,7 @@ def _tell_unpassed(number: str, folder: Path) -> None:
     ]
     if unpassed:
         text = f"not passed yet: {', '.join(unpassed)}. What the lab says with your version of these may be wrong"
-        print(f"{text}; `distlab check {number}` tells", file=sys.stderr, flush=True)
+        print(f"{text}: {runnable(f'distlab check {number}')} says what is wrong", file=sys.stderr, flush=True)
 
 
 def load_settings(number: str, script: Path) -> type[CommonSettings]:

@@ -5,9 +5,9 @@ exchange quarters with the rank a quarter away, and so on. Each step halves the 
 All-gather by recursive doubling does these steps in reverse order. Both need a power of two. With any other number of
 ranks the first few form pairs: the odd rank of a pair gives its tensor to the even one and waits for the result.
 
-In every Cost below n is the number of ranks, p the largest power of two <= n, S_c the bytes of chunk c of n chunks
-(see `chunks.py`), S their sum, and r this rank. The first n - p pairs (0, 1), (2, 3), ... act as one rank each, the
-even one, which owns both chunks; S_own is the bytes of its one or two chunks. "Odd of a pair" ranks are folded.
+In every Cost below n is the number of ranks, p the largest power of two <= n, and r this rank. S_c is the bytes of
+chunk c of n chunks (see `chunks.py`), and S their sum. The first n - p pairs (0, 1), (2, 3), ... act as one rank each:
+the even one, which owns both chunks. S_own is the bytes of its one or two chunks. "Odd of a pair" ranks are folded.
 """
 
 from __future__ import annotations

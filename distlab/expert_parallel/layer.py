@@ -45,8 +45,8 @@ class ExpertParallel(nn.Module):
         part for own experts stays at home, 1/n of it when evenly loaded. Two more small messages forward: 8 (E + 4 n)
         bytes of counts, and for the group's balance loss an all-reduce of 8 (2 E + 1) bytes (one more backward).
         A group of one sends nothing.
-    Error: equal to one process with all tokens up to the order of additions, as long as capacity does not bind (it
-        counts each rank's own tokens) and the balance loss is the group's.
+    Error: equal to one process with all tokens up to the order of additions. That holds where capacity does not bind,
+        since it counts each rank's own tokens, and where the balance loss is the group's.
 
     Raises:
         ValueError: ranks differ in settings, or one has the wrong experts or one that does not keep the shape, on every

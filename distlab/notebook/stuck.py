@@ -110,16 +110,17 @@ def _line(text: str) -> Note:
     return Note(text, text)
 
 
-def saved_answers(*names: str) -> tuple[Callable[..., Any], ...]:
+def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
     """Return your functions of one lesson from your saved notebook, where their checks have passed; else the reference.
 
     Args:
-        names: exercises, such as "03.average".
+        name: an exercise, such as "03.average".
+        more: further ones of the same lesson.
 
     Raises:
         ValueError: no lesson has an exercise of this name, or your notebook cannot be read.
     """
-    lesson, progress = load_lesson(names[0]), load_progress()
+    names, lesson, progress = (name, *more), load_lesson(name), load_progress()
     yours = [name for name in names if name in progress and progress[name].passed]
     saved = load_submission(str(working_copy(lesson.folder.name)), lesson) if yours else {}
     yours = [name for name in yours if name in saved]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,8 @@ def test_default_is_the_working_copy_and_progress_is_kept(folder: Path, capsys: 
     notebook(copy / "91_trial.ipynb", *GOOD.split("\n\n"))
     code, out, _ = run(capsys, "91.double", "--impl", "mine")
     assert (code, "91_trial.ipynb" in out) == (0, True)
+    saved = datetime.fromtimestamp((copy / "91_trial.ipynb").stat().st_mtime)
+    assert f"91_trial.ipynb, saved at {saved:%H:%M:%S} (save again to check what you see now)" in out
     (copy / "91_trial.ipynb").rename(copy / "lesson.ipynb")  # as copies were named before
     code, out, _ = run(capsys, "91.double")
     assert (code, "1 of 1 exercises right." in out) == (0, True)

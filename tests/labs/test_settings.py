@@ -1,12 +1,15 @@
 """Flags from a dataclass: types, limits, help, and one line for a mistake."""
 
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import nbformat
 import pytest
 
-from distlab.cli.lab import find_lab, load_settings
+from distlab.cli.lab import _read_flags, find_lab, load_settings
+from distlab.grading import load_lesson
+from distlab.grading.progress import MARKER, change_entry, now
 from distlab.lab import CommonSettings, flag
 from distlab.lab.settings import MAX_FIELDS, as_arguments, parse, parser_of, what_is_run
 
@@ -80,6 +83,25 @@ def test_the_help_comes_from_the_docstring(capsys):
     assert "bytes of the messages (default 8,1024)" in told
     assert "a share of the whole, 100 % (default 0.5)" in told
     assert "folder for each rank's trace" in told
+
+
+def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "01_ranks_and_messages"
+    folder.mkdir()
+    (tmp_path / MARKER).touch()
+    script = find_lab("01")[1]
+    nbformat.write(nbformat.v4.new_notebook(), folder / "lesson.ipynb")
+    change_entry("01.shift", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    monkeypatch.chdir(folder)
+    _read_flags("01", script, ["--impl", "mine"])
+    told = capsys.readouterr().err
+    assert "not passed yet: 01.ping_pong, 01.fit, 01.gather, 01.repair. " in told
+    assert "01.shift" not in told
+    assert "distlab check 01" in told
+    for exercise in load_lesson("01").exercises:
+        change_entry(exercise.name, lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    _read_flags("01", script, ["--impl", "mine"])
+    assert capsys.readouterr().err == ""
 
 
 def test_settings_with_too_many_fields_are_refused():
