@@ -1,0 +1,296 @@
+"""The GPU command: its parts die, hang and run out of memory alone; what GPUs it refuses; what it does without one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gpu import command, run
+from gpu.facts import Facts, Gpu, judge
+from gpu.job import PARTS, Part, choose
+from gpu.results import resume
+
+from distlab.cli import main
+
+GIB = 2**30
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (9, 0))
+GOOD = Facts(torch="2.13.0", torch_cuda="13.0", driver="580.1", driver_cuda="13.0", gpus=(H100,), usable=1)
+DEAD = replace(GOOD, usable=0)
+NO_GPU = Facts(torch="2.13.0+cpu")
+
+
+@pytest.fixture
+def use_fakes(monkeypatch):
+    """Make `use_fakes(choices)` put fake parts in the place of all parts, and the facts of a CPU in those of this one."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setattr("gpu.command.read_facts", lambda: replace(NO_GPU, machine="a fake"))
+
+    def use(*choices, seconds=40.0):
+        parts = tuple(Part(choice.replace(" ", "_"), seconds, "fake_part", choice) for choice in choices)
+        for module in ("job", "results", "report"):
+            monkeypatch.setattr(f"gpu.{module}.PARTS", parts)
+
+    return use
+
+
+def gpu(out, *arguments):
+    return main(["gpu", "--device", "cpu", "--out", str(out), *arguments])
+
+
+def kept(out):
+    return json.loads((out / "gpu.json").read_text())
+
+
+def test_a_part_that_raises_dies_or_runs_out_of_memory_costs_itself_alone(use_fakes, tmp_path, capsys):
+    use_fakes("raise", "segfault", "memory", "memory in a rank", "rows")
+    assert gpu(tmp_path) == 1
+    parts = kept(tmp_path)["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "raise": "failed",
+        "segfault": "killed",
+        "memory": "done",
+        "memory_in_a_rank": "out of memory",
+        "rows": "done",
+    }
+    assert all(part["findings"][0]["row"]["claim"].endswith("on cpu") for part in parts.values())
+    assert [part["shrunk"] for part in parts.values()] == [False, False, True, True, False]
+    assert "RuntimeError: the wire is cut" in parts["raise"]["output"]
+    assert parts["segfault"]["reason"] == "it was ended by SIGSEGV"
+    report = (tmp_path / "GPU.md").read_text()
+    for words in (
+        "5 of 6 bars hold; 2 of 5 parts done. Small runs on the CPU",
+        "| rows | a bar that is missed | 3 s |  |  | 3 to 3 | <= 2 s | **no** |  |",
+        "- memory: ran out of memory once, so all its sizes are halved",
+        "![what it shows](picture.png)",
+        "- rows: nothing travels",
+        "- raise: failed; it ended with status 1",
+        "## Output of raise",
+        "RuntimeError: the wire is cut",
+        "torch 2.13.0+cpu",
+    ):
+        assert words in report, words
+    assert "rows: done after" in capsys.readouterr().out
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_stood(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    seen = []
+    monkeypatch.setattr(run, "marked", lambda mark, real=run.marked: seen.append(real(mark)) or seen[-1])
+    job = command.job_of(NO_GPU, "cpu", tmp_path)
+    begin = time.monotonic()
+    outcome = run.run_part(Part("hang", 10.0, "fake_part", "hang"), replace(job, seconds=10.0))
+    assert outcome.status == "out of time"
+    assert time.monotonic() - begin < 30
+    assert len(outcome.findings) == 1
+    assert "fake_part.py" in outcome.output
+    assert "in findings" in outcome.output
+    assert len(seen[0]) == 1, "the process that the part had started, in a session of its own"
+    assert seen[-1] == []
+
+
+def test_a_second_run_goes_on_where_the_first_ended(use_fakes, tmp_path, capsys):
+    use_fakes("rows", "raise")
+    assert gpu(tmp_path, "--minutes", "0.001") == 0
+    assert kept(tmp_path)["not_run"].keys() == {"rows", "raise"}
+    assert "- rows: no time was left" in (tmp_path / "GPU.md").read_text()
+    assert gpu(tmp_path, "--only", "rows") == 0
+    first = kept(tmp_path)["parts"]["rows"]
+    capsys.readouterr()
+    assert gpu(tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "1 parts are done (rows)" in said
+    assert "raise: up to" in said
+    assert "rows: up to" not in said
+    assert kept(tmp_path)["parts"]["rows"] == first
+    assert kept(tmp_path)["not_run"] == {}
+
+
+def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path, monkeypatch, capsys):
+    use_fakes("rows")
+    assert gpu(tmp_path) == 0
+    newer = replace(NO_GPU, machine="a fake", torch="2.14.0")
+    assert resume(tmp_path, newer, "cpu")[1].endswith("was measured with torch '2.13.0+cpu' (now '2.14.0').")
+    assert resume(tmp_path, newer, "cpu")[0].parts == {}
+    assert "gpus" in resume(tmp_path, GOOD, "cuda")[1]
+    capsys.readouterr()
+    (tmp_path / "gpu.json").write_text("[1, 2]")
+    assert gpu(tmp_path) == 2
+    assert "is not what this command writes; pass another folder" in capsys.readouterr().err
+
+
+def test_the_running_part_ends_with_the_command(tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
+    code = (
+        "from pathlib import Path; from gpu import command, run; from gpu.job import Part; from gpu.facts import Facts; "
+        "from dataclasses import replace; job = command.job_of(Facts(), 'cpu', Path('.'))\n"
+        "with command._ended_by_signals(): run.run_part(Part('hang', 99, 'fake_part', 'hang'), replace(job, seconds=99.0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    found = tmp_path / "parts" / "hang.jsonl"
+    deadline = time.monotonic() + 60
+    while not (found.exists() and found.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    marks = [
+        entry.split(b"=")[1].decode()
+        for path in Path("/proc").glob("[0-9]*/environ")
+        for entry in _bytes(path).split(b"\0")
+        if entry.startswith(f"{run.MARK}=".encode())
+    ]
+    assert marks
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    assert not run.marked(marks[0])
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_without_a_gpu_it_says_what_it_would_run_and_loads_every_part(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("gpu.command.read_facts", lambda: NO_GPU)
+    out = tmp_path / "new"
+    assert main(["gpu", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{part.name} " in said for part in PARTS)
+    assert "no GPU: no driver of NVIDIA is loaded on this machine" in said
+    assert not out.exists()
+    assert main(["gpu", "--device", "cuda", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+ONLY_TORCH = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.split(".")[0])
+
+sys.meta_path.insert(0, Refuse())
+"""
+BLOCKED = {
+    *("IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_client", "nbformat", "nbclient", "psutil"),
+    *("tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright", "jupytext"),
+}
+
+
+def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sitecustomize.py").write_text(ONLY_TORCH.format(blocked=BLOCKED))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out"
+    names = ("machine", "data_parallel", "recompute", "tour")
+    words = [word for name in names for word in ("--only", name)]
+    command_line = [sys.executable, "-m", "distlab", "gpu", "--device", "cpu", "--out", str(out), *words]
+    done = subprocess.run(command_line, cwd=run.ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr + (out / "GPU.md").read_text()
+    found = kept(out)["parts"]
+    assert {name: found[name]["status"] for name in names} == dict.fromkeys(names, "done")
+    claims = " ".join(entry["row"]["claim"] for part in found.values() for entry in part["findings"] if "row" in entry)
+    assert "a DataParallel step of a GPT" in claims
+    assert "recomputes every block" in claims
+    assert "tour: weights of 2 ranks" in claims
+    assert (out / "tour" / "timeline.png").is_file()
+
+
+REFUSED = {
+    "no driver": (NO_GPU, "no driver of NVIDIA is loaded"),
+    "a driver without a GPU": (replace(NO_GPU, driver="580.1"), "it knows no GPU"),
+    "old torch": (replace(GOOD, torch="2.9.1"), "distlab needs 2.11 or newer"),
+    "hidden": (replace(DEAD, visible=""), "CUDA_VISIBLE_DEVICES is '', which hides every GPU; unset it"),
+    "hidden by number": (replace(DEAD, visible="7"), "CUDA_VISIBLE_DEVICES is '7', and torch finds none of these"),
+    "no CUDA in torch": (replace(DEAD, torch="2.13.0+cpu", torch_cuda=None), "is built without CUDA; install a build"),
+    "an old driver": (replace(DEAD, driver="470.5", driver_cuda="11.4"), "supports CUDA 11.4, and torch 2.13.0 is built"),
+    "an old driver, by torch": (replace(DEAD, error="The NVIDIA driver on your system is too old"), "install a newer driver"),
+    "prohibited": (replace(GOOD, gpus=(replace(H100, mode="Prohibited"),)), "in compute mode Prohibited"),
+    "exclusive and taken": (
+        replace(DEAD, gpus=(replace(H100, mode="Exclusive_Process"),), error="all CUDA-capable devices are busy"),
+        "in compute mode Exclusive_Process, and no process of ours may use it",
+    ),
+    "full": (replace(GOOD, gpus=(replace(H100, free_bytes=GIB),)), "has 1.0 GiB of 80.0 GiB free"),
+    "full, before torch can use it": (replace(DEAD, gpus=(replace(H100, free_bytes=0),)), "0.0 GiB of 80.0 GiB free"),
+    "one of two is full": (
+        replace(GOOD, gpus=(replace(H100, free_bytes=GIB), H100), usable=2),
+        "or set CUDA_VISIBLE_DEVICES=1",
+    ),
+    "anything else": (replace(DEAD, error="CUDA error:\n unknown"), "torch sees no GPU: CUDA error: unknown"),
+}
+
+
+@pytest.mark.parametrize(("facts", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_gpus_that_cannot_be_used_are_refused_in_one_line(facts, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("gpu.command.read_facts", lambda: facts)
+    assert main(["gpu", "--device", "cuda", "--out", str(tmp_path / "new")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+    assert not (tmp_path / "new").exists()
+
+
+NOTED = {
+    "in use": (replace(H100, free_bytes=60 * GIB), "other processes hold 20.0 GiB of it"),
+    "exclusive": (replace(H100, mode="Exclusive_Process"), "nothing with several ranks on one GPU is run"),
+    "without bf16": (replace(H100, capability=(7, 5)), "no bfloat16 (compute capability 7.5): speed is measured in float16"),
+    "a slice": (replace(H100, name="H100 MIG 1g.10gb", mig=True), "is a slice (MIG): nothing is compared"),
+}
+
+
+@pytest.mark.parametrize(("card", "words"), NOTED.values(), ids=NOTED.keys())
+def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(card, words, tmp_path):
+    facts = replace(GOOD, gpus=(card,))
+    verdict = judge(facts)
+    assert (verdict.refused, verdict.no_gpu) == ("", "")
+    assert len(verdict.notes) == 1
+    assert words in verdict.notes[0]
+    job = command.job_of(facts, "cuda", tmp_path)
+    assert job.may_share == (card.mode == "Default")
+    assert job.half == ("float16" if card.capability < (8, 0) else "bfloat16")
+    assert job.whole == (not card.mig)
+
+
+MISTAKES = {
+    "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, equality, {PARTS[2].name}"),
+    "no minutes": (["--minutes", "0"], "pass a number above 0"),
+    "negative minutes": (["--minutes", "-3"], "pass a number above 0"),
+    "minutes in words": (["--minutes", "ten"], "pass a number above 0"),
+    "a file as folder": (["--out", __file__], "expected the path of a folder"),
+    "a folder in a file": (["--out", f"{__file__}/a"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_before_any_work(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("gpu.command.read_facts", None)
+    try:
+        status = main(["gpu", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("distlab.cli.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
+    assert main(["gpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "clone the repository and run `python -m distlab gpu` in it" in said
+
+
+def test_the_list_has_every_part_in_the_order_of_worth(capsys):
+    assert main(["gpu", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
+    assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
+    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 640
