@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from _rows import Row, median_interval
 
-from distlab.measure import workload_from_module
-from distlab.measure.machine.rates import Rates, device_for, measure_rates, operators_of
+from distlab.measure import Rates, device_for, measure_rates, operators_of, workload_from_module
 from distlab.models import GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from gpu.job import Finding, Job
