@@ -296,12 +296,13 @@ def tell() -> dict[str, object]:
 
     import distlab
     from distlab.measure import memory_bytes, num_cores
+    from gpu import seam
 
     gpus, error = [], ""
     try:
         if torch.version.cuda is not None:
-            torch.cuda.init()
-            gpus = [_told(index) for index in range(torch.cuda.device_count())]
+            seam.start()
+            gpus = [_told(index) for index in range(seam.count())]
     except (RuntimeError, AssertionError) as failed:
         error = str(failed)
     memory = f"{memory_bytes() / 2**30:.0f} GiB"
@@ -310,7 +311,7 @@ def tell() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
+        "nccl": ".".join(map(str, seam.nccl_version())) if gpus else None,
         "numpy": numpy.__version__,
         "distlab": distlab.__version__,
         "gpus": gpus,
@@ -321,11 +322,14 @@ def tell() -> dict[str, object]:
 def _told(index: int) -> dict[str, object]:
     import torch
 
-    torch.ones(1, device=f"cuda:{index}").sum().item()  # an exclusive GPU that is taken refuses here
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    capability = torch.cuda.get_device_capability(index)
-    return asdict(Gpu(name, total, free, capability, mig="MIG" in name))
+    from gpu import seam
+
+    place = torch.device("cuda", index)
+    torch.ones(1, device=place).sum().item()  # an exclusive GPU that is taken refuses here
+    name = seam.name(place)
+    return asdict(
+        Gpu(name, seam.total_bytes(place), seam.free_bytes(place), seam.capability(place), mig="MIG" in name)
+    )
 
 
 if __name__ == "__main__":

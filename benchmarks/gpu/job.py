@@ -112,7 +112,11 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("machine", 20, "gpu.parts.machine"),
-    Part("equality", 120, "gpu.parts.equality"),
+    Part("plans", 40, "gpu.parts.plans"),
+    Part("equality_1", 40, "gpu.parts.equality", "1 rank"),
+    Part("equality_2", 80, "gpu.parts.equality", "2 ranks"),
+    Part("equality_4", 60, "gpu.parts.equality", "4 ranks"),
+    Part("equality_n", 60, "gpu.parts.equality", "all GPUs"),
     Part("streams", 40, "gpu.parts.streams"),
     Part("model", 50, "gpu.parts.model"),
     Part("data_parallel", 50, "gpu.parts.data_parallel"),

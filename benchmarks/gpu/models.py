@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distlab.measure import on_first_rank
 from distlab.models import GPT, GPTConfig
+from gpu import seam
 from gpu.job import Job
 from gpu.timing import Step, built, device_here
 
@@ -125,13 +126,10 @@ def _fitting(job: Job, device: torch.device, config: GPTConfig, programs: int) -
 
 def _alone_s(step: Step, device: torch.device) -> float:
     """Time three steps on this rank alone: the others wait for what it finds, and take no part in a barrier."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
+    first = seam.event(device, timing=True)
     for _ in range(3):
         step()
-    last.record()
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) / 3e3
+    return seam.seconds_between(first, seam.event(device, timing=True)) / 3
 
 
 def size_of(batch: Batch) -> str:

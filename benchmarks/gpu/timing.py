@@ -19,6 +19,7 @@ import torch.distributed as dist
 from _rows import Row, compare, compare_counts, noise
 
 from distlab.measure import MIN_BLOCKS, device_of, interleave, on_first_rank
+from gpu import seam
 from gpu.job import Job
 
 Step = Callable[[], object]
@@ -57,14 +58,11 @@ def seconds_of(step: Step, count: int, device: torch.device) -> float:
         for _ in range(count):
             step()
         return (time.perf_counter() - begin) / count
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    first.record()
+    seam.synchronize(device)
+    first = seam.event(device, timing=True)
     for _ in range(count):
         step()
-    last.record()
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) / 1e3 / count
+    return seam.seconds_between(first, seam.event(device, timing=True)) / count
 
 
 def built(make: Callable[[], Step], device: torch.device) -> tuple[int, Step]:
@@ -72,13 +70,13 @@ def built(make: Callable[[], Step], device: torch.device) -> tuple[int, Step]:
     gc.collect()
     if device.type != "cuda":
         return 0, make()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
+    seam.empty_cache()
+    before = seam.allocated_bytes(device)
     step = make()
     step(), step()
-    torch.cuda.reset_peak_memory_stats(device)
+    seam.reset_peak(device)
     step()
-    return torch.cuda.max_memory_allocated(device) - before, step
+    return seam.peak_bytes(device) - before, step
 
 
 def take_turns(makes: Sequence[Callable[[], Step]], job: Job, *, share: float = 0.5) -> Turns:

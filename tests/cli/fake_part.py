@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import torch
 from _rows import absolute
 
 from gpu.job import Note, Picture
@@ -29,6 +28,8 @@ def findings(job):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         time.sleep(600)
     elif job.choice == "memory" and not job.shrunk:
+        import torch  # here: it takes seconds
+
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB")
     elif job.choice == "memory in a rank":
         raise RuntimeError("rank 1: OutOfMemoryError: CUDA out of memory")

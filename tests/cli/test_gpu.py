@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_s
     monkeypatch.setattr(run, "marked", lambda mark, real=run.marked: seen.append(real(mark)) or seen[-1])
     job = command.job_of(NO_GPU, "cpu", tmp_path)
     begin = time.monotonic()
-    outcome = run.run_part(Part("hang", 10.0, "fake_part", "hang"), replace(job, seconds=10.0))
+    outcome = run.run_part(Part("hang", 6.0, "fake_part", "hang"), replace(job, seconds=6.0))
     assert outcome.status == "out of time"
     assert time.monotonic() - begin < 30
     assert len(outcome.findings) == 1
@@ -124,7 +125,8 @@ def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path
 
 
 def test_the_running_part_ends_with_the_command(tmp_path):
-    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
+    token = f"DISTLAB_TEST={uuid.uuid4().hex}"
+    environment = os.environ | dict([token.split("=")]) | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
     code = (
         "from pathlib import Path; from gpu import command, run; from gpu.job import Part; from gpu.facts import Facts; "
         "from dataclasses import replace; job = command.job_of(Facts(), 'cpu', Path('.'))\n"
@@ -136,15 +138,15 @@ def test_the_running_part_ends_with_the_command(tmp_path):
     while not (found.exists() and found.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     marks = [
-        entry.split(b"=")[1].decode()
+        dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry).get(run.MARK.encode())
         for path in Path("/proc").glob("[0-9]*/environ")
-        for entry in _bytes(path).split(b"\0")
-        if entry.startswith(f"{run.MARK}=".encode())
+        if token.encode() in (block := _bytes(path))
     ]
-    assert marks
+    marks = {mark.decode() for mark in marks if mark}
+    assert len(marks) == 1
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) != 0
-    assert not run.marked(marks[0])
+    assert not run.marked(marks.pop())
 
 
 def _bytes(path):
@@ -257,7 +259,7 @@ def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(card, words, tmp
 
 
 MISTAKES = {
-    "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, equality, {PARTS[2].name}"),
+    "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, plans, {PARTS[2].name}"),
     "no minutes": (["--minutes", "0"], "pass a number above 0"),
     "negative minutes": (["--minutes", "-3"], "pass a number above 0"),
     "minutes in words": (["--minutes", "ten"], "pass a number above 0"),

@@ -56,7 +56,6 @@ def on_one_device(job: Job) -> Turns:
 def over_ranks(job: Job) -> Turns:
     """Run on each rank: torch's pipeline and ours, with one stage on each."""
     device, setup = device_here(job), setup_of(job)
-    torch.cuda.set_device(device)
     makes = (small_models.torch_step, small_models.our_step)
     count = MICROBATCHES * job.num_gpus
     return take_turns([partial(make, "one_f_one_b", count, device, setup) for make in makes], job, share=0.35)

@@ -16,7 +16,7 @@ from gpu.job import Finding, Job, Note
 from gpu.models import Batch, adam, filling_batch
 from gpu.timing import Step
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "aten::_local_scalar_dense")
+WAITS = {"cpu": ("aten::_local_scalar_dense",), "cuda": ("cudaStreamSynchronize", "cudaEventSynchronize")}
 
 
 def findings(job: Job) -> Iterator[Finding]:
@@ -43,7 +43,7 @@ def count_waits(job: Job) -> dict[str, dict[str, int]]:
         batch = filling_batch(job)
         model = batch.model()
         replicas = DataParallel(model, check_finite=program == "DataParallel")
-        found[program] = waits_of(partial(one_step, batch, model, replicas, adam(model.parameters())))
+        found[program] = waits_of(partial(one_step, batch, model, replicas, adam(model.parameters())), job.device)
         replicas.close()
     return found
 
@@ -56,11 +56,11 @@ def one_step(batch: Batch, model: GPT, replicas: DataParallel, optimizer: torch.
     optimizer.step()
 
 
-def waits_of(step: Step) -> dict[str, int]:
+def waits_of(step: Step, kind: str) -> dict[str, int]:
     """Count the waits of one step, after two that warm up."""
     step(), step()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
     with profile(activities=activities) as seen:
         step()
     events = seen.key_averages()
-    return {name: sum(event.count for event in events if event.key == name) for name in WAITS}
+    return {name: sum(event.count for event in events if event.key == name) for name in WAITS[kind]}
