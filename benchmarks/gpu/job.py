@@ -124,7 +124,7 @@ PARTS = (
     Part("calibrate", 40, "gpu.parts.calibrate"),
     Part("predicted", 60, "gpu.parts.predicted"),
     Part("memory", 30, "gpu.parts.memory"),
-    Part("tour", 40, "gpu.parts.course", "tour"),
+    Part("tour", 75, "gpu.parts.course", "tour"),
     Part("optimizer", 25, "gpu.parts.optimizer"),
     Part("recompute", 25, "gpu.parts.recompute"),
     Part("pipeline", 35, "gpu.parts.pipeline"),

@@ -94,8 +94,8 @@ def _told(part: Part, job: Job) -> bytes:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a part: this checkout comes first, and its benchmarks can be imported."""
-    paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return the environment of a part: this checkout comes first, and its benchmarks and tests can be imported."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 

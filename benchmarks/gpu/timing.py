@@ -121,7 +121,7 @@ def rows_of(turns: Sequence[Turns], what: str, *, against: str, bar: float, memo
         bar: the most that the ratio of the times may be.
         memory_bar: the most that the ratio of the peaks may be; None where memory is not compared.
     """
-    peer, ours, again = np.asarray([one.times for one in turns]).max(axis=0).tolist()
+    peer, ours, *_, again = np.asarray([one.times for one in turns]).max(axis=0).tolist()
     apart = max(abs(one.losses[0] - one.losses[1]) for one in turns)
     has_loss = any(loss for one in turns for loss in one.losses)
     note = f"losses differ by {apart:.1e} at the end" if has_loss else ""

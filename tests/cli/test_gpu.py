@@ -17,6 +17,7 @@ from gpu.job import PARTS, Part, choose
 from gpu.results import resume
 
 from distlab.cli import main
+from distlab.cli.progress import progress_file, report
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (9, 0))
@@ -188,7 +189,7 @@ def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib
     (tmp_path / "sitecustomize.py").write_text(ONLY_TORCH.format(blocked=BLOCKED))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "out"
-    names = ("machine", "data_parallel", "recompute", "tour")
+    names = ("machine", "data_parallel")
     words = [word for name in names for word in ("--only", name)]
     command_line = [sys.executable, "-m", "distlab", "gpu", "--device", "cpu", "--out", str(out), *words]
     done = subprocess.run(command_line, cwd=run.ROOT, capture_output=True, text=True, timeout=110)
@@ -197,9 +198,21 @@ def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib
     assert {name: found[name]["status"] for name in names} == dict.fromkeys(names, "done")
     claims = " ".join(entry["row"]["claim"] for part in found.values() for entry in part["findings"] if "row" in entry)
     assert "a DataParallel step of a GPT" in claims
-    assert "recomputes every block" in claims
-    assert "tour: weights of 2 ranks" in claims
-    assert (out / "tour" / "timeline.png").is_file()
+
+
+@pytest.mark.soak
+def test_every_part_runs_small_on_the_cpu(tmp_path):
+    assert gpu(tmp_path, "--minutes", "60") == 0, (tmp_path / "GPU.md").read_text()
+    assert set(kept(tmp_path)["parts"]) == {part.name for part in PARTS}
+    assert (tmp_path / "tour" / "timeline.png").is_file()
+
+
+def test_without_tqdm_there_is_no_bar_and_the_work_is_done(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress_file(3, "work") as path:
+        report(path, 2)
+        assert path.read_text() == "2"
+    assert not path.exists()
 
 
 REFUSED = {
@@ -295,4 +308,4 @@ def test_the_list_has_every_part_in_the_order_of_worth(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
     assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
-    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 640
+    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 900
