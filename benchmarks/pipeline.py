@@ -64,7 +64,11 @@ SMALL = Setup()
 def stages_of(schedule: Schedule, device: torch.device, setup: Setup = SMALL) -> dict[int, nn.Module]:
     """Build the GPT and keep this rank's stages of it."""
     stages = split_gpt(GPT(setup.config, torch.Generator().manual_seed(0)), schedule.num_stages)
-    return {stage: stages[stage].to(device, setup.dtype) for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+    return {
+        stage: stages[stage].to(device, setup.dtype)
+        for stage, rank in enumerate(schedule.home)
+        if rank == dist.get_rank()
+    }
 
 
 def batch_of(num_microbatches: int, device: torch.device, setup: Setup = SMALL) -> tuple[Tensor, Tensor]:

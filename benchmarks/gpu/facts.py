@@ -152,8 +152,8 @@ def _none_usable(facts: Facts) -> Verdict:
         )
     if _is_too_old(facts):
         return Verdict(
-            refused=f"the driver {facts.driver} supports CUDA {facts.driver_cuda or '(unknown)'}, and torch {facts.torch} "
-            f"is built for CUDA {facts.torch_cuda}; install a newer driver, or a build of torch for an older CUDA"
+            refused=f"the driver {facts.driver} supports CUDA {facts.driver_cuda or '(unknown)'}, and torch "
+            f"{facts.torch} is built for CUDA {facts.torch_cuda}; install a newer driver, or torch for an older CUDA"
         )
     for place, gpu in enumerate(facts.gpus):
         if gpu.mode != "Default":
@@ -327,9 +327,7 @@ def _told(index: int) -> dict[str, object]:
     place = torch.device("cuda", index)
     torch.ones(1, device=place).sum().item()  # an exclusive GPU that is taken refuses here
     name = seam.name(place)
-    return asdict(
-        Gpu(name, seam.total_bytes(place), seam.free_bytes(place), seam.capability(place), mig="MIG" in name)
-    )
+    return asdict(Gpu(name, seam.total_bytes(place), seam.free_bytes(place), seam.capability(place), mig="MIG" in name))
 
 
 if __name__ == "__main__":

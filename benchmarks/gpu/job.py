@@ -105,9 +105,10 @@ class Part(NamedTuple):
     def summary(self) -> str:
         """Return the first line of the module's docstring; the module is read, not run."""
         found = find_spec(self.module)
-        assert found is not None and found.origin is not None, self.module
+        assert found is not None, self.module
+        assert found.origin is not None, self.module
         lines = (ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8"))) or "").splitlines()
-        return f"{lines[0].rstrip('.')}{f': {self.choice}' if self.choice else ''}"
+        return f"{lines[0].rstrip('.')}{f' ({self.choice})' if self.choice else ''}"
 
 
 PARTS = (

@@ -101,8 +101,10 @@ def filling_batch(job: Job, *, programs: int = 2, multiple: int = 1) -> Batch:
     device, config = device_here(job), config_of(job)
     samples = 2
     if not job.small:
-        samples = on_first_rank(lambda: _fitting(job, device, config, programs)) if dist.is_initialized() else (
-            _fitting(job, device, config, programs)
+        samples = (
+            on_first_rank(lambda: _fitting(job, device, config, programs))
+            if dist.is_initialized()
+            else (_fitting(job, device, config, programs))
         )
     samples = max(1, samples // 2) if job.shrunk else samples
     return draw(config, max(multiple, samples // multiple * multiple), job, device)
@@ -154,5 +156,3 @@ def flops_of(batch: Batch) -> float:
     model = _on_meta(config)
     inner = model.num_parameters - model.token_embedding.weight.numel() - model.position_embedding.weight.numel()
     return batch.num_tokens * (6.0 * inner + 12.0 * config.num_layers * config.hidden_size * config.context)
-
-

@@ -25,7 +25,9 @@ def headline(results: Results) -> str:
     judged = [row for _, row in results.rows() if row["holds"] is not None]
     done = sum(entry["status"] == "done" for entry in results.parts.values())
     small = " Small runs on the CPU: they show that the parts work." if results.key["device"] == "cpu" else ""
-    return f"{sum(row['holds'] for row in judged)} of {len(judged)} bars hold; {done} of {len(PARTS)} parts done.{small}"
+    return (
+        f"{sum(row['holds'] for row in judged)} of {len(judged)} bars hold; {done} of {len(PARTS)} parts done.{small}"
+    )
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -115,4 +117,11 @@ def _left_out(results: Results) -> Iterator[str]:
 def _outputs(results: Results) -> Iterator[str]:
     for name in results.ordered():
         if results.parts[name]["output"]:
-            yield from (f"## Output of {name}", "", "```", results.parts[name]["output"].replace("```", "'''"), "```", "")
+            yield from (
+                f"## Output of {name}",
+                "",
+                "```",
+                results.parts[name]["output"].replace("```", "'''"),
+                "```",
+                "",
+            )

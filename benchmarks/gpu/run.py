@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from distlab.comm.launch.forkserver import kill_group
@@ -81,7 +81,7 @@ def _run_once(part: Part, job: Job) -> Outcome:
             code = _wait(process, job.seconds)
         finally:
             end_tree(process, mark)
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     findings = _read(found)
     status, reason = _status(code, job.seconds)
     said = "" if status == "done" else _end_of(log)

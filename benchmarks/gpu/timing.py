@@ -1,8 +1,8 @@
 """What the timed parts share: the device's own clock, programs that take turns, their memory, and rows of both.
 
-Programs live in the same ranks and take turns block by block (`distlab.measure.interleave`). A block is some steps after
-a barrier. On a GPU its time is that between two events on the stream, so that a host which runs ahead is not counted.
-The time of a block is that of the slowest rank.
+Programs live in the same ranks and take turns block by block (`distlab.measure.interleave`). A block is some steps
+after a barrier. On a GPU its time is that between two events on the stream, so that a host which runs ahead is not
+counted. The time of a block is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _planned(once_s: float, budget_s: float, *, small: bool) -> tuple[int, int]:
     return int(min(MIN_BLOCKS, max(4, budget_s / (count * once_s)))), count
 
 
-def rows_of(turns: Sequence[Turns], what: str, *, against: str, bar: float, memory_bar: float | None = 1.0) -> Iterator[Row]:
+def rows_of(
+    turns: Sequence[Turns], what: str, *, against: str, bar: float, memory_bar: float | None = 1.0
+) -> Iterator[Row]:
     """Yield the rows of two programs, the peer first: time, memory where it was measured, and the peer's noise.
 
     Args:

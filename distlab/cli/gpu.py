@@ -46,9 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     command = importlib.import_module("gpu.command")
-    asked = command.settings(
-        minutes=arguments.minutes, only=arguments.only, out=arguments.out, device=arguments.device
-    )
+    asked = command.settings(minutes=arguments.minutes, only=arguments.only, out=arguments.out, device=arguments.device)
     if arguments.list:
         print(command.list_parts(asked.parts))
         return 0

@@ -7,7 +7,6 @@ import sys
 import time
 
 from _rows import absolute
-
 from gpu.job import Note, Picture
 
 

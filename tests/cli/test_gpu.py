@@ -28,7 +28,7 @@ NO_GPU = Facts(torch="2.13.0+cpu")
 
 @pytest.fixture
 def use_fakes(monkeypatch):
-    """Make `use_fakes(choices)` put fake parts in the place of all parts, and the facts of a CPU in those of this one."""
+    """Make `use_fakes(choices)` put fake parts in the place of all, and a CPU in that of this machine."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setattr("gpu.command.read_facts", lambda: replace(NO_GPU, machine="a fake"))
 
@@ -127,11 +127,15 @@ def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path
 
 def test_the_running_part_ends_with_the_command(tmp_path):
     token = f"DISTLAB_TEST={uuid.uuid4().hex}"
-    environment = os.environ | dict([token.split("=")]) | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
+    environment = (
+        os.environ
+        | dict([token.split("=")])
+        | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
+    )
     code = (
-        "from pathlib import Path; from gpu import command, run; from gpu.job import Part; from gpu.facts import Facts; "
-        "from dataclasses import replace; job = command.job_of(Facts(), 'cpu', Path('.'))\n"
-        "with command._ended_by_signals(): run.run_part(Part('hang', 99, 'fake_part', 'hang'), replace(job, seconds=99.0))"
+        "from pathlib import Path; from gpu import command, run; from gpu.job import Job, Part\n"
+        "with command._ended_by_signals():\n"
+        "    run.run_part(Part('hang', 99, 'fake_part', 'hang'), Job('cpu', 0, 99.0, Path('.')))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     found = tmp_path / "parts" / "hang.jsonl"
@@ -170,17 +174,23 @@ def test_without_a_gpu_it_says_what_it_would_run_and_loads_every_part(monkeypatc
 
 
 ONLY_TORCH = """
-import importlib.abc, sys
+from importlib.machinery import PathFinder
 
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in {blocked}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.split(".")[0])
-
-sys.meta_path.insert(0, Refuse())
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {blocked} else find(name, *rest)
 """
 BLOCKED = {
-    *("IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_client", "nbformat", "nbclient", "psutil"),
+    *(
+        "IPython",
+        "ipykernel",
+        "ipywidgets",
+        "anywidget",
+        "jupyterlab",
+        "jupyter_client",
+        "nbformat",
+        "nbclient",
+        "psutil",
+    ),
     *("tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright", "jupytext"),
 }
 
@@ -222,8 +232,14 @@ REFUSED = {
     "hidden": (replace(DEAD, visible=""), "CUDA_VISIBLE_DEVICES is '', which hides every GPU; unset it"),
     "hidden by number": (replace(DEAD, visible="7"), "CUDA_VISIBLE_DEVICES is '7', and torch finds none of these"),
     "no CUDA in torch": (replace(DEAD, torch="2.13.0+cpu", torch_cuda=None), "is built without CUDA; install a build"),
-    "an old driver": (replace(DEAD, driver="470.5", driver_cuda="11.4"), "supports CUDA 11.4, and torch 2.13.0 is built"),
-    "an old driver, by torch": (replace(DEAD, error="The NVIDIA driver on your system is too old"), "install a newer driver"),
+    "an old driver": (
+        replace(DEAD, driver="470.5", driver_cuda="11.4"),
+        "supports CUDA 11.4, and torch 2.13.0 is built",
+    ),
+    "an old driver, by torch": (
+        replace(DEAD, error="The NVIDIA driver on your system is too old"),
+        "install a newer driver",
+    ),
     "prohibited": (replace(GOOD, gpus=(replace(H100, mode="Prohibited"),)), "in compute mode Prohibited"),
     "exclusive and taken": (
         replace(DEAD, gpus=(replace(H100, mode="Exclusive_Process"),), error="all CUDA-capable devices are busy"),
@@ -253,7 +269,10 @@ def test_gpus_that_cannot_be_used_are_refused_in_one_line(facts, words, monkeypa
 NOTED = {
     "in use": (replace(H100, free_bytes=60 * GIB), "other processes hold 20.0 GiB of it"),
     "exclusive": (replace(H100, mode="Exclusive_Process"), "nothing with several ranks on one GPU is run"),
-    "without bf16": (replace(H100, capability=(7, 5)), "no bfloat16 (compute capability 7.5): speed is measured in float16"),
+    "without bf16": (
+        replace(H100, capability=(7, 5)),
+        "no bfloat16 (compute capability 7.5): speed is measured in float16",
+    ),
     "a slice": (replace(H100, name="H100 MIG 1g.10gb", mig=True), "is a slice (MIG): nothing is compared"),
 }
 

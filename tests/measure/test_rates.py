@@ -23,7 +23,16 @@ def made(operator_host_s=0.0):
     grid = tuple(float(m * n * k) ** (1 / 3) for m, n, k in product(SIZES, repeat=3))
     both = {"attention": (1e6, 2e6), "attention backward": (5e5, 1e6)}
     return Rates(
-        "float32", SIZES, dict.fromkeys(LAYOUTS, grid), (16, 64), both, (1024, 4096), (1e-3, 4e-3), operator_host_s, 2e9, 1e9
+        "float32",
+        SIZES,
+        dict.fromkeys(LAYOUTS, grid),
+        (16, 64),
+        both,
+        (1024, 4096),
+        (1e-3, 4e-3),
+        operator_host_s,
+        2e9,
+        1e9,
     )
 
 

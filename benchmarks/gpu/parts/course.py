@@ -1,4 +1,4 @@
-"""What a learner runs, on this device, as it is written in the lessons"""
+"""What a learner runs, on this device, as it is written in the lessons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each technique's own tests of equality, without pytest: does it compute what one process computes"""
+"""Each technique's own tests of equality, without pytest: it computes what one process does."""
 
 from __future__ import annotations
 

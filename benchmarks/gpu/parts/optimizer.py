@@ -63,8 +63,7 @@ def findings(job: Job) -> Iterator[Finding]:
 
     generator = torch.Generator(device).manual_seed(1)
     gradients: list[Tensor] = [
-        torch.randn(p.shape, generator=generator, device=device) / 100
-        for p in batch.model().parameters()
+        torch.randn(p.shape, generator=generator, device=device) / 100 for p in batch.model().parameters()
     ]
     trust = Trust(adapt="all")
     options = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "bias_correction": False, "trust": trust}

@@ -166,7 +166,8 @@ def _attention_rates(length: int, device: torch.device, dtype: torch.dtype) -> t
     flops = 2.0 * batch * HEADS * length * length * HEAD_SIZE  # of one product
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*made, is_causal=True)
+        query, key, value = made
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     forward_s = _seconds(forward, device)
     for tensor in made:
@@ -238,9 +239,7 @@ def device_for(rates: Rates, operators: Sequence[Operator], workload: Workload, 
 
 
 def _num_kernels(workload: Workload) -> int:
-    works = [
-        work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)
-    ]
+    works = [work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
     return sum(work.num_kernels for work in (*works, workload.optimizer))
 
 

@@ -61,9 +61,9 @@ def calibrate(
 ) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
-    On GPUs one of them is measured alone first, by kind and shape of kernels: the device of the cluster has the best rate
-    of matrix products and the rate of large copies, as data sheets state them, and no time per kernel, since a host that
-    runs ahead hides it. The errors are those of the fit, which small models make.
+    On GPUs one of them is measured alone first, by kind and shape of kernels. The device of the cluster then has the
+    best rate of matrix products and the rate of large copies, as data sheets state them. It has no time per kernel,
+    since a host that runs ahead hides it. The errors are those of the fit to small models.
 
     Args:
         num_ranks: ranks that compute and communicate at once.
