@@ -629,9 +629,9 @@ print(overlay)
 
 # %% [markdown]
 # Draw the six steps as a trace, and lay over them the sends of the all-reduce of median length: the upper row of each
-# pair is measured. The grey bands show where half of the measured all-reduces end, and where the prediction lets them
-# end. If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the cell
-# above again: it calibrates again, too.
+# pair is measured. Half of the measured all-reduces end in the grey band; the prediction lets them end between the
+# dotted lines. If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the
+# cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline

@@ -441,10 +441,10 @@ print(overlay)
 # %% [markdown]
 # Predicted and measured on one timeline: the upper row of each pair is what was measured, the pale one under it what
 # the simulator said. A3 is an all-reduce, number 3; the measured numbers begin higher, since they count from the first
-# step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it. The grey
-# bands show where half of the measured steps end, and where the prediction lets them end: a calibration is not exact,
-# and the model is right to about 10 %. If the picture says that the machine was not calm, its boxes are pale. Close
-# other programs and run the cell above again: it calibrates again, too.
+# step of the run. Zoom with the wheel or with + and -, move with the arrow keys; point at a box to read it. Half of the
+# measured steps end in the grey band; the prediction lets them end between the dotted lines: a calibration is not
+# exact, and the model is right to about 10 %. If the picture says that the machine was not calm, its boxes are pale.
+# Close other programs and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline

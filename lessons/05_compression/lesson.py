@@ -684,9 +684,11 @@ WORK = pair.run(count_work)[0]
 
 
 def predicted(bytes_per_s, compression, rounds=(ROUND,)):
-    middle, wire = median_calibration(rounds), Link("throttled", (Protocol(0.0, bytes_per_s),))
+    middle = median_calibration(rounds)
+    here = fit_cluster(middle.compute, 2)
+    wire = Link("throttled", (Protocol(here.intra_node.protocols[0].latency_s, bytes_per_s),))
     # Who waits for a throttled wire sleeps, and takes nothing from a rank that computes: no contention.
-    here = replace(fit_cluster(middle.compute, 2), intra_node=wire, contention=Contention())
+    here = replace(here, intra_node=wire, contention=Contention())
     codec = middle.codec.slower(middle.overhead.codec_slowdown) if compression is not None else None
     return simulate(WORK, here, Plan(2, compression=compression, **SIZES), measured=Measured(codec))
 
@@ -739,7 +741,7 @@ def timed(bytes_per_s, compression):
         with throttled(bytes_per_s):
             train()
 
-    return time_beside(step, rounds.measure, spans, num_windows=2, steps_per_window=6)
+    return time_beside(step, rounds.measure, spans, num_windows=3, steps_per_window=6)
 
 
 def measure(bytes_per_s, compression):
@@ -754,9 +756,9 @@ print(overlay)
 
 # %% [markdown]
 # Predicted and measured on one timeline, at 20 MB/s with 4 bits: the upper row of each pair is what was measured, the
-# pale one under it what the simulator said. The grey bands show where half of the measured steps end, and where the
-# prediction lets them end. If the picture says that the machine was not calm, its boxes are pale. Close other programs
-# and run the cell above again: it calibrates again, too.
+# pale one under it what the simulator said. Half of the measured steps end in the grey band; the prediction lets them
+# end between the dotted lines. If the picture says that the machine was not calm, its boxes are pale. Close other
+# programs and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline

@@ -640,9 +640,9 @@ print(overlay)
 
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said: gathers, compute, and
-# reduce-scatters each on a row of their own. The grey bands show where half of the measured steps end, and where the
-# prediction lets them end. If the picture says that the machine was not calm, its boxes are pale. Close other programs
-# and run the cell above again: it calibrates again, too.
+# reduce-scatters each on a row of their own. Half of the measured steps end in the grey band; the prediction lets them
+# end between the dotted lines. If the picture says that the machine was not calm, its boxes are pale. Close other
+# programs and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline

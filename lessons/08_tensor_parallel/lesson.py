@@ -625,9 +625,9 @@ show_bars(shown, "ms", "A step of the small GPT on this machine")
 # Now the step of median length, next to the predicted one. The upper row of each pair is what was measured, the pale
 # one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward, and a few
 # for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum.
-# Forward, these gaps are as long as the sums: all of them is exposed. The grey bands show where half of the measured
-# steps end, and where the prediction lets them end. If the picture says that the machine was not calm, its boxes are
-# pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
+# Forward, these gaps are as long as the sums: all of them is exposed. Half of the measured steps end in the grey band;
+# the prediction lets them end between the dotted lines. If the picture says that the machine was not calm, its boxes
+# are pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
 
 # %%
 from distlab.trace import Trace

@@ -485,10 +485,10 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 # The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
 # pairs (ranks 0 and 1, 2 and 3) move in step. Speeds were measured while all four ranks computed. Where they share
 # fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the prediction does so too.
-# So on few cores all that ranks do adds up, and a bubble costs little. The grey bands show where half of the measured
-# steps end, and where the prediction lets them end. If the picture says that the machine was not calm, its boxes are
-# pale. Close other programs and run the cell above again: it calibrates again, too. `benchmarks/` takes more windows,
-# and holds the error against a bar.
+# So on few cores all that ranks do adds up, and a bubble costs little. Half of the measured steps end in the grey band;
+# the prediction lets them end between the dotted lines. If the picture says that the machine was not calm, its boxes
+# are pale. Close other programs and run the cell above again: it calibrates again, too. `benchmarks/` takes more
+# windows, and holds the error against a bar.
 
 # %% [markdown]
 # ## Which axis on which wire

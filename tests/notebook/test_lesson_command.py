@@ -131,7 +131,7 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(tmp_path):
 
 
 def own_sessions(server):
-    """The kernel and the terminal: each leads a session and has begun its command. A helper of the server's does not."""
+    """The kernel and the terminal: each leads a session and has begun its command. Other children do not."""
     found = []
     for one in server.children():
         with contextlib.suppress(ProcessLookupError, psutil.Error):

@@ -29,6 +29,7 @@ from simulator import fit_link
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 OVERLAP_MESSAGE_BYTES = 1_048_576
 REPEATS = 3  # of each reference model's step in a round
+FEW, MANY = 3, 32  # all-reduces of a size; where ranks share cores, a short one takes 2 ms or 12 ms: a matter of turns
 
 Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
 
@@ -192,7 +193,7 @@ def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) 
 def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
     """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
-    repeats = max(3, min(8, 8_000_000 // num_bytes))
+    repeats = max(FEW, min(MANY, 16_000_000 // num_bytes))
     dist.all_reduce(tensor)
     dist.barrier()
     start = now(device)

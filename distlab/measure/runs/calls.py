@@ -35,8 +35,8 @@ from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_step
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = {"sharding": 8_000_000, "mesh": 2_000_000}  # a call is repeated until it sent so much, within limits
-FEW, MANY = 3, 8
-ROUND_TRIPS = 5
+FEW, MANY = 3, 24
+ROUND_TRIPS = 11
 LEAST_S = 1e-9  # a part that takes no time needs a line too
 
 

@@ -21,6 +21,7 @@ from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
     INK,
+    LEAST_PT,
     RANK_COLOURS,
     SMALL_PT,
     TEXT_PT,
@@ -33,17 +34,20 @@ from simulator.viz.drawing.wording import counted, listed
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75
+BOX_TALL, BOX_WIDE, BOX_WIDER = 0.72, 0.66, 0.8  # of a cell; wider for ranks of three digits; lines run between boxes
+ONE_LINE_IN = 0.42  # a box this wide has room for a rank and a letter side by side
 GROUP_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class _Tile(NamedTuple):
-    """One axis' picture: where its grid begins (upper left), a cell's extent in inches, and ranks per row."""
+    """One axis' picture: its grid's upper left, a cell's size in inches, ranks per row, and the width of a box."""
 
     left: float
     top: float
     wide: float
     tall: float
     columns: int
+    box_wide: float
 
     def middle(self, rank: int) -> NDArray[np.float64]:
         """Return where a rank's cell has its middle."""
@@ -68,17 +72,18 @@ def mesh_figure(
     axes = _checked(mesh, devices_per_node, rank)
     columns = _columns(mesh, devices_per_node)
     rows = -(-mesh.size // columns)
-    across = min(len(axes), 3 if columns <= 8 else 2 if columns <= 12 else 1)
+    across = min(len(axes), 3 if columns <= 8 and mesh.size <= 100 else 2 if columns <= 12 else 1)
     margin = MARGIN_IN + (NODE_IN if devices_per_node else 0.0)
     room = (WIDTH_IN - MARGIN_IN) / across
     wide = min(0.85, (room - margin - 0.1) / columns)
-    tall = min(0.62, max(0.3, 4.2 / rows))
+    box_wide = wide * (BOX_WIDE if mesh.size <= 100 else BOX_WIDER)
+    tall = min(0.62, max(0.3 if box_wide > ONE_LINE_IN else 0.5, 4.2 / rows))
     block = HEAD_IN + rows * tall + FOOT_IN
     height = TOP_IN + block * -(-len(axes) // across) + 0.1
     figure, pen = sheet(height)
     for number, axis in enumerate(axes):
         down, place = divmod(number, across)
-        tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns)
+        tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
     pen.flush()
     put_title(figure, title or _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank))
@@ -203,18 +208,16 @@ def _connect(pen: Pen, tile: _Tile, one: int, other: int, colour: str) -> None:
 
 
 def _draw_rank(pen: Pen, tile: _Tile, rank: int, fill: str, letter: str, *, framed: bool) -> None:
-    spot, wide, tall = tile.middle(rank), 0.66 * tile.wide, 0.62 * tile.tall
+    spot, wide, tall = tile.middle(rank), tile.box_wide, BOX_TALL * tile.tall
     pen.box(spot - np.array([wide / 2, tall / 2]), wide, tall, fill)
     if framed:
         pen.outline(spot - np.array([wide / 2, tall / 2]), wide, tall, INK, line=2.2)
-    ink = text_colour(fill)
-    size = min(TEXT_PT, 30 * wide, 50 * tall)
+    ink, size = text_colour(fill), TEXT_PT if rank < 100 and tall > 0.3 else LEAST_PT
     if not letter:
-        pen.words(spot, str(rank), size=size, colour=FAINT)
-    elif wide > 0.42:
+        pen.words(spot, str(rank), size=size if wide > ONE_LINE_IN else LEAST_PT, colour=FAINT)
+    elif wide > ONE_LINE_IN:
         pen.words(spot - np.array([0.24 * wide, 0]), str(rank), size=size, colour=ink)
         pen.words(spot + np.array([0.28 * wide, 0]), letter, size=min(SMALL_PT, size), bold=True, colour=ink)
     else:
-        size = min(size, 26 * tall)
-        pen.words(spot + np.array([0, 0.22 * tall]), str(rank), size=size, colour=ink)
-        pen.words(spot - np.array([0, 0.24 * tall]), letter, size=size, bold=True, colour=ink)
+        pen.words(spot + np.array([0, 0.23 * tall]), str(rank), size=LEAST_PT, colour=ink)
+        pen.words(spot - np.array([0, 0.25 * tall]), letter, size=LEAST_PT, bold=True, colour=ink)

@@ -36,7 +36,7 @@ from simulator.viz.drawing.style import (
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0  # a slide's height
-BAND_ALPHA = 0.12  # of the bands in which an end may lie
+BAND_ALPHA = 0.14, 0.05  # of the bands in which the measured and the predicted end may lie; the second has dashed edges
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 
 
@@ -178,9 +178,12 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Words) -> None:
         if low <= end <= high:
             dashes = (0, (4, 3)) if which else "-"
             axes.plot([end, end], [0, above], transform=up, color=INK, linestyle=dashes, linewidth=1.4, clip_on=False)
-    for start, end in words.bands:
+    for (start, end), alpha in zip(words.bands, BAND_ALPHA, strict=False):
         if start >= high or end <= low:
             continue
-        axes.axvspan(max(start, low), min(end, high), color=INK, alpha=BAND_ALPHA, linewidth=0, gid="band")
+        axes.axvspan(max(start, low), min(end, high), color=INK, alpha=alpha, linewidth=0, gid="band")
+    for edge in words.bands[1] if words.bands else ():
+        if low <= edge <= high:
+            axes.plot([edge, edge], [0, 1], transform=up, color=FAINT, linestyle=(0, (2, 3)), linewidth=1.0)
     x = max(ends) if low <= max(ends) <= high else high
     axes.text(x, above, words.ends, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")

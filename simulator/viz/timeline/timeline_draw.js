@@ -175,11 +175,15 @@ function paintNames(context, scene, { left, unit, tall, named }, look) {
 function paintEnds(context, scene, { left, wide, tall }, xOf, look) {
   context.strokeStyle = context.fillStyle = look.ink;
   context.lineWidth = 1.4;
-  context.globalAlpha = 0.12;
-  for (const band of scene.ends.bands_s || []) {
+  (scene.ends.bands_s || []).forEach((band, predicted) => {
     const [from, to] = band.map((time) => Math.min(Math.max(xOf(time), left), left + wide));
+    context.globalAlpha = predicted ? 0.05 : 0.14;
     context.fillRect(from, TOP, to - from, tall);
-  }
+    context.globalAlpha = 0.6;
+    context.setLineDash([2, 3]);
+    if (predicted) for (const x of [from, to]) if (x > left && x < left + wide) context.strokeRect(x, TOP, 0, tall);
+    context.setLineDash([]);
+  });
   context.globalAlpha = 1;
   scene.ends.at_s.forEach((end, predicted) => {
     const x = xOf(end);
