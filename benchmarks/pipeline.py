@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, num_gpus, synchronize
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
@@ -126,9 +127,7 @@ def time_steps(
     """Run on each rank: time torch's step, ours and torch's again in interleaved blocks; return last losses too."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, rank)
     functions = [make(name, num_microbatches, device) for make in (torch_step, our_step, torch_step)]
 
     def block(step: Step, num_steps: int = steps) -> float:
@@ -136,8 +135,7 @@ def time_steps(
         begin = time.perf_counter()
         for _ in range(num_steps):
             step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for step in functions:
@@ -173,7 +171,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     backend = backend_of(device, 2)
     blocks, steps = (2, 1) if quick else (MIN_BLOCKS, 2)
-    worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
+    worlds = (2, 4) if device == "cpu" else (num_gpus(),)  # nccl wants a GPU a rank
     with Ranks(1, timeout_s=300, record=False) as ranks:
         alone = {world: float(np.median(ranks.run(step_alone, 2 * world, blocks)[0])) for world in worlds}
     for num_ranks in worlds:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.comm.command import runnable
+from distlab.comm.device import total_bytes
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.rates import Rates, measure_rates, precisions
@@ -76,7 +77,7 @@ def calibrate(
     job = partial(_measure_rounds, device, seconds, progress)
     rounds = run(job, num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
     middle = median_round(rounds)
-    memory = memory_bytes() / num_ranks if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
     cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
     errors = {row.what: _error(row, cluster) for row in middle.observations}
     machine = f"{this_machine()}" if device == "cpu" else f"{this_machine()}, CUDA {torch.version.cuda}"
