@@ -295,14 +295,14 @@ def tell() -> dict[str, object]:
     import torch
 
     import distlab
+    from distlab.comm import device as seam
     from distlab.measure import memory_bytes, num_cores
-    from gpu import seam
 
     gpus, error = [], ""
     try:
         if torch.version.cuda is not None:
             seam.start()
-            gpus = [_told(index) for index in range(seam.count())]
+            gpus = [_told(index) for index in range(seam.num_gpus())]
     except (RuntimeError, AssertionError) as failed:
         error = str(failed)
     memory = f"{memory_bytes() / 2**30:.0f} GiB"
@@ -322,7 +322,7 @@ def tell() -> dict[str, object]:
 def _told(index: int) -> dict[str, object]:
     import torch
 
-    from gpu import seam
+    from distlab.comm import device as seam
 
     place = torch.device("cuda", index)
     torch.ones(1, device=place).sum().item()  # an exclusive GPU that is taken refuses here

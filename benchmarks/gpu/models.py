@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm import device as seam
 from distlab.measure import on_first_rank
 from distlab.models import GPT, GPTConfig
-from gpu import seam
 from gpu.job import Job
 from gpu.timing import Step, built, device_here
 
@@ -139,7 +139,7 @@ def size_of(batch: Batch) -> str:
     config = batch.config
     count = sum(parameter.numel() for parameter in _on_meta(config).parameters())
     name = str(batch.dtype).removeprefix("torch.")
-    return f"a GPT of {count / 1e6:.0f} million parameters ({name}), {len(batch.inputs)} x {config.context} tokens"
+    return f"a GPT of {count / 1e6:.3g} million parameters ({name}), {len(batch.inputs)} x {config.context} tokens"
 
 
 def _on_meta(config: GPTConfig) -> GPT:

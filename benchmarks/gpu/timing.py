@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, compare, compare_counts, noise
+from _rows import Row, compare, compare_counts, noise, without_bar
 
+from distlab.comm import device as seam
 from distlab.measure import MIN_BLOCKS, device_of, interleave, on_first_rank
-from gpu import seam
 from gpu.job import Job
 
 Step = Callable[[], object]
@@ -33,7 +33,7 @@ class Turns(NamedTuple):
     Attributes:
         times: seconds of a step, for each program and block.
         peaks: most bytes that a program's step held on the GPU, without what other programs hold; 0 on the CPU.
-        losses: each program's loss at the end.
+        losses: each program's loss after the same few steps, before any is timed.
     """
 
     times: list[list[float]]
@@ -93,13 +93,13 @@ def take_turns(makes: Sequence[Callable[[], Step]], job: Job, *, share: float = 
     steps = [step for _, step in programs]
     for step in steps:
         seconds_of(step, WARM_STEPS, device)
+    losses = [float(loss) if isinstance(loss := step(), torch.Tensor) else 0.0 for step in steps]  # all after as many
     turn = [*steps, steps[0]]
     once_s = sum(seconds_of(step, 1, device) for step in turn)
     blocks, count = _planned(once_s, share * job.seconds, small=job.small)
     if dist.is_initialized():
         blocks, count = on_first_rank(lambda: (blocks, count))  # clocks differ; one rank decides
     times = interleave([partial(seconds_of, step, count, device) for step in turn], blocks)
-    losses = [float(loss) if isinstance(loss := step(), torch.Tensor) else 0.0 for step in steps]
     return Turns(times, [peak for peak, _ in programs], losses)
 
 
@@ -112,23 +112,26 @@ def _planned(once_s: float, budget_s: float, *, small: bool) -> tuple[int, int]:
 
 
 def rows_of(
-    turns: Sequence[Turns], what: str, *, against: str, bar: float, memory_bar: float | None = 1.0
+    turns: Sequence[Turns], what: str, job: Job, *, against: str, bar: float, memory_bar: float | None = None
 ) -> Iterator[Row]:
     """Yield the rows of two programs, the peer first: time, memory where it was measured, and the peer's noise.
 
     Args:
         turns: of each rank.
         what: our program, in words.
+        job: what the part was told; small runs claim nothing about speed.
         against: the peer, in words.
         bar: the most that the ratio of the times may be.
-        memory_bar: the most that the ratio of the peaks may be; None where memory is not compared.
+        memory_bar: the most that the ratio of the peaks may be; None where nothing is claimed.
     """
     peer, ours, *_, again = np.asarray([one.times for one in turns]).max(axis=0).tolist()
     apart = max(abs(one.losses[0] - one.losses[1]) for one in turns)
     has_loss = any(loss for one in turns for loss in one.losses)
-    note = f"losses differ by {apart:.1e} at the end" if has_loss else ""
-    yield compare(f"{what} against {against}", ours, peer, bar=bar, note=note)
+    note = f"losses differ by {apart:.1e} after equally many steps" if has_loss else ""
+    row = compare(f"{what} against {against}", ours, peer, bar=bar, note=note)
+    yield without_bar(row) if job.small else row
     peaks = np.asarray([one.peaks for one in turns]).max(axis=0).tolist()
-    if memory_bar is not None and min(peaks) > 0:
-        yield compare_counts(f"peak memory of {what} against {against}", peaks[1], peaks[0], bar=memory_bar)
+    if min(peaks) > 0:
+        held = compare_counts(f"peak memory of {what} against {against}", peaks[1], peaks[0], bar=memory_bar or 1.0)
+        yield without_bar(held) if memory_bar is None else held
     yield noise(f"{against} for {what}", again, peer)

@@ -27,8 +27,9 @@ def findings(job: Job) -> Iterator[Finding]:
     device = result.cluster.device
     yield _rate("preset: matrix products", device.matmul_flops_per_s / 1e12, "TFLOP/s")
     yield _rate("preset: other kernels", device.memory_bytes_per_s / 1e9, "GB/s")
-    yield _rate("preset: copies between device and host", device.host_link_bytes_per_s / 1e9, "GB/s")
     for rates in result.rates:
+        slower = min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s) / 1e9
+        yield _rate("preset: copies between device and pinned host memory, the slower way", slower, "GB/s")
         claim = f"preset: what the host spends on one operator of a training step in {rates.precision}"
         yield _rate(claim, 1e6 * rates.operator_host_s, "us")
     yield Note(f"preset.json holds the preset; `distlab simulate --cluster FILE` takes it ({result.machine})")

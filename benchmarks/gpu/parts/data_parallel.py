@@ -23,7 +23,7 @@ def findings(job: Job) -> Iterator[Finding]:
     with Ranks(job.num_ranks, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
         results = ranks.run(measure, job)
     turns, words = [one for one, _ in results], results[0][1]
-    yield from rows_of(turns, f"a DataParallel step of {words} on {job.where}", against="torch DDP", bar=BAR)
+    yield from rows_of(turns, f"a DataParallel step of {words} on {job.where}", job, against="torch DDP", bar=BAR)
 
 
 def measure(job: Job) -> tuple[Turns, str]:

@@ -1,4 +1,4 @@
-"""A plain training step of a large GPT: tokens a second and the share of the data sheet's rate, compiled and not."""
+"""A plain training step of a large GPT: tokens a second and the share of the data sheet's rate."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from gpu.timing import Step, take_turns
 
 
 def findings(job: Job) -> Iterator[Finding]:
-    """Yield tokens a second, the share of the peak (MFU), and what compiling gains."""
-    batch = filling_batch(job, programs=2)
+    """Yield tokens a second and the share of the peak (MFU); where that is the choice, with every block compiled."""
+    batch = filling_batch(job)
     what = f"a step of {size_of(batch)}"
-    makes = [lambda: training_step(batch.model(), batch)]
-    refused = compiles(batch)
-    if refused:
-        yield Note(f"torch.compile does not work here, so that only the plain model is timed: {refused}")
-    else:
-        makes.append(lambda: compiled_step(batch))
-    turns = take_turns(makes, job, share=0.35)
+    makes = {"plain": lambda: training_step(batch.model(), batch)}
+    if job.choice == "compiled":
+        refused = compiles(batch)
+        if refused:
+            yield Note(f"torch.compile does not work here: {refused}")
+            return
+        makes["compiled"] = lambda: compiled_step(batch, "aot_eager" if job.small else "inductor")
+    turns = take_turns(list(makes.values()), job)
+    times = dict(zip(makes, turns.times, strict=False))
     sheet = sheet_of(job)
     if sheet is None:
         yield Note(no_sheet(job))
-    for name, times in zip(("plain", "compiled"), turns.times[: len(makes)], strict=False):
-        rates = batch.num_tokens / np.array(times)
+    for name in times:
+        rates = batch.num_tokens / np.array(times[name])
         yield _row(f"{what}, {name}: tokens a second on one device", rates, "tokens/s")
         if sheet is not None:
-            shares = flops_of(batch) / np.array(times) / sheet.matmul_flops_per_s
+            shares = flops_of(batch) / np.array(times[name]) / sheet.matmul_flops_per_s
             yield _row(f"{what}, {name}: share of the data sheet's matrix rate (MFU)", shares, "of the peak")
-    if not refused:
-        yield without_bar(compare(f"{what}, compiled against plain", turns.times[1], turns.times[0]))
+    if "compiled" in times:
+        yield without_bar(compare(f"{what}, every block compiled against plain", times["compiled"], times["plain"]))
 
 
-def compiled_step(batch: Batch) -> Step:
-    """Return the training step of the compiled model."""
+def compiled_step(batch: Batch, backend: str) -> Step:
+    """Return the training step of a model whose blocks are compiled: they are alike, so that one is compiled for all."""
     model = batch.model()
-    model.compile()
+    for block in model.blocks:
+        block.compile(backend=backend)
     return training_step(model, batch)
 
 

@@ -30,7 +30,7 @@ def findings(job: Job) -> Iterator[Finding]:
     with Ranks(1, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
         turns = ranks.run(on_one_device, job)
     words = f"a step of {STAGES} pipeline stages on one device, {what},"
-    yield from rows_of(turns, words, against="the plain model", bar=BAR)
+    yield from rows_of(turns, words, job, against="the plain model", bar=BAR)
     if job.num_gpus < 2:
         yield Note("one GPU: no pipeline over several GPUs was timed")
         return
@@ -38,7 +38,7 @@ def findings(job: Job) -> Iterator[Finding]:
     with Ranks(num_ranks, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
         turns = ranks.run(over_ranks, job)
     words = f"a step of 1F1B over {num_ranks} GPUs, {what} for each,"
-    yield from rows_of(turns, words, against="torch.distributed.pipelining", bar=1.0)
+    yield from rows_of(turns, words, job, against="torch.distributed.pipelining", bar=1.0)
 
 
 def setup_of(job: Job) -> small_models.Setup:

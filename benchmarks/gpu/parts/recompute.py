@@ -18,7 +18,7 @@ def findings(job: Job) -> Iterator[Finding]:
     batch = filling_batch(job)
     turns = take_turns([lambda: torch_step(batch), lambda: our_step(batch)], job)
     what = f"a step of {size_of(batch)} that recomputes every block, on one device,"
-    yield from rows_of([turns], what, against="torch.utils.checkpoint", bar=1.0)
+    yield from rows_of([turns], what, job, against="torch.utils.checkpoint", bar=1.0, memory_bar=1.0)
 
 
 def our_step(batch: Batch) -> Step:

@@ -13,7 +13,8 @@ from gpu.job import Finding, Job
 from gpu.models import filling_batch, size_of
 from gpu.timing import Turns, rows_of, take_turns
 
-PROGRAMS = ("torch FSDP2", "FullyShard")
+PEER = "torch FSDP2"
+PROGRAMS = (PEER, "FullyShard")
 
 
 def findings(job: Job) -> Iterator[Finding]:
@@ -21,7 +22,9 @@ def findings(job: Job) -> Iterator[Finding]:
     with Ranks(job.num_ranks, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
         results = ranks.run(measure, job)
     turns, words = [one for one, _ in results], results[0][1]
-    yield from rows_of(turns, f"a FullyShard step of {words} on {job.where}", against="torch FSDP2", bar=1.0)
+    yield from rows_of(
+        turns, f"a FullyShard step of {words} on {job.where}", job, against=PEER, bar=1.0, memory_bar=1.0
+    )
 
 
 def measure(job: Job) -> tuple[Turns, str]:

@@ -27,7 +27,7 @@ def findings(job: Job) -> Iterator[Finding]:
         turns = ranks.run(measure, job)
     config = config_of(job)
     what = f"a tensor-parallel step of a GPT of {config.num_layers} layers of {config.hidden_size} on {num_ranks} ranks"
-    yield from rows_of(turns, f"{what} ({job.device}, {job.backend})", against="DTensor", bar=1.0)
+    yield from rows_of(turns, f"{what} ({job.device}, {job.backend})", job, against="DTensor", bar=1.0)
 
 
 def measure(job: Job) -> Turns:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distlab.comm import device as seam
 from distlab.measure.count.module import work_of
 from distlab.measure.machine.ranks import now
 from distlab.models import GPT, GPTConfig
@@ -37,6 +38,7 @@ BYTES = {"cpu": (4_096, 262_144, 16_777_216), "cuda": (65_536, 1_048_576, 16_777
 POSITIONS = {"cpu": (64, 256), "cuda": (256, 1024, 4096)}
 HEADS, HEAD_SIZE = 16, 64
 COPY_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
+BF16_CAPABILITY = (8, 0)  # from which on a GPU multiplies matrices of bfloat16
 TIMED_S = 2e-3  # a kernel is repeated for at least so long
 MOST_REPEATS = 100
 
@@ -273,4 +275,4 @@ def precisions(device: torch.device) -> Iterator[torch.dtype]:
     """Yield the precisions that a calibration measures: float32, and the half precision that the device has."""
     yield torch.float32
     if device.type == "cuda":
-        yield torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        yield torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16

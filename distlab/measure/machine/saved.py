@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.comm.command import runnable
-from distlab.comm.device import total_bytes
+from distlab.comm.device import nccl_version, total_bytes
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.rates import Rates, measure_rates, precisions
@@ -80,7 +80,7 @@ def calibrate(
     memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
     cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
     errors = {row.what: _error(row, cluster) for row in middle.observations}
-    machine = f"{this_machine()}" if device == "cpu" else f"{this_machine()}, CUDA {torch.version.cuda}"
+    machine = f"{this_machine()}{_software() if device != 'cpu' else ''}"
     return Calibration(with_rates(cluster, rates), errors, time.monotonic() - start, machine, rates)
 
 
@@ -151,6 +151,11 @@ def _rates(facts: dict[str, Any]) -> Rates:
         return tuple(value) if isinstance(value, list) else value
 
     return Rates(**frozen(facts))
+
+
+def _software() -> str:
+    """Name what a GPU's times depend on, beyond torch."""
+    return f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, nccl_version()))}"
 
 
 def _error(row: Observation, cluster: Cluster) -> float:
