@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu.facts import Facts, Verdict, judge, old_torch, read_facts
+from gpu.ask import read_facts
+from gpu.facts import Facts, Verdict, judge, old_torch
 from gpu.job import Job, Part, choose
 from gpu.report import headline, write_report
 from gpu.results import Results, resume

@@ -6,8 +6,16 @@ from itertools import product
 import pytest
 import torch
 
-from distlab.measure import Calibration, Rates, device_for, load_calibration, operators_of, workload_from_module
-from distlab.measure.machine.rates import LAYOUTS, Operator, measure_rates
+from distlab.measure import (
+    Calibration,
+    Rates,
+    device_for,
+    load_calibration,
+    measure_rates,
+    operators_of,
+    workload_from_module,
+)
+from distlab.measure.machine.rates import LAYOUTS, Operator
 from distlab.measure.machine.saved import with_rates
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol

@@ -41,7 +41,7 @@ def findings(job: Job) -> Iterator[Finding]:
 
 
 def compiled_step(batch: Batch, backend: str) -> Step:
-    """Return the training step of a model whose blocks are compiled: they are alike, so that one is compiled for all."""
+    """Return the training step of a model whose blocks are compiled: they are alike, so one is compiled for all."""
     model = batch.model()
     for block in model.blocks:
         block.compile(backend=backend)
