@@ -19,6 +19,7 @@ from gpu.ask import read_facts
 from gpu.facts import Facts, Verdict, judge, old_torch
 from gpu.job import Job, Part, choose
 from gpu.report import headline, write_report
+from gpu.results import FILE as FILE
 from gpu.results import Results, resume
 from gpu.run import ROOT, environment, run_part
 
@@ -67,7 +68,7 @@ def list_parts(parts: Sequence[Part]) -> str:
     return "\n".join([*lines, f"{len(parts)} parts, {whole:.0f} minutes at most."])
 
 
-def main(asked: Settings, say: Callable[[str], None] = print) -> int:
+def main(asked: Settings, say: Callable[[str], None]) -> int:
     """Run the command; exit 0 where every part that was begun ended well, and where there is no GPU.
 
     Args:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 from distlab.cli.arguments import check_output
@@ -27,6 +29,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu runs the same parts small"
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print gpu.json at the end, and all else on standard error"
     )
     command.add_argument("--list", action="store_true", help="print the parts, how long each takes, and stop")
 
@@ -53,7 +58,10 @@ def main(arguments: argparse.Namespace) -> int:
     is_new = not arguments.out.exists()
     check_output("--out", arguments.out, folder=True)
     try:
-        status: int = command.main(asked)
+        status: int = command.main(asked, partial(print, file=sys.stderr) if arguments.json else print)
+        if arguments.json:
+            kept = arguments.out / command.FILE
+            print(kept.read_text(encoding="utf-8") if kept.exists() else json.dumps({"no_gpu": True}))
         return status
     finally:
         if is_new and not any(arguments.out.iterdir()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from gpu.job import Finding, Job, Note
 
 MODEL = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=64, tied=False)
 PLAIN = TrainingRun(model=MODEL, batch_size=16, num_updates=5, num_windows=0)
+NOT_AVAILABLE = re.compile(r"not support|unsupported device|No backend type|not implemented for", re.IGNORECASE)
 BAR = 1e-5  # of a loss near 5, in float32: SGD's five updates on other sums
 PIPELINES = {"gpipe": 1, "one_f_one_b": 1, "zb_h1": 1, "interleaved": 2, "interleaved_zero_bubble": 2, "zb_v": 2}
 PLANS = {
@@ -58,7 +60,7 @@ def findings(job: Job) -> Iterator[Finding]:
                     found = _losses(job, replace(PLAIN, plan=plan), num_ranks, ranks)
                 except (RuntimeError, ValueError) as error:  # one technique that fails must not hide the others
                     print(error)
-                    yield _failed(job, words, num_ranks, error)
+                    yield _refused(job, words, num_ranks, error)
                 else:
                     yield _row(job, words, num_ranks, alone, found, bar=BAR)
 
@@ -92,7 +94,10 @@ def _row(job: Job, words: str, num_ranks: int, alone: Sequence[float], found: Se
     return Row(claim, apart, None, None, (apart, apart), "nats", f"<= {bar:g} nats", apart <= bar)
 
 
-def _failed(job: Job, words: str, num_ranks: int, error: Exception) -> Row:
+def _refused(job: Job, words: str, num_ranks: int, error: Exception) -> Finding:
+    """Tell what a backend does not have (gloo has few calls for tensors on GPUs) from what went wrong."""
     said = " ".join(str(error).split())[:300]
+    if NOT_AVAILABLE.search(said):
+        return Note(f"{words} {_where(job, num_ranks)} is not available: {said}")
     claim = f"{words} {_where(job, num_ranks)}: runs that failed"
     return Row(claim, 1.0, None, None, (1.0, 1.0), "runs", "<= 0 runs", False, f"{type(error).__name__}: {said}")
