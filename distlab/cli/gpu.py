@@ -30,9 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu runs the same parts small"
     )
-    command.add_argument(
-        "--json", action="store_true", help="print gpu.json at the end, and all else on standard error"
-    )
+    command.add_argument("--json", action="store_true", help="print gpu.json at the end")
     command.add_argument("--list", action="store_true", help="print the parts, how long each takes, and stop")
 
 
