@@ -131,7 +131,7 @@ PARTS = (
     Part("recompute", 25, "gpu.parts.recompute"),
     Part("pipeline", 35, "gpu.parts.pipeline"),
     Part("tensor_parallel", 35, "gpu.parts.tensor_parallel"),
-    *(Part(f"lab_{number:02}", 30, "gpu.parts.course", f"lab {number:02}") for number in range(1, LABS + 1)),
+    *(Part(f"lab_{number:02}", 60, "gpu.parts.course", f"lab {number:02}") for number in range(1, LABS + 1)),
 )
 
 
