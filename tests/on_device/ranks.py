@@ -38,7 +38,7 @@ class Machine:
 
     Args:
         kind: "cpu" or "cuda".
-        backend: "gloo" or "nccl"; None chooses as `Ranks` does.
+        backend: "gloo", or "nccl" (with gloo next to it for tensors on the CPU, as for users); None chooses as `Ranks`.
         timeout_s: how long one call may take.
     """
 
@@ -58,7 +58,8 @@ class Machine:
         if self.backend == "nccl" and world_size > device.num_gpus():
             raise NotHere(f"needs {world_size} GPUs: nccl wants one for each rank, and there are {device.num_gpus()}")
         if world_size not in self.pools:
-            self.pools[world_size] = Ranks(world_size, timeout_s=self.timeout_s, backend=self.backend)
+            backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+            self.pools[world_size] = Ranks(world_size, timeout_s=self.timeout_s, backend=backend)
         pool = self.pools[world_size]
         return pool if self.kind == "cpu" else RanksOnDevice(pool, self.kind)
 
