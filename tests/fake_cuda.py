@@ -209,9 +209,9 @@ class FakeGPU:
         if boxed is not None and op != self.deaf_to:
             self._works[dist.Work.unbox(boxed)] = by_host, Clock(stream.clock)
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, *, look: bool = False) -> None:
         if work in self._works:
-            by_host, clock = self._works.pop(work)  # after a wait it keeps no tensor alive
+            by_host, clock = self._works[work] if look else self._works.pop(work)  # a wait lets go of its tensors
             waiting = self.host if by_host else self.current_stream()
             waiting.clock |= clock
 
@@ -271,12 +271,12 @@ def fake_gpu(deaf_to: str = "") -> Iterator[FakeGPU]:
     `deaf_to` names an operator of c10d whose waits the double does not see: as if the program had none.
     """
     gpu = FakeGPU(deaf_to)
-    real_wait, real_resize = dist.Work.wait, torch.UntypedStorage.resize_
+    real = dist.Work.wait, dist.Work.synchronize, torch.UntypedStorage.resize_
     before = device.cuda, device.GPU_TYPES, device.pinned_empty, p2p._backend
 
     def wait(work: Any, *args: Any) -> Any:
         with _disable_current_modes():  # gloo may copy its result only now
-            done = real_wait(work, *args)
+            done = real[0](work, *args)
         gpu.wait(work)
         return done
 
@@ -284,16 +284,17 @@ def fake_gpu(deaf_to: str = "") -> Iterator[FakeGPU]:
         memory = gpu._memory.pop(storage._cdata, None)
         if memory is not None and size == 0:
             gpu.free(memory)
-        return real_resize(storage, size)
+        return real[2](storage, size)
 
     device.cuda, device.GPU_TYPES, device.pinned_empty = gpu, ("cpu", "cuda"), gpu.pinned_empty
     p2p._backend = lambda config, kind: "nccl"
     dist.Work.wait, torch.UntypedStorage.resize_ = wait, resize
-    torch.Tensor.record_stream = gpu.keep_of = lambda tensor, stream: gpu.keep(tensor, stream)  # type: ignore
+    dist.Work.synchronize = lambda work: gpu.wait(work, look=True)
+    torch.Tensor.record_stream = lambda tensor, stream: gpu.keep(tensor, stream)
     try:
         with Watch(gpu):
             yield gpu
     finally:
         device.cuda, device.GPU_TYPES, device.pinned_empty, p2p._backend = before
-        dist.Work.wait, torch.UntypedStorage.resize_ = real_wait, real_resize
+        dist.Work.wait, dist.Work.synchronize, torch.UntypedStorage.resize_ = real
         del torch.Tensor.record_stream

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree, device
@@ -117,7 +117,7 @@ class DataParallel:
         num_ranks = dist.get_world_size(group)
         # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.
         on_host = device.is_gpu(parameters[0]) and can_move_cpu_tensors(group) and not (check_finite and hook is None)
-        self._flag_apart = on_host or hook is not None
+        self._flag_apart = hook is not None or on_host
         self._buckets = [
             Bucket(
                 index,
@@ -129,18 +129,11 @@ class DataParallel:
             )
             for index, same in enumerate(members)
         ]
-        last = self._buckets[-1]
-        if on_host:
-            self._flag = device.pinned_empty((), torch.float32)
-        else:
-            self._flag = last.flat.buffer.new_zeros((), dtype=torch.float32) if self._flag_apart else last.flags[0]
+        self._flag = self._make_flag(on_host)
         broadcast_parameters(module, group)
         self._accumulating = False
         self._sending = SendInBackward(
-            self._buckets,
-            lambda bucket: bucket.start(group, spans),
-            self._on_gradient,
-            num_early=last.index,
+            self._buckets, lambda bucket: bucket.start(group, spans), self._on_gradient, num_early=len(members) - 1
         )
 
     @property
@@ -152,6 +145,13 @@ class DataParallel:
     def num_bytes(self) -> int:
         """Bytes of all buckets: what a step's all-reduces carry, or what a hook is given."""
         return sum(bucket.flat.num_bytes for bucket in self._buckets)
+
+    def _make_flag(self, on_host: bool) -> Tensor:
+        """Return the element that says whether some rank has something to tell."""
+        last = self._buckets[-1]
+        if on_host:
+            return device.pinned_empty((), torch.float32)
+        return last.flat.buffer.new_zeros((), dtype=torch.float32) if self._flag_apart else last.flags[0]
 
     def _on_gradient(self, bucket: Bucket, slot: int) -> bool:
         if not bucket.note(slot):

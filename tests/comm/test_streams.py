@@ -7,12 +7,13 @@ from fake_cuda import fake_gpu
 from torch import nn
 
 from distlab.comm import device
-from distlab.comm.device import CopyStream
+from distlab.comm.device import CopyStream, GpuClock
 from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import one_f_one_b
 from distlab.sharding import FullyShard, OffloadedOptimizer, ShardedOptimizer
 from distlab.sharding.fsdp import host_gradient
+from distlab.trace import SpanWriter
 
 NUM_STEPS = 3
 
@@ -170,3 +171,29 @@ def test_messages_of_a_pipeline_are_used_when_they_are_here(ranks):
     for found in ranks(2).run(all_of, programs):
         assert found["right"]["races"] == []
         assert found["faulty"]["races"]
+
+
+def test_spans_of_a_gpu_end_when_its_events_do(ranks):
+    """A call that is waited for late: its span ends when its own stream is done with it, so the overlap is seen."""
+
+    def draw():
+        with fake_gpu() as gpu:
+            clock = GpuClock(torch.device("cpu"))
+            spans = SpanWriter(dist.get_rank(), clock)
+            call = spans.call()
+            work = dist.all_reduce(x := torch.ones(3), async_op=True)
+            call.follow(work)
+            with spans.span("compute", kind="B"):
+                for _ in range(5):
+                    y = torch.ones(2) + 1
+            work.wait()
+            call.draw("all_reduce", "all_reduce", lane="communication", num_bytes=12)
+            assert gpu.waits == ["device, compute", "event of compute"], "the host waits when the clock is made, only"
+            assert not gpu.races
+            streams = {moment._event.stream for row in spans._rows for moment in row[4:6]}
+            return streams, {span.lane: span for span in spans.trace()}, x.sum() + y.sum()
+
+    for streams, drawn, _ in ranks(2).run(draw):
+        assert streams == {"compute", "stream 1"}, "the end of the call is seen in a stream that waits for it alone"
+        call, compute = drawn["communication"], drawn["compute"]
+        assert call.start_ns < call.end_ns < compute.end_ns

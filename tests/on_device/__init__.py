@@ -1,0 +1,5 @@
+"""The tests' own equality programs on another device: `mode` puts them there, `run` needs no pytest.
+
+Read `mode` (where tensors lie), `ranks` (living ranks of a device and a backend), then `run`. `stand_in/pytest.py`
+stands for the few things of pytest that these tests use, and `waits` counts the host's waits for a GPU in a step.
+"""
