@@ -67,7 +67,7 @@ class Job:
 
 
 class Note(NamedTuple):
-    """Something to be said that is no figure, such as what could not be measured and why."""
+    """Words in place of a figure, such as what could not be measured, and why."""
 
     text: str
 
@@ -139,7 +139,7 @@ def choose(names: list[str] | None) -> tuple[Part, ...]:
     """Return the parts of these names in the order of their worth; all without names.
 
     Raises:
-        ValueError: there is no part of a name; the text lists those that there are.
+        ValueError: a name that no part has; the text lists the names.
     """
     if not names:
         return PARTS

@@ -10,14 +10,34 @@ from gpu.job import PARTS
 from gpu.results import Results, code_digest
 
 FILE = "GPU.md"
+PICTURE = "ratios.png"
 HOLDS = {True: "yes", False: "**no**", None: "-"}
 
 
 def write_report(results: Results) -> Path:
-    """Write GPU.md into the folder of the results."""
+    """Write GPU.md and its picture into the folder of the results."""
     path = results.folder / FILE
+    _draw_ratios(results)
     path.write_text("\n".join(_lines(results)) + "\n", encoding="utf-8")
     return path
+
+
+def _ratios(results: Results) -> dict[str, float]:
+    """Return the first ratio of times of each part: the row of its claim."""
+    found: dict[str, float] = {}
+    for part, row in results.rows():
+        if row["ratio"] is not None and row["unit"] == "s" and " against " in row["claim"]:
+            found.setdefault(part, row["ratio"])
+    return found
+
+
+def _draw_ratios(results: Results) -> None:
+    from simulator.viz import draw_bars  # here: it loads matplotlib
+
+    if ratios := _ratios(results):
+        device = str(results.key["device"])
+        figure = draw_bars(ratios, unit="x", title="Our time over the peer's: below 1 we are faster", subtitle=device)
+        figure.savefig(results.folder / PICTURE, dpi=150)
 
 
 def headline(results: Results) -> str:
@@ -98,8 +118,11 @@ def _notes(results: Results) -> Iterator[str]:
 
 def _pictures(results: Results) -> Iterator[str]:
     pictures = results.said("picture")
-    if pictures:
+    has_ratios = (results.folder / PICTURE).is_file()
+    if pictures or has_ratios:
         yield from ("## Pictures", "")
+        if has_ratios:
+            yield f"![Our time over the peer's, one bar for each timed part]({PICTURE})\n"
         yield from (f"![{entry['shows']}]({entry['picture']})\n" for _, entry in pictures)
 
 

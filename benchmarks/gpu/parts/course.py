@@ -12,7 +12,7 @@ from _rows import Row
 
 from gpu.job import Finding, Job, Note, Picture
 
-BEFORE_END_S = 10.0
+BEFORE_END_S = 20.0
 NEEDS = {"04": "sklearn"}  # beyond what every part needs
 
 

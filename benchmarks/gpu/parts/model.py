@@ -1,4 +1,4 @@
-"""A plain training step of a large GPT: tokens a second and the share of the data sheet's rate."""
+"""A plain training step of a large GPT: tokens per second and the share of the data sheet's rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu.timing import Step, take_turns
 
 
 def findings(job: Job) -> Iterator[Finding]:
-    """Yield tokens a second and the share of the peak (MFU); where that is the choice, with every block compiled."""
+    """Yield tokens per second and the share of the peak (MFU); where that is the choice, with every block compiled."""
     batch = filling_batch(job)
     what = f"a step of {size_of(batch)}"
     makes = {"plain": lambda: training_step(batch.model(), batch)}
@@ -32,7 +32,7 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Note(no_sheet(job))
     for name in times:
         rates = batch.num_tokens / np.array(times[name])
-        yield _row(f"{what}, {name}: tokens a second on one device", rates, "tokens/s")
+        yield _row(f"{what}, {name}: tokens per second on one device", rates, "tokens/s")
         if sheet is not None:
             shares = flops_of(batch) / np.array(times[name]) / sheet.matmul_flops_per_s
             yield _row(f"{what}, {name}: share of the data sheet's matrix rate (MFU)", shares, "of the peak")
