@@ -26,7 +26,8 @@ def _ratios(results: Results) -> dict[str, float]:
     """Return the first ratio of times of each part: the row of its claim."""
     found: dict[str, float] = {}
     for part, row in results.rows():
-        if row["ratio"] is not None and row["unit"] == "s" and " against " in row["claim"]:
+        is_claim = " against " in row["claim"] and "predicted" not in row["claim"]
+        if row["ratio"] is not None and row["unit"] == "s" and is_claim:
             found.setdefault(part, row["ratio"])
     return found
 
@@ -34,6 +35,7 @@ def _ratios(results: Results) -> dict[str, float]:
 def _draw_ratios(results: Results) -> None:
     from simulator.viz import draw_bars  # here: it loads matplotlib
 
+    (results.folder / PICTURE).unlink(missing_ok=True)
     if ratios := _ratios(results):
         device = str(results.key["device"])
         figure = draw_bars(ratios, unit="x", title="Our time over the peer's: below 1 we are faster", subtitle=device)
