@@ -207,7 +207,9 @@ def run_with_little_installed(tmp_path, monkeypatch, *arguments):
 
 
 def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib(tmp_path, monkeypatch):
-    found = run_with_little_installed(tmp_path, monkeypatch, "--only", "machine", "--only", "recompute")
+    found = run_with_little_installed(
+        tmp_path, monkeypatch, "--minutes", "40", "--only", "machine", "--only", "recompute"
+    )
     assert {name: part["status"] for name, part in found.items()} == {"machine": "done", "recompute": "done"}
     rows = [entry["row"] for part in found.values() for entry in part["findings"] if "row" in entry]
     claims = " ".join(row["claim"] for row in rows)
