@@ -226,6 +226,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu = kwargs or {}, self.gpu
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        if any(one.is_meta for one in given):  # shapes alone: nothing is computed
+            return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         result = func(*args, **kwargs)
         op = func._schema.name.split("::")[1]
@@ -266,10 +268,7 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_gpu(deaf_to: str = "") -> Iterator[FakeGPU]:
-    """Take the CPU for a GPU and gloo for nccl, in this process and block.
-
-    `deaf_to` names an operator of c10d whose waits the double does not see: as if the program had none.
-    """
+    """Take the CPU for a GPU and gloo for nccl here; the waits for `deaf_to`, an operator of c10d, are not seen."""
     gpu = FakeGPU(deaf_to)
     real = dist.Work.wait, dist.Work.synchronize, torch.UntypedStorage.resize_
     before = device.cuda, device.GPU_TYPES, device.pinned_empty, p2p._backend
