@@ -3,9 +3,10 @@
 `with fake_gpu() as gpu:` takes every tensor of the CPU for one of a GPU, and the collectives of gloo for nccl's. Work
 runs at once, as ever; what the double follows is what a GPU would be *free* to do. Each stream has a vector clock (how
 far every stream must be when this one goes on), and so have events, calls of torch.distributed and the host. Each
-operator is an access to its tensors' storages in the current stream. Two accesses to one storage, one of them a write,
-that no event orders are a race: on a GPU the numbers could be wrong. So is memory that is freed while another stream
-may still use it. The host's waits are written down.
+operator is an access to its tensors' storages, each as a whole, in the current stream. Two accesses to one storage, one
+of them a write, that no event orders are a race: on a GPU the numbers could be wrong. (Parts of a storage that are sent
+while others are written, as in a ring, look like one.) So is memory that is freed while another stream may still use
+it. The host's waits are written down.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 from distlab.comm import device, p2p
 
 Clock = Counter[str]
-READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "_unique2", "masked_select")
+READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "masked_select")
 MAKES_MEMORY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_to_copy")
 
 
@@ -185,12 +186,11 @@ class FakeGPU:
 
     def free(self, memory: Memory) -> None:
         """Memory goes back to the allocator, which knows one stream: the others must have been waited for."""
-        owner = next((one for one in self._streams if one.name == memory.stream), None)
-        if owner is None or memory.on_host:
+        owner = next((one for one in self._streams if one.name == memory.stream), self._streams[0])
+        if memory.on_host or owner.name != memory.stream:
             return
-        used = [(by, when, what) for by, (when, what) in memory.reads.items()]
-        used += [memory.written] if memory.written is not None else []
-        for by, when, what in used:
+        writes = [] if memory.written is None else [memory.written]
+        for by, when, what in [*writes, *((by, *read) for by, read in memory.reads.items())]:
             if by not in memory.kept_for:
                 self._require(owner, by, when, f"memory of {owner.name} is freed while {what} in {by} may use it")
 
@@ -199,19 +199,19 @@ class FakeGPU:
 
         Tensors in the host's memory travel by gloo, whose calls the host waits for, and no stream.
         """
-        by_host = all(self._of(tensor).on_host for tensor in tensors)
+        by_host = False not in [self._of(tensor).on_host for tensor in tensors]  # all are known before nccl waits
         name = f"gloo {group}" if by_host else f"nccl {group}"
         stream = self._nccl.setdefault(name, FakeStream(self, name))
         stream.clock |= (self.host if by_host else self.current_stream()).clock
         self.launched.append((stream.name, op))
-        self.run(stream, op, [], tensors)
+        self.run(stream, op, *((tensors, []) if op.startswith("send") else ([], tensors)))
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         if boxed is not None and op != self.deaf_to:
             self._works[dist.Work.unbox(boxed)] = by_host, Clock(stream.clock)
 
     def wait(self, work: Any, *, look: bool = False) -> None:
         if work in self._works:
-            by_host, clock = self._works[work] if look else self._works.pop(work)  # a wait lets go of its tensors
+            by_host, clock = self._works[work] if look else self._works.pop(work)  # a wait frees its tensors
             waiting = self.host if by_host else self.current_stream()
             waiting.clock |= clock
 
@@ -226,6 +226,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu = kwargs or {}, self.gpu
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        if any(one.is_meta for one in given):  # shapes alone: nothing is computed
+            return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         result = func(*args, **kwargs)
         op = func._schema.name.split("::")[1]
@@ -266,10 +268,7 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_gpu(deaf_to: str = "") -> Iterator[FakeGPU]:
-    """Take the CPU for a GPU and gloo for nccl, in this process and block.
-
-    `deaf_to` names an operator of c10d whose waits the double does not see: as if the program had none.
-    """
+    """Take the CPU for a GPU and gloo for nccl here; the waits for `deaf_to`, an operator of c10d, are not seen."""
     gpu = FakeGPU(deaf_to)
     real = dist.Work.wait, dist.Work.synchronize, torch.UntypedStorage.resize_
     before = device.cuda, device.GPU_TYPES, device.pinned_empty, p2p._backend

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_device import TECHNIQUES
 from on_device.mode import OnDevice
 
 from distlab import comm, data
@@ -49,8 +50,6 @@ def run(*options, code=0):
 
 def test_every_technique_has_a_program():
     listed = run("--list")
-    from on_device.run import TECHNIQUES
-
     assert {row["technique"] for row in listed} == set(TECHNIQUES)
     sizes = {size for row in listed for size in row["world_sizes"]}
     assert {1, 2, 3, 4} <= sizes

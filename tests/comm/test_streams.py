@@ -159,8 +159,10 @@ def test_zero_and_an_offloaded_optimizer(ranks):
         "stage 1": (sharded_optimizer, None, {"stage": 1}),
         "stage 2": (sharded_optimizer, None, {"stage": 2}),
         "offloaded": (offloaded_optimizer, None),
+        "faulty": (sharded_optimizer, "_reduce_scatter_base_", {"stage": 2}),
     }
     for found in ranks(2).run(all_of, programs):
+        assert found.pop("faulty")["races"]
         assert all(one["races"] == [] for one in found.values()), found
         assert len(found["offloaded"]["waits"]) == 2, "for this step's gradients, and the end of the last step's copies"
         assert found["offloaded"]["pinned"] == 2 * 8, "each parameter and each gradient once"

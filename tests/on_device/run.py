@@ -28,7 +28,9 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 NEIGHBOURS = ("sharding", "checkpoint", "hybrid")  # folders with modules that their tests share
-sys.path[:0] = [str(TESTS / "on_device" / "stand_in"), str(TESTS), *(str(TESTS / name) for name in NEIGHBOURS)]
+sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in NEIGHBOURS)]
+if "pytest" not in sys.modules:  # inside pytest programs can be listed, not run
+    sys.path.insert(0, str(TESTS / "on_device" / "stand_in"))
 if str(TESTS.parent) not in sys.path:
     sys.path.append(str(TESTS.parent))
 
@@ -36,14 +38,10 @@ import cloudpickle  # noqa: E402
 import pytest  # noqa: E402 (the stand-in)
 import torch  # noqa: E402
 
+from on_device import TECHNIQUES  # noqa: E402
 from on_device.mode import OnDevice, prepare  # noqa: E402
 from on_device.ranks import Machine, NotHere  # noqa: E402
 
-TECHNIQUES = (
-    *("collectives", "data_parallel", "zero", "fully_shard", "offload", "pipeline", "tensor_parallel"),
-    *("context_parallel", "expert_parallel", "hybrid", "compression", "large_batch", "precision", "recompute"),
-    "checkpoint",
-)
 LIMITS = re.compile(  # what a backend says of a call that it does not have
     r"gloo.{0,80}(not supported|unsupported|does not support)|unsupported device type|nccl.{0,200}Duplicate GPU",
     re.IGNORECASE,
