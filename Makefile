@@ -1,4 +1,4 @@
-# Every target starts with setup, which does nothing when .venv is up to date.
+# Every target but gpu starts with setup, which does nothing when .venv is up to date.
 #   make setup PYTHON=python3.12             another Python
 #   make setup PIP_FLAGS="--index-url URL"   another build of torch (README, "Install")
 #   make setup CONSTRAINTS=                  the newest versions instead of the pinned ones
@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench soak format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu soak format clean
 
 setup: $(VENV)/ready
 
@@ -68,6 +68,11 @@ tour: setup
 bench: setup
 	$(BIN)/distlab bench --save benchmarks/results.json
 	$(BIN)/python tools/bench_table.py
+
+# Installs nothing: it takes .venv where there is one, else PYTHON, which needs torch, numpy, cloudpickle and matplotlib.
+#   make gpu GPU_FLAGS="--minutes 30 --out report"
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m distlab gpu $(GPU_FLAGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from distlab.comm import device
+
 
 class RecomputePlainly(torch.autograd.Function):
     """The simplest recompute: `RecomputePlainly.apply(function, *tensors)`, for a function of tensors to one tensor.
@@ -137,8 +139,8 @@ class _Run:
         self.wants_gradient = [tensor.requires_grad for tensor in tensors]
         empty = torch.empty(0, requires_grad=True)
         self.kept = _Keep.apply(empty, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        devices = {tensor.device.type for tensor in tensors} | {"cpu"}
-        self.modes = [_autocast_mode(device) for device in sorted(devices)]
+        kinds = {tensor.device.type for tensor in tensors} | {"cpu"}
+        self.modes = [_autocast_mode(kind) for kind in sorted(kinds)]
         self.random = _random_state(tensors)
         self.promised: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor that was saved the first time
         self.caught: dict[int, Tensor] = {}
@@ -195,19 +197,21 @@ def _autocast_mode(device_type: str) -> dict[str, Any]:
 def _random_state(tensors: list[Tensor]) -> dict[torch.device, Tensor]:
     """Return the generators' states, of the CPU and of each GPU that an input lies on."""
     states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        states[device] = torch.cuda.get_rng_state(device)
+    for place in {tensor.device for tensor in tensors}:
+        state = device.random_state(place)
+        if state is not None:
+            states[place] = state
     return states
 
 
 @contextmanager
 def _restored(states: dict[torch.device, Tensor]) -> Iterator[None]:
     """Draw the same numbers again inside, and leave the generators as they were."""
-    gpus = [device for device in states if device.type == "cuda"]
+    gpus = [place for place in states if device.is_gpu(place)]
     with torch.random.fork_rng(devices=gpus):
         torch.set_rng_state(states[torch.device("cpu")])
-        for device in gpus:
-            torch.cuda.set_rng_state(states[device], device)
+        for place in gpus:
+            device.set_random_state(states[place], place)
         yield
 
 

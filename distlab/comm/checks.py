@@ -58,10 +58,9 @@ def check_backend(backend: object, world_size: int) -> str | None:
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}, or None to choose")
     if "nccl" in backend:
-        import torch
+        from distlab.comm import device
 
-        count = torch.cuda.device_count()
-        if count < world_size:
+        if (count := device.num_gpus()) < world_size:
             raise ValueError(
                 f"backend nccl needs a GPU for each of {world_size} ranks, and there are {count}; pass 'gloo'"
             )

@@ -72,6 +72,7 @@ def alone():
     return find
 
 
+@pytest.mark.equality("hybrid")
 def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
     results = {}
     for name, (plan, options) in TEN.items():
@@ -87,6 +88,7 @@ def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
         assert parameter.requires_grad == ((parameter - state[name]).abs().max().item() > 1e-6), name
 
 
+@pytest.mark.equality("hybrid")
 @pytest.mark.parametrize(("world_size", "runs"), [(8, TRIPLES), (4, PAIRS)], ids=["triples", "pairs"])
 def test_every_combination(ranks, alone, world_size, runs):
     for name, (plan, options) in runs.items():

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from distlab.comm import device
 from distlab.comm.groups import choose_backend
 from distlab.comm.launch.failures import PEER_NOISE, Failure
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
@@ -155,7 +156,7 @@ class _Rank:
         torch.set_num_threads(1)
         backend = settings.backend or choose_backend(settings.world_size)
         if "nccl" in backend:
-            torch.cuda.set_device(settings.rank % torch.cuda.device_count())
+            device.device_of("cuda", settings.rank)
         dist.init_process_group(
             backend,
             store=dist.FileStore(f"{settings.folder}/store", settings.world_size),  # type: ignore[attr-defined]

@@ -222,6 +222,13 @@ class RecordWriter:
             _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())
             self._map[at + _STATE_AT] = state
 
+    def go_on(self, n: int) -> None:
+        """Note that the rank goes on while call n still runs: only a stream of its GPU waits."""
+        if self._first <= n and self._newest - n < self.slots:
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            _COUNT.pack_into(self._map, at + _WAIT_AT, 0)
+            self._map[at + _STATE_AT] = ISSUED
+
     def end(self, n: int, state: int, open_ns: int = 0) -> None:
         """Note that call n is over now, and when it was last seen unfinished."""
         if self._first <= n and self._newest - n < self.slots:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm import device
 from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
@@ -52,6 +53,8 @@ class FrontEnd:
         self._head: Any = None
         self._looked_ns = 0
         self._real_wait = vars(dist.Work)["wait"]
+        self._has_gpu = device.is_available()
+        self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
         self._libraries: list[Any] = []
 
     @classmethod
@@ -145,6 +148,8 @@ class FrontEnd:
             self._close(tokens, DONE)
             return
         self._live[work] = tokens
+        if self._has_gpu and operation.op not in ("send", "recv"):
+            self._collectives.add(work)
         if operation.op in ("send", "recv"):
             if len(self._live) > MAX_UNWAITED:
                 self._forget(next(iter(self._live)))
@@ -163,6 +168,7 @@ class FrontEnd:
             address = self._addresses.pop(work, None)
             if address is not None and self._works.get(address) is work:
                 del self._works[address]
+        self._collectives.discard(work)
         return self._live.pop(work, [])
 
     def _close(self, tokens: list[Token], state: int, open_ns: int = 0) -> None:
@@ -188,7 +194,10 @@ class FrontEnd:
             self._close(self._forget(work), DONE, self._looked_ns if work is self._head else 0)
 
     def _wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly."""
+        """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
+
+        On nccl only a stream of the GPU waits: the rank goes on, and the call is followed until it is seen to be over.
+        """
         live, main, thread = self._live, self._main, threading.get_ident
 
         def wait(work: Any, *args: Any, **named: Any) -> Any:
@@ -203,8 +212,12 @@ class FrontEnd:
                 result = real(work, *args, **named)
                 state = DONE
             finally:
-                for writer, number in self._forget(work):
-                    writer.end(number, state)
+                if state == DONE and work in self._collectives and not work.is_completed():
+                    for writer, number in tokens:
+                        writer.go_on(number)
+                    self._unwaited.append(work)
+                else:
+                    self._close(self._forget(work), state)
             return result
 
         return wait

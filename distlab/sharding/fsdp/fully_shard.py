@@ -20,10 +20,12 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.comm.device import CopyStream
 from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters, broadcast_each
-from distlab.sharding.fsdp.flat_unit import Options, Unit
+from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import WatchedModule, put
+from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.prefetch import Order
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, check_options, check_units
 from distlab.trace import SpanWriter
@@ -54,7 +56,9 @@ class FullyShard(nn.Module):
         prefetch: units gathered ahead of the one that computes.
         replicas: hybrid sharding: the ranks with the same shard in other groups; gradients are averaged over both.
         precision: types of parameters in use, of the sums and of the shards.
-        offload: keep shards, gradients and so the optimizer's state in the host's memory.
+        offload: keep shards, gradients and so the optimizer's state in the host's memory. With a GPU that memory is
+            pinned; copies run next to kernels, the host waits for gradients in `synchronize()`, and the next step
+            writes its gradients to the same memory.
         spans: draws "all_gather unit i" and "reduce_scatter unit i".
 
     Attributes:
@@ -99,9 +103,9 @@ class FullyShard(nn.Module):
         self.module = module
         self.group, self.replicas, self.precision = group, replicas, precision
         device = named[0][1].device
-        self._options = Options(
-            group, replicas, group_device(group) if device.type == "meta" else device, precision, offload, spans
-        )
+        device = group_device(group) if device.type == "meta" else device
+        copies = CopyStream(device), CopyStream(device)
+        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
         self.step = 0
         self.is_summoned = False
         self.units: list[Unit] = []
@@ -173,6 +177,8 @@ class FullyShard(nn.Module):
             unit.finish_scatter()
         for unit in self.units:
             unit.finish_replica_sum()
+        for unit in self.units:
+            unit.finish_host_copy()
         self._last = None
         self.step += 1
 
