@@ -5,9 +5,11 @@ Read in this order:
 1. `flat_unit`: one unit. `Unit.start_gather` and `finish_gather` make its parameters whole, `Unit.free` frees them, and
    `start_scatter` reduces their gradients.
 2. `hooks`: when. `_before` and `_after` stand around a unit's forward, `ForwardCall` around its backward.
-3. `prefetch`: which unit is gathered next.
+3. `prefetch`: which unit is gathered next, and what happens when a rank runs another one.
 4. `wrapping`: which parameters belong to a unit.
 5. `fully_shard`: `FullyShard`, all of it for real models.
 
-`construct` builds a model that no rank could hold whole.
+For models of every kind: `structures` finds tensors in what forward returns, `freed` stands for parameters that are
+freed, `checks` says what is refused, `first_values` gives all ranks the same. `construct` builds a model that no rank
+could hold whole.
 """
