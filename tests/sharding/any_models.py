@@ -1,7 +1,7 @@
 """Small models of the kinds that people bring: written here, each in the manner of a well-known family.
 
-Every model has `batch(step)`, rows of data that ranks share out, and `loss(model, rows)`, in which `model` is the module
-or what wraps it.
+Every model has `batch(step)`, rows of data that ranks share out, and `loss(model, rows)`, in which `model` is the
+module or what wraps it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """In the manner of Llama: rotary table, gated layers, a cache that comes back, properties that look at parameters."""
+    """In the manner of Llama: rotary table, gated layers, a cache that comes back, a device read from parameters."""
 
     batch = staticmethod(tokens)
 
@@ -142,7 +142,8 @@ class Decoder(nn.Module):
     @staticmethod
     def loss(model, rows):
         output = model(rows, labels=rows)
-        assert output.kind == "decoder" and output["dtype"] is torch.float64
+        assert output.kind == "decoder"
+        assert output["dtype"] is torch.float64
         return output.loss + 0.01 * output.cache.layers[1][0].square().mean() + output.hidden_states[1].square().mean()
 
 
@@ -154,7 +155,9 @@ class Penalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)) for _ in range(3)
+        )
         self.scale = nn.Parameter(torch.ones(()))
         self.count = sum(p.numel() for p in self.parameters())
 
@@ -319,7 +322,9 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), *(InvertedResidual(4) for _ in range(2)))
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), *(InvertedResidual(4) for _ in range(2))
+        )
         self.head = nn.Sequential(nn.Flatten(), nn.LayerNorm(256), nn.Linear(256, 3))
 
     def forward(self, x):
@@ -339,7 +344,9 @@ class Windows(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 2, 2)
         self.class_token, self.places = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 17, WIDTH))
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True) for _ in range(2))
+        )
         self.table = nn.Parameter(torch.randn(9, 3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
 

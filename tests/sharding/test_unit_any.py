@@ -112,7 +112,10 @@ def test_in_half_precision_they_train_as_fsdp2_does(ranks):
 
     def both(make):
         found = []
-        for wrap in (lambda module: FullyShard(module, precision=half), lambda module: sharded_by_torch(module, policy)):
+        for wrap in (
+            lambda module: FullyShard(module, precision=half),
+            lambda module: sharded_by_torch(module, policy),
+        ):
             torch.manual_seed(0)
             model = wrap(make())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -203,5 +206,6 @@ def test_a_block_that_one_rank_skips_is_named_on_every_rank_and_none_waits(ranks
         assert texts[0] == texts[3] == [False] * 4
         assert texts[2] == [index == skipped for index in range(4)]  # all of them skip it: nothing is wrong
         assert "ranks disagree on the units that this forward pass runs, in order" in texts[1]
-        assert f'"blocks.{skipped}"' in texts[1] and "rank 1 has" in texts[1]
+        assert f'"blocks.{skipped}"' in texts[1]
+        assert "rank 1 has" in texts[1]
     assert time.monotonic() - start < 30

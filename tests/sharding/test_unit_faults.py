@@ -74,7 +74,6 @@ def test_bad_options_and_models_are_refused_on_every_rank(ranks):
         assert all(text.startswith("ValueError") for text in texts)
 
 
-
 class Failing(nn.Module):
     def __init__(self):
         super().__init__()

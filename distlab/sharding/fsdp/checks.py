@@ -87,6 +87,13 @@ def check_parameters(module: nn.Module) -> None:
             )
     registered = {id(parameter): name for name, parameter in named}
     for path, one in owners.items():
+        for attribute, parameter in one._parameters.items():
+            if parameter is not None and not issubclass(type(parameter), nn.Parameter):
+                raise ValueError(
+                    f"{path or 'the module'} ({type(one).__name__}): {attribute} is a {type(parameter).__name__}, and "
+                    "a flat shard is cut from plain tensors. Shard the whole model once, and before any other tool "
+                    "replaces its parameters"
+                )
         for attribute, value in vars(one).items():
             if attribute not in _OF_EVERY_MODULE and not (isinstance(one, nn.RNNBase) and attribute == "_flat_weights"):
                 _check_attribute(f"{path or 'the module'} ({type(one).__name__}): {attribute}", value, registered)
@@ -98,14 +105,15 @@ def _check_attribute(where: str, value: object, registered: dict[int, str]) -> N
         name = registered.get(id(parameter))
         if parameter.requires_grad and name is not None:
             raise ValueError(
-                    f"{where} holds the parameter {name} outside of torch's lists of parameters. The parameter moves "
-                    "into a shard, and what the attribute holds would never train. Read it by its name in forward, or "
-                    "keep the parameters in an nn.ParameterList"
+                f"{where} holds the parameter {name} outside of torch's lists of parameters. The parameter moves "
+                "into a shard, and what the attribute holds would never train. Read it by its name in forward, or "
+                "keep the parameters in an nn.ParameterList"
             )
         if parameter.requires_grad:
             raise ValueError(
                 f"{where} holds a parameter of shape {list(parameter.shape)} that torch does not find, so it is in no "
-                "shard, no optimizer and no state. Keep it in an nn.ParameterList, or set requires_grad=False if it is not to train"
+                "shard, no optimizer and no state. Keep it in an nn.ParameterList, or set requires_grad=False if it is "
+                "not to train"
             )
 
 
@@ -118,7 +126,9 @@ def check_buffers(module: nn.Module) -> None:
     for path, one in module.named_modules():
         for attribute, buffer in one._buffers.items():
             if buffer is not None and buffer.is_meta:
-                state = "no state dict holds it" if attribute in one._non_persistent_buffers_set else "it was not loaded"
+                state = (
+                    "no state dict holds it" if attribute in one._non_persistent_buffers_set else "it was not loaded"
+                )
                 raise RuntimeError(
                     f"{path or 'the module'} ({type(one).__name__}): the buffer {attribute} is on the meta device and "
                     f"has no values; {state}. Build the model with build_sharded and a reset_parameters() that sets "

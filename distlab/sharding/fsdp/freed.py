@@ -77,7 +77,7 @@ class FreedParameter(Tensor):
     label: str
 
     @staticmethod
-    def __new__(cls, unit: Unit, watched: WatchedModule, place: tuple[int, int]) -> FreedParameter:  # noqa: PYI034
+    def __new__(cls: type, unit: Unit, watched: WatchedModule, place: tuple[int, int]) -> FreedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter."""
         one: FreedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -107,17 +107,20 @@ class FreedParameter(Tensor):
         if name in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        freed = [one for one in tree_leaves((list(args), kwargs or {})) if isinstance(one, FreedParameter)]
-        changed = [one for one in tree_leaves([*args[:1], (kwargs or {}).get("out")]) if isinstance(one, FreedParameter)]
+        kwargs = kwargs or {}
+        changed = _freed_in([*args[:1], kwargs.get("out")])
         if changed:
             _refuse(name, changed[0])
-        return _use(function, args, kwargs or {}, freed)
+        return _use(function, args, kwargs, _freed_in((list(args), kwargs)))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse what came past `__torch_function__`."""
-        freed = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FreedParameter)]
-        raise RuntimeError(_not_here(freed[0]))
+        raise RuntimeError(_not_here(_freed_in((list(args), kwargs))[0]))
+
+
+def _freed_in(values: Any) -> list[FreedParameter]:
+    return [one for one in tree_leaves(values) if isinstance(one, FreedParameter)]
 
 
 def _name_of(function: Any) -> str:
@@ -149,7 +152,8 @@ def _refuse(name: str, one: FreedParameter) -> None:
         raise RuntimeError(f"{one.label} is not here, {text}")
 
 
-_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS.split(" ")}
 
 
 def _use(function: Callable[..., Any], args: Any, kwargs: Any, freed: list[FreedParameter]) -> Any:

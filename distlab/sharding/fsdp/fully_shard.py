@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -45,6 +44,11 @@ class FullyShard(nn.Module):
     The optimizer works on flat shards: element-wise ones only (SGD, Adam, AdamW, ...). A parameter that a unit's
     backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks must run the
     same units in the same order.
+
+    Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
+    unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
+    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled (torch.compile), without
+    fullgraph=True around a unit: gathers are no part of a graph.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -205,8 +209,8 @@ class FullyShard(nn.Module):
             changed = fn(one)
             if (changed.dtype, changed.device) != (one.dtype, one.device):
                 raise RuntimeError(
-                    f"{name} would become {changed.dtype} on {changed.device}, from {one.dtype} on {one.device}; move and "
-                    "convert the module before FullyShard is built"
+                    f"{name} would become {changed.dtype} on {changed.device}, from {one.dtype} on {one.device}; move "
+                    "and convert the module before FullyShard is built"
                 )
         return self
 
@@ -274,4 +278,3 @@ class FullyShard(nn.Module):
         for one in self._watched:
             for hook in one.hooks:
                 hook.remove()
-

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.freed import FreedParameter
+from distlab.sharding.fsdp.inputs import cast_inputs, kept_in, watch_inputs
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
-from distlab.sharding.fsdp.structures import EMPTY, find, replace
+from distlab.sharding.fsdp.structures import find, replace
 
 if TYPE_CHECKING:
     from distlab.sharding.fsdp.fully_shard import FullyShard
@@ -85,10 +86,11 @@ class ForwardCall:
 
 
 class Running(NamedTuple):
-    """A call that runs, and the whole parameters that it uses."""
+    """A call that runs, the whole parameters that it uses, and how often they had been changed when it began."""
 
     call: ForwardCall
     views: Views
+    versions: list[int]
 
 
 class WatchedModule(SubmoduleUnits):
@@ -165,7 +167,8 @@ class WatchedModule(SubmoduleUnits):
         for one in ahead:
             one.start_gather()
         call = ForwardCall(self, running[-1] if running else None)
-        return Running(call, [unit.views(call.on_gradients) for unit in self.units])
+        views = [unit.views(call.on_gradients) for unit in self.units]
+        return Running(call, views, [tensors[0]._version for tensors in views])
 
     def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
         """Return the output, after which backward gathers the units.
@@ -175,6 +178,11 @@ class WatchedModule(SubmoduleUnits):
             output: what it returns; parts of parameters in it become copies, as their memory is freed.
             left: tensors that it left in containers among its inputs.
         """
+        if running.versions != [tensors[0]._version for tensors in running.views]:
+            raise RuntimeError(
+                f"unit {self.name or 'root'!r}: its forward changed a parameter in place (an Embedding with "
+                "max_norm does). The change would be lost when the unit is freed; compute with a changed copy instead"
+            )
         buffers = {unit.buffer.untyped_storage()._cdata for unit in self.units}
         found, is_hidden = find(output)
         if any(_memory_of(one) in buffers for one in found):
@@ -198,18 +206,32 @@ class WatchedModule(SubmoduleUnits):
             return None
         if self.name == "" and not self._calls and not runs_in_backward():
             model.start_pass()
+        self._refuse_others()
         running = self.begin_call()
         self._calls.append(running)
         model.running.append(running)
         self.show(running.views)
         if model.precision is not None and self.units:
-            dtype = self.units[0].compute_dtype
-            args, kwargs = replace((args, kwargs), lambda one: _cast(one, dtype))
+            args, kwargs = cast_inputs((args, kwargs), self.units[0].compute_dtype)
         if torch.is_grad_enabled():
             if any(not unit.shard.requires_grad for unit in self.units):
-                args, kwargs = _watch_inputs(running.call, args, kwargs)
-            self._before_call.append({id(one): one.grad_fn for one in _kept_in(args, kwargs)})
+                (args, kwargs), is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+                running.call.remaining |= {"inputs"} if is_watched else set()
+            self._before_call.append({id(one): one.grad_fn for one in kept_in(args, kwargs)})
         return args, kwargs
+
+    def _refuse_others(self) -> None:
+        """Refuse tensors that somebody put in the place of parameters: this unit would put its own there."""
+        if self._calls or self.open or self.stays:
+            return
+        for unit in self.units:
+            for place in unit.members.places:
+                if not isinstance(place.module._parameters.get(place.attribute), FreedParameter):
+                    raise RuntimeError(
+                        f"{unit.layout.names[place.tensor]} was replaced by another tensor (by functional_call?), and "
+                        "FullyShard computes with its own shards; give the tensor to forward, or leave its module to "
+                        "no unit: name others in units=[...]"
+                    )
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         model = self.model
@@ -220,7 +242,7 @@ class WatchedModule(SubmoduleUnits):
         left: list[Tensor] = []
         if torch.is_grad_enabled() and self._before_call:
             before = self._before_call.pop()
-            left = [one for one in _kept_in(args, kwargs) if before.get(id(one), before) is not one.grad_fn]
+            left = [one for one in kept_in(args, kwargs) if before.get(id(one), before) is not one.grad_fn]
         output = self.end_call(running, output, left)
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
             return output
@@ -229,38 +251,6 @@ class WatchedModule(SubmoduleUnits):
         if self.name == "" and not self._calls:
             model.end_pass()
         return output
-
-
-def _kept_in(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors in containers among the inputs: forward may put others there (a cache, a list of states)."""
-    holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, (Tensor, *EMPTY))]
-    return find(holders)[0] if holders else []
-
-
-def _watch_inputs(call: ForwardCall, args: Any, kwargs: Any) -> Any:
-    """Learn when backward has passed the inputs: frozen parameters are needed until then, and get no gradient."""
-    found = [one for one in find((args, kwargs))[0] if one.requires_grad]
-    reached: list[Tensor] = []
-    replace((args, kwargs), lambda one: reached.append(one) if isinstance(one, Tensor) else None)
-    if not found or len({*map(id, found)} - {*map(id, reached)}):  # not all can be watched: free after the step
-        return args, kwargs
-    call.remaining.add("inputs")
-    watched = dict(zip(map(id, found), _Inputs.apply(call, *found), strict=True))  # type: ignore[no-untyped-call]
-    return replace((args, kwargs), lambda one: watched.get(id(one), one))
-
-
-class _Inputs(torch.autograd.Function):
-    """Return the inputs unchanged, and say when backward has computed their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tuple(one.view_as(one) for one in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.on_inputs()
-        return None, *gradients
 
 
 def put(module: nn.Module, attribute: str, value: Any) -> None:
@@ -279,7 +269,3 @@ def _memory_of(one: Tensor) -> int | None:
     if isinstance(one, FreedParameter) or not torch._C._has_storage(one):
         return None
     return one.untyped_storage()._cdata
-
-
-def _cast(one: Any, dtype: torch.dtype) -> Any:
-    return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
