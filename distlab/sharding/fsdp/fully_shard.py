@@ -203,6 +203,17 @@ class FullyShard(nn.Module):
         """Yield the shards, which optimizers update; the parameters of the module are freed."""
         return self.shards.named_parameters(f"{prefix}.shards" if prefix else "shards")
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules; for a module around this one (torch.compile's) those with shards: these are its parameters."""
+        if memo is None:
+            yield from super().named_modules(None, prefix, remove_duplicate)
+        elif self not in memo:
+            memo.add(self)
+            yield prefix, self
+            yield f"{prefix}.shards" if prefix else "shards", self.shards
+
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShard:
         """Refuse .to(), .double(), ... where they would change anything: what units gather into stays as it is."""
         for name, one in (*self.named_parameters(), *self.named_buffers()):
