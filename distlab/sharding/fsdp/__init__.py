@@ -9,7 +9,10 @@ Read in this order:
 4. `wrapping`: which parameters belong to a unit.
 5. `fully_shard`: `FullyShard`, all of it for real models.
 
-For models of every kind: `structures` finds tensors in what forward returns, `freed` stands for parameters that are
-freed, `checks` says what is refused, `first_values` gives all ranks the same. `construct` builds a model that no rank
-could hold whole.
+What makes models of every kind work:
+
+6. `structures`: find tensors in what forward takes and returns. `inputs` casts and watches inputs.
+7. `freed`: what stands in a module for a freed parameter.
+8. `checks`: what is refused. `first_values`: all ranks begin with the same.
+9. `construct`: build a model that no rank could hold whole.
 """

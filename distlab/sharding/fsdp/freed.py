@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distlab.sharding.fsdp.flat_unit import Unit
-
-if TYPE_CHECKING:
-    from distlab.sharding.fsdp.hooks import WatchedModule
 
 _PROPERTIES = (
     "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
@@ -64,6 +61,18 @@ INSTEAD = {
 IN_FORWARD = ("detach", "is_leaf")  # these are harmless where the unit is gathered for them
 
 
+class Lender(Protocol):
+    """The submodule of a unit, which makes it whole for code that reads a parameter."""
+
+    model: Any
+
+    def begin_call(self, *, reads: bool = False) -> Any:
+        """Make the unit whole."""
+
+    def end_call(self, running: Any, output: Any) -> Any:
+        """Return the output, after which backward gathers the unit."""
+
+
 class FreedParameter(Tensor):
     """A parameter without memory; see above.
 
@@ -72,21 +81,21 @@ class FreedParameter(Tensor):
         place: the numbers of its unit there and of its tensor in the unit.
     """
 
-    watched: WatchedModule
+    watched: Lender
     place: tuple[int, int]
     label: str
 
     @staticmethod
-    def __new__(cls: type, unit: Unit, watched: WatchedModule, place: tuple[int, int]) -> FreedParameter:  # noqa: PYI034
+    def __new__(cls: type, unit: Unit, watched: Lender, place: tuple[int, int]) -> FreedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter."""
-        one: FreedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        one: FreedParameter = Tensor._make_wrapper_subclass(
             cls,
             unit.layout.shapes[place[1]],
             dtype=unit.compute_dtype,
             device=unit.options.device,
             requires_grad=unit.shard.requires_grad,
         )
-        one._is_param = True  # type: ignore[attr-defined]  # isinstance(one, nn.Parameter)
+        one._is_param = True  # isinstance(one, nn.Parameter)
         one.watched, one.place = watched, place
         one.label = f"{unit.layout.names[place[1]]} (unit {unit.name or 'root'!r})"
         return one
@@ -114,7 +123,7 @@ class FreedParameter(Tensor):
         return _use(function, args, kwargs, _freed_in((list(args), kwargs)))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse what came past `__torch_function__`."""
         raise RuntimeError(_not_here(_freed_in((list(args), kwargs))[0]))
 

@@ -206,7 +206,7 @@ class FullyShard(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules; for a module around this one (torch.compile's) those with shards: these are its parameters."""
+        """Yield all modules; to a module around this one, those whose parameters are its own: the shards."""
         if memo is None:
             yield from super().named_modules(None, prefix, remove_duplicate)
         elif self not in memo:

@@ -268,4 +268,4 @@ def runs_in_backward() -> bool:
 def _memory_of(one: Tensor) -> int | None:
     if isinstance(one, FreedParameter) or not torch._C._has_storage(one):
         return None
-    return one.untyped_storage()._cdata
+    return int(one.untyped_storage()._cdata)
