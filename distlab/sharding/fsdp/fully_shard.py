@@ -118,6 +118,7 @@ class FullyShard(nn.Module):
         self._watched = watched
         self.order = Order(list(watched), prefetch, group)
         self.running: list[Running] = []
+        self.finished: list[WatchedModule] = []
         self._has_buffers = False  # whether all buffers have values: looked at before the first pass
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
@@ -159,6 +160,7 @@ class FullyShard(nn.Module):
             check_buffers(self.module)
             self._has_buffers = True
         check_nothing_added(self.module)
+        self.free_finished(root=True)
         self.order.start_pass()
 
     def end_pass(self) -> None:
@@ -192,8 +194,16 @@ class FullyShard(nn.Module):
         self._last = None
         self.step += 1
 
+    def free_finished(self, *, root: bool = False) -> None:
+        """Free units whose gradients exist, once another begins: backward has passed their inputs. The root stays."""
+        for one in self.finished:
+            if one.open == 0 and (one.name or root):
+                one.free()
+        self.finished = [one for one in self.finished if not one.name and not root]
+
     def _free_all(self) -> None:
         self.running.clear()
+        self.finished.clear()
         for one in self._watched:
             one.abandon()
 

@@ -60,6 +60,7 @@ class ForwardCall:
             self.outer.call.begin_backward(self.outer.views)
         self.remaining = {unit for unit in watched.units if unit.shard.requires_grad} | (self.remaining & {"inputs"})
         watched.open += 1
+        watched.model.free_finished()
         watched.finish_gather()
         watched.show(views)
         for one in Order.before(self.ended, self.place, watched.model.order.prefetch):
@@ -75,14 +76,14 @@ class ForwardCall:
         self._done("inputs")
 
     def _done(self, what: object) -> None:
-        """Note that a part of backward is done; free the unit after the last part of the last call."""
+        """Note that a part of backward is done; after the last part of the last call the unit may be freed."""
         self.remaining.discard(what)
         if self.running and not self.remaining:
             self.running = False
             self.watched.open -= 1
             if self.watched.open == 0:
                 self.watched.hide()
-                self.watched.free()
+                self.watched.model.finished.append(self.watched)
 
 
 class Running(NamedTuple):
@@ -168,7 +169,7 @@ class WatchedModule(SubmoduleUnits):
             one.start_gather()
         call = ForwardCall(self, running[-1] if running else None)
         views = [unit.views(call.on_gradients) for unit in self.units]
-        return Running(call, views, [tensors[0]._version for tensors in views])
+        return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
 
     def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
         """Return the output, after which backward gathers the units.
@@ -178,7 +179,7 @@ class WatchedModule(SubmoduleUnits):
             output: what it returns; parts of parameters in it become copies, as their memory is freed.
             left: tensors that it left in containers among its inputs.
         """
-        if running.versions != [tensors[0]._version for tensors in running.views]:
+        if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
             raise RuntimeError(
                 f"unit {self.name or 'root'!r}: its forward changed a parameter in place (an Embedding with "
                 "max_norm does). The change would be lost when the unit is freed; compute with a changed copy instead"
@@ -194,8 +195,10 @@ class WatchedModule(SubmoduleUnits):
                     "memory is freed now; return a copy: parameter.clone()"
                 )
         if torch.is_grad_enabled():
-            for one in (*found, *left):
-                if not isinstance(one, FreedParameter) and one.requires_grad and not one.is_leaf:
+            made = [one for one in (*found, *left) if not isinstance(one, FreedParameter)]
+            bases = [one._base for one in made if one._base is not None]  # where a change of a view in place leads
+            for one in (*made, *bases):
+                if one.requires_grad and not one.is_leaf:
                     one.register_hook(lambda _: running.call.begin_backward(running.views))
             self.stays |= is_hidden
         return output
@@ -215,7 +218,7 @@ class WatchedModule(SubmoduleUnits):
             args, kwargs = cast_inputs((args, kwargs), self.units[0].compute_dtype)
         if torch.is_grad_enabled():
             if any(not unit.shard.requires_grad for unit in self.units):
-                (args, kwargs), is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+                is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
                 running.call.remaining |= {"inputs"} if is_watched else set()
             self._before_call.append({id(one): one.grad_fn for one in kept_in(args, kwargs)})
         return args, kwargs

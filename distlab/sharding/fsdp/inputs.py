@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
+from distlab.sharding.fsdp.freed import FreedParameter
 from distlab.sharding.fsdp.structures import EMPTY, find, replace
 
 
@@ -22,31 +24,18 @@ def kept_in(args: Any, kwargs: Any) -> list[Tensor]:
     return find(holders)[0] if holders else []
 
 
-def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> tuple[Any, bool]:
-    """Call a function when backward has computed the gradients of all inputs.
+def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool:
+    """Call a function once backward has computed the gradients of all inputs; return False where none wants one.
 
-    Returns:
-        The inputs to compute with, and whether the function will be called: not where none wants a gradient, or where
-        one lies in an object that must stay the caller's own.
+    Hooks on the tensors themselves: a copy could not be changed in place, as many models do with their inputs.
     """
-    found = [one for one in find(inputs)[0] if one.requires_grad]
-    reached: list[Any] = []
-    replace(inputs, reached.append)
-    if not found or {*map(id, found)} - {*map(id, reached)}:
-        return inputs, False
-    watched = dict(zip(map(id, found), _Inputs.apply(on_passed, *found), strict=True))  # type: ignore[no-untyped-call]
-    return replace(inputs, lambda one: watched.get(id(one), one)), True
+    found = [one for one in find(inputs)[0] if one.requires_grad and not isinstance(one, FreedParameter)]
+    if not found:
+        return False
 
+    def passed(gradients: Any) -> None:
+        handle.remove()  # an input may be a leaf, which lives on and would keep the hooks of all steps
+        on_passed()
 
-class _Inputs(torch.autograd.Function):
-    """Return the inputs unchanged, and say when backward has computed their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, on_passed: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.on_passed = on_passed
-        return tuple(one.view_as(one) for one in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.on_passed()
-        return None, *gradients
+    handle = register_multi_grad_hook(found, passed)
+    return True
