@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from any_models import VOCABULARY, WIDTH, series, tokens
+from language_models import VOCABULARY, WIDTH, series, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +40,7 @@ class GradientPenalty(Odd):
 
 
 class InPlace(Odd):
-    """Changes inputs in place, also views of what the block before made; one block is frozen, one parameter detached."""
+    """Changes inputs in place, also views; one block is frozen, one parameter is detached."""
 
     def __init__(self):
         super().__init__(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 from distlab.rng import generator
@@ -84,6 +85,7 @@ WAYS = [blocks_before, in_place_before, in_place_after, whole_outside, whole_ins
 def train(wrap=None, backend="aot_eager"):
     torch.manual_seed(0)
     torch.compiler.reset()
+    counters.clear()
     module = Net().double()
     model = module if wrap is None else wrap(module, backend)
     rank, world_size = (0, 1) if wrap is None else (dist.get_rank(), dist.get_world_size())
@@ -103,6 +105,7 @@ def train(wrap=None, backend="aot_eager"):
             parameters = [p.detach().clone() for p in whole.parameters()]
     else:
         parameters = [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in model.parameters()]
+    assert wrap is None or counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     return [output.detach(), *parameters]
 
 

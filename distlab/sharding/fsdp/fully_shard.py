@@ -42,8 +42,8 @@ class FullyShard(nn.Module):
         optimizer.step()
 
     The optimizer works on flat shards: element-wise ones only (SGD, Adam, AdamW, ...). A parameter that a unit's
-    backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks must run the
-    same units in the same order.
+    backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks run the same
+    units in the same order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
@@ -70,8 +70,8 @@ class FullyShard(nn.Module):
 
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
         reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation. Each forward
-        sends 40 (n-1) bytes more: all ranks must run the same units.
-        With r replicas and a ring: 2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
+        sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring: 2 (r-1)/r of a shard
+        more. Memory: shards, and 1 + prefetch whole units.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -114,12 +114,11 @@ class FullyShard(nn.Module):
         self.step = 0
         self.is_summoned = False
         self.units: list[Unit] = []
-        watched = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
-        self._watched = watched
-        self.order = Order(list(watched), prefetch, group)
+        self._watched = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
+        self.order = Order(list(self._watched), prefetch, group)
         self.running: list[Running] = []
         self.finished: list[WatchedModule] = []
-        self._has_buffers = False  # whether all buffers have values: looked at before the first pass
+        self._has_buffers = False  # whether all have values is looked at before the first pass
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         for unit in self.units:
