@@ -224,7 +224,7 @@ class WatchedModule(SubmoduleUnits):
         return args, kwargs
 
     def _refuse_others(self) -> None:
-        """Refuse tensors that somebody put in the place of parameters: this unit would put its own there."""
+        """Refuse another tensor in the place of a parameter: this unit would put its own there."""
         if self._calls or self.open or self.stays:
             return
         for unit in self.units:
