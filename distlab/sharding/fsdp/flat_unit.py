@@ -141,9 +141,9 @@ class Unit:
         return self._make_views()
 
     def _make_views(self) -> tuple[Tensor, ...]:
-        # Of an alias with a version of its own: autograd must not take a gather for a change of the parameters.
-        parts = self._full.detach().data.split(self._parts)[:-1]
-        return tuple([part.view(shape) for part, shape in zip(parts, self.layout.shapes, strict=True)])
+        # `data`: autograd must not take a gather for a change of the parameters, nor a change of one for one of all.
+        parts = self._full.split(self._parts)[:-1]
+        return tuple([part.view(shape).data for part, shape in zip(parts, self.layout.shapes, strict=True)])
 
     @property
     def buffer(self) -> Tensor:
