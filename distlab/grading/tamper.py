@@ -32,6 +32,7 @@ _LOOKS = {
 }
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
 _FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
+_MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
 _WALKERS = ("walk_tb", "walk_stack")
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -50,9 +51,10 @@ class Untouched:
         from distlab.grading import traffic, values
 
         places = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module, torch.autograd, dist, c10d)
-        places += (dist.Work, dist.ProcessGroup, builtins, math, time, values, traffic, torch.nn.Parameter)
+        places += (dist.Work, dist.ProcessGroup, math, time, values, traffic, torch.nn.Parameter)
         places += (file.RecordWriter, intercept.FrontEnd, recorder.Recorder)
         self._places = [_Place(place) for place in places]
+        self._builtins = dict(vars(builtins))
 
     def check(self) -> None:
         """Put back what was replaced.
@@ -60,7 +62,12 @@ class Untouched:
         Raises:
             Refused: something was replaced.
         """
-        replaced = [name for place in self._places for name in place.restore()]
+        replaced, now = [], builtins.__dict__
+        for name, value in self._builtins.items():  # first, and with none of them: all() may be replaced too
+            if now.get(name) is not value:
+                now[name] = value
+                replaced += [f"builtins.{name}"]
+        replaced += [name for place in self._places for name in place.restore()]
         if replaced:
             raise Refused(
                 "replaced",
@@ -74,7 +81,7 @@ class _Place:
 
     def __init__(self, place: Any) -> None:
         self.place = place
-        found = {name: value for name, value in vars(place).items() if _acts(value)}
+        found = {name: value for name, value in vars(place).items() if _acts(value) and name not in _MOVES}
         self.names, self.values = tuple(found), tuple(found.values())
         self._get = itemgetter(*self.names)
         self._size = len(vars(place))
@@ -99,7 +106,7 @@ class _Place:
 
 
 def _acts(value: Any) -> bool:
-    return callable(value) or isinstance(value, property)
+    return callable(value) or issubclass(type(value), property)  # an instance's __class__ may warn or lie
 
 
 class Fence:

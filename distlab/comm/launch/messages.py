@@ -105,16 +105,18 @@ class Reply:
         result: the result, pickled.
         failure: what went wrong instead.
         left_group: whether the rank has left the process group in which it started.
+        made_calls: whether it has made a call to torch.distributed that was recorded.
     """
 
     result: Body | None = None
     failure: Failure | None = None
     left_group: bool = False
+    made_calls: bool = True
 
     def to_bytes(self) -> bytes:
         """Write for `from_bytes`, as plain data: nothing of the rank's own runs in the launcher."""
         body = None if self.result is None else (self.result.inline, self.result.path is not None)
-        return pack((body, None if self.failure is None else tuple(self.failure), self.left_group))
+        return pack((body, None if self.failure is None else tuple(self.failure), self.left_group, self.made_calls))
 
     @classmethod
     def from_bytes(cls, data: bytes, rank: int, path: Path) -> Reply:
@@ -124,12 +126,13 @@ class Reply:
             ValueError: it is no reply.
         """
         try:
-            body, failure, left_group = unpack(data)
+            body, failure, *told = unpack(data)
+            left_group, made_calls = map(bool, told)
             if failure is not None:
                 _, summary, text, is_noise, time_ns = failure
-                return cls(None, Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns)), bool(left_group))
+                return cls(None, Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns)), left_group)
             inline, is_in_file = body
-            return cls(Body(bytes(inline), str(path) if is_in_file else None), None, bool(left_group))
+            return cls(Body(bytes(inline), str(path) if is_in_file else None), None, left_group, made_calls)
         except (TypeError, ValueError) as error:
             raise ValueError(f"rank {rank} sent something that is no reply ({error})") from None
 

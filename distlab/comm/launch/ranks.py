@@ -165,10 +165,8 @@ class Ranks:
             self._failed_records = None
             deadline = time.monotonic() + self.timeout_s
             if self._pool is None:
-                group_timeout_s = 2 * self.timeout_s + 30
-                self._pool = Pool(
-                    self.world_size, self.backend, group_timeout_s, self.record, self.echo, plain=self.plain
-                )
+                limit_s = 2 * self.timeout_s + 30
+                self._pool = Pool(self.world_size, self.backend, limit_s, self.record, self.echo, self.plain)
             this_round = _Round(self._pool, ranks, deadline, self)
             try:
                 self._pool.send(kind, data, ranks)
@@ -199,6 +197,7 @@ class _Round:
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
         self.left: set[int] = set()  # ranks that destroyed the process group
+        self.has_calls = False  # whether a rank that is back has made a call
         since_ns = time.monotonic_ns()
         self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=since_ns) if owner.record else None
 
@@ -220,7 +219,7 @@ class _Round:
             raise error_of(self.failures, self._stacks(), sorted(self.replies), self.pool.world_size, explanation)
         if self.waiting:
             raise timeout_of(self._stacks(), self.owner.timeout_s, self.pool.world_size, self._words())
-        if self.watchdog is not None and (mismatch := self.watchdog.mismatch()):
+        if self.watchdog is not None and self.has_calls and (mismatch := self.watchdog.mismatch()):
             raise RankError(mismatch)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
 
@@ -251,8 +250,9 @@ class _Round:
 
     def _take(self, timeout_s: float) -> None:
         for rank, reply in self.pool.poll(timeout_s):
-            if reply is not None and reply.left_group:
-                self.left.add(rank)
+            if reply is not None:
+                self.has_calls |= reply.made_calls
+                self.left |= {rank} if reply.left_group else set()
             if reply is None:
                 if rank in self.waiting or not any(failure.rank == rank for failure in self.failures):
                     self.failures.append(self.pool.failure_of_exit(rank))

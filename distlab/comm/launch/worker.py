@@ -194,7 +194,9 @@ class _Rank:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return Reply(failure=failure_of(error, rank, what))
         try:
-            return Reply(Body.of(data, result_path(self.settings.folder, rank)), left_group=self.has_left())
+            body = Body.of(data, result_path(self.settings.folder, rank))
+            made_calls = self.recorder is not None and self.recorder.has_calls
+            return Reply(body, left_group=self.has_left(), made_calls=made_calls)
         except OSError as error:
             what = f"could not write its result ({len(data)} bytes); make room there, or set TMPDIR to another folder: "
             return Reply(failure=failure_of(error, rank, what))

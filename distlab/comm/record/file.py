@@ -125,8 +125,7 @@ class Header(NamedTuple):
         start_ns: start of the job.
         aside: whether a thread that need not block the rank made a call.
         counted: number of the first row that is not in the totals.
-        groups_begun: how many groups of all ranks the job has begun to make (dist.new_group).
-        groups_made: how many of them it has made.
+        groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
     """
 
     slots: int
@@ -220,11 +219,15 @@ class RecordWriter:
             struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
         self.end(n, FAILED)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a row was written since the last reset."""
+        return self._newest >= self._first
+
     def making_group(self, *, is_made: bool) -> None:
         """Note that the rank begins to make a group, or that it has made it."""
-        with self._lock:
-            self._groups[is_made] += 1
-            _TIMES.pack_into(self._map, _GROUPS_AT, *self._groups)
+        self._groups[is_made] += 1
+        _TIMES.pack_into(self._map, _GROUPS_AT, *self._groups)
 
     def wait(self, n: int, state: int) -> None:
         """Note that the rank waits for call n from now on."""

@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from distlab.comm.record.call_site import SiteFinder, is_internal
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
+
+
+_REDUCTIONS = {  # torch's own members by identity: to ask one of them for its name takes microseconds
+    id(getattr(dist.ReduceOp, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
 
 
 class Operation(NamedTuple):
@@ -124,11 +131,12 @@ def reduction_of(frame: FrameType | None) -> str:
 
     The operator gets it as an object of C++ that does not tell. C++ code that calls by itself (DDP) adds.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        for name in ("op", "reduceOp"):
-            given = frame.f_locals.get(name) if name in frame.f_code.co_varnames else None
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_TORCH):
+        if file.startswith(_DISTRIBUTED):
+            named = frame.f_locals
+            given = named.get("op", named.get("reduceOp"))
             if given is not None:
-                return str(getattr(given, "name", given)).rpartition(".")[2].lower()
+                return _REDUCTIONS.get(id(given)) or str(getattr(given, "name", given)).rpartition(".")[2].lower()
         frame = frame.f_back
     return "sum"
 

@@ -59,6 +59,11 @@ class Recorder:
         self._known.clear()
         self._writer.reset()
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the job has made a call."""
+        return self._writer.has_rows
+
     def close(self) -> None:
         """Stop, and close the files; they stay readable."""
         self.stop()
