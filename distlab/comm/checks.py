@@ -8,8 +8,9 @@ import operator
 import os
 import resource
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, SupportsIndex
+from typing import SupportsIndex
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 MAX_RANKS = 1024
@@ -87,7 +88,7 @@ def working_directory() -> str:
         ) from None
 
 
-def open_file(path: str | Path) -> BinaryIO:
+def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading; a pipe in its place would let its reader wait without end.
 
     Raises:

@@ -144,7 +144,7 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
             flat.numpy().tobytes(),
             "meta" if dense.is_meta else "cpu",
             str(plain.layout).removeprefix("torch."),
-            bool(torch.Tensor.requires_grad.__get__(tensor)),
+            bool(tensor.requires_grad),
             type(tensor) is torch.nn.Parameter,
         )
 
@@ -243,7 +243,7 @@ def _record(module: str, qualname: str, fields: tuple[tuple[str, Any], ...]) -> 
     """Build a NamedTuple or a dataclass from its fields; no method of it runs."""
     kind = _class_of(module, qualname)
     if issubclass(kind, tuple):
-        if tuple(name for name, _ in fields) != kind._fields:  # type: ignore[attr-defined]
+        if tuple(name for name, _ in fields) != kind._fields:
             raise ValueError(f"{qualname} has other fields")
         return tuple.__new__(kind, [value for _, value in fields])
     declared = {field.name for field in dataclasses.fields(kind)}

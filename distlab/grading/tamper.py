@@ -50,7 +50,8 @@ class Untouched:
         from distlab.comm.record import file, intercept, recorder
         from distlab.grading import traffic, values
 
-        places = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module, torch.autograd, dist, c10d)
+        places: tuple[Any, ...] = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module)
+        places += (torch.autograd, dist, c10d)
         places += (dist.Work, dist.ProcessGroup, math, time, values, traffic, torch.nn.Parameter)
         places += (file.RecordWriter, intercept.FrontEnd, recorder.Recorder)
         self._places = [_Place(place) for place in places]

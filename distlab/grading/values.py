@@ -257,9 +257,10 @@ def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
 
 def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
     """Say so where the result is right to the digits of a coarser dtype than its own, and only to these; else ""."""
-    scale = float(want.abs().max())
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        if got.dtype.is_floating_point and torch.finfo(got.dtype).eps < torch.finfo(dtype).eps:
+    if not got.dtype.is_floating_point or not math.isfinite(scale := float(want.abs().max())):
+        return ""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if torch.finfo(got.dtype).eps < torch.finfo(dtype).eps:
             only_these = torch.equal(got.to(dtype).to(got.dtype), got)
             limit = 4 if only_these else 16  # roundings of the largest value
             if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
