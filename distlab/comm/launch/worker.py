@@ -154,7 +154,7 @@ class _Rank:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.recorder: Recorder | None = None
-        self.world: dist.ProcessGroup | None = None
+        self.world_id: int | None = None  # not the group itself: a reference would keep its connections open
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
 
     def join(self) -> None:
@@ -171,7 +171,7 @@ class _Rank:
             world_size=settings.world_size,
             timeout=datetime.timedelta(seconds=settings.group_timeout_s),
         )
-        self.world = dist.group.WORLD
+        self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)
             self.recorder.start()
@@ -203,7 +203,7 @@ class _Rank:
 
     def has_left(self) -> bool:
         """Return whether the job destroyed or replaced the process group."""
-        return self.world is not None and dist.group.WORLD is not self.world
+        return self.world_id is not None and id(dist.group.WORLD) != self.world_id
 
     def call(self, data: bytes) -> object:
         """Call the pickled function."""
