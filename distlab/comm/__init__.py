@@ -2,8 +2,9 @@
 
 Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
 value on every rank; `together` raises one error on all ranks). `record` watches every call. `rendezvous` and `clocks`
-join ranks of several machines, `throttle` slows a link down, `checks` refuses wrong arguments, `single_tensor`
-hides a difference between versions of torch, and `command` writes a command so that it runs where its reader stands.
+join ranks of several machines, `throttle` slows a link down, `checks` refuses wrong arguments, `plain` reads what a
+process sends that is not trusted, `single_tensor` hides a difference between versions of torch, and `command` writes a
+command so that it runs where its reader stands.
 Names load on first use, so that importing the package does not load torch.
 """
 
