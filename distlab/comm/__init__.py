@@ -1,9 +1,10 @@
 """Real ranks on this machine or under torchrun: start them, group them, watch what they send, explain how they fail.
 
 Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
-value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA.
-`record` watches every call. `rendezvous` and `clocks` join ranks of several machines, `throttle` slows a link down,
-`checks` refuses wrong arguments, `single_tensor` hides a difference between versions of torch, and `command` writes a
+value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA. `record`
+watches every call. `rendezvous` and `clocks` join ranks of several machines, `throttle` slows a link down, `checks`
+refuses wrong arguments, `plain` reads what a process sends that is not trusted, `single_tensor` hides a difference
+between versions of torch, and `command` writes a
 command so that it runs where its reader stands.
 Names load on first use, so that importing the package does not load torch.
 """

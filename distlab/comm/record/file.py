@@ -59,9 +59,9 @@ _KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
 # a magic text, then what Header holds
-HEADER = struct.Struct("<8sQQQQqQQ")
-MAGIC = b"distrec2"
-_COUNT_AT, _ASIDE_AT, _COUNTED_AT = HEADER.size - 32, HEADER.size - 16, HEADER.size - 8
+HEADER = struct.Struct("<8sQQQQqQQQQ")
+MAGIC = b"distrec3"
+_COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (6, 4, 3, 2))
 TOTALS_AT = 128
 TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
 ROWS_AT = 1024
@@ -125,6 +125,7 @@ class Header(NamedTuple):
         start_ns: start of the job.
         aside: whether a thread that need not block the rank made a call.
         counted: number of the first row that is not in the totals.
+        groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
     """
 
     slots: int
@@ -134,6 +135,8 @@ class Header(NamedTuple):
     start_ns: int
     aside: bool
     counted: int
+    groups_begun: int
+    groups_made: int
 
 
 class RecordWriter:
@@ -161,7 +164,8 @@ class RecordWriter:
             self._numbers: defaultdict[int, int] = defaultdict(int)
             self._map[TOTALS_AT:ROWS_AT] = bytes(ROWS_AT - TOTALS_AT)
             now = time.monotonic_ns()
-            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted)
+            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted, 0, 0)
+            self._groups = [0, 0]
             HEADER.pack_into(self._map, 0, MAGIC, *numbers)
 
     def text(self, text: str) -> int:
@@ -214,6 +218,16 @@ class RecordWriter:
             self._numbers[channel ^ op if op == RECV else channel] -= 1
             struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
         self.end(n, FAILED)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a row was written since the last reset."""
+        return self._newest >= self._first
+
+    def making_group(self, *, is_made: bool) -> None:
+        """Note that the rank begins to make a group, or that it has made it."""
+        self._groups[is_made] += 1
+        _TIMES.pack_into(self._map, _GROUPS_AT, *self._groups)
 
     def wait(self, n: int, state: int) -> None:
         """Note that the rank waits for call n from now on."""
