@@ -85,7 +85,21 @@ def clone(tensor: Tensor) -> Tensor:
 
     Shapes: [...] -> [...]
     """
-    return _like(tensor, lambda: tensor.detach().clone(), tensor.device)
+    return _like(tensor, lambda: _freed_too(tensor) if _is_freed(tensor) else tensor.detach().clone(), tensor.device)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory was given back (parameters of a sharded module); reading it would crash."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size()
+
+
+def _freed_too(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor.detach())
+    twin.untyped_storage().resize_(0)
+    return twin
 
 
 def _like(tensor: Tensor, make: Callable[[], Tensor], device: torch.device | str) -> Tensor:

@@ -87,8 +87,8 @@ def _of_sharding(plan: Plan, model: GPT) -> Iterator[str]:
     sharding = plan.sharding
     if sharding.stage == 3 and plan.pipeline > 1 and model.config.tied:
         yield (
-            f"sharding stage 3 with pipeline={plan.pipeline} and tied weights: the first and the last stage would shard "
-            "one parameter apart; use a model with tied=False, or stage 1 or 2"
+            f"sharding stage 3 with pipeline={plan.pipeline} and tied weights: the first and the last stage would "
+            "shard one parameter apart; use a model with tied=False, or stage 1 or 2"
         )
     if sharding.stage == 3 and plan.expert > 1:
         yield (

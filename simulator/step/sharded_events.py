@@ -170,9 +170,7 @@ class _UnitGraph:
             self._free(one, number, unit, scatter=last)
         self.bounds[action] = (self.bounds[action][0], one.computed[0])
 
-    def _pass(
-        self, action: int, number: int, layers: Sequence[int], before: list[int]
-    ) -> Iterator[tuple[int, bool]]:
+    def _pass(self, action: int, number: int, layers: Sequence[int], before: list[int]) -> Iterator[tuple[int, bool]]:
         """Add each layer's operation; yield the layer's unit, and whether it was its last layer in this pass."""
         stage, forward = self.stages[number], self.order.kind[action] == F
         one, units = self.ranks[stage.rank], stage.units
@@ -204,9 +202,7 @@ class _UnitGraph:
             if unit >= 0:
                 yield unit, ends[unit] == place
 
-    def _gather(
-        self, one: _Rank, number: int, units: Sequence[int], microbatch: int, before: Sequence[int]
-    ) -> None:
+    def _gather(self, one: _Rank, number: int, units: Sequence[int], microbatch: int, before: Sequence[int]) -> None:
         """Ask for what is not gathered yet; the wire serves requests in their order."""
         for index in units:
             if (number, index) in one.gathered:

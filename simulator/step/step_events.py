@@ -222,5 +222,7 @@ def _calls_of_earlier(
                 pair = (span.start_ns, span.end_ns)
                 calls[stage.rank].append(call_of("scatter", span.name, part, pair, microbatch))
             name = f"copies of {bucket.name.removeprefix(f'{bucket.kind} ')}"
-            copies[stage.rank] += [ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing]
+            copies[stage.rank] += [
+                ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing
+            ]
     return tuple(map(tuple, calls)), tuple(map(tuple, copies))
