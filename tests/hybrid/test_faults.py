@@ -201,6 +201,8 @@ INSIDE = {
     "t": (Plan(tensor=2), 1, "forward"),
     "t x p, before the first step": (STAGES, 0, "forward"),
     "t x p, backward": (STAGES, 1, "backward"),
+    "ZeRO-2 x p": (Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=2)), 1, "forward"),
+    "ZeRO-2 with micro-batches": (Plan(data=2, num_microbatches=2, sharding=Sharding(stage=2)), 1, "forward"),
 }
 
 
