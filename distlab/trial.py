@@ -81,7 +81,7 @@ def without_numbers(tensor: Tensor) -> Tensor:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor that is no part of any graph.
+    """Return a copy of a tensor, outside of any graph.
 
     Shapes: [...] -> [...]
     """

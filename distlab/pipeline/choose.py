@@ -1,7 +1,7 @@
 """Which layers of a module can let their weight gradients wait, and why the others cannot.
 
-A layer can wait where there is a rule for its exact type (`layers`), nothing else has replaced its forward, no compiled
-code holds it, and it shares no parameter with one that cannot.
+A layer can wait where there is a rule for its exact type (`layers`). Its forward must be its own, outside of compiled
+code. And it must not share a parameter with a layer that cannot wait.
 """
 
 from __future__ import annotations

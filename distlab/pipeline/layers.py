@@ -199,7 +199,7 @@ def place_of(layer: nn.Module) -> str:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[..., H] -> [N, H], also for [H], and where there are no elements."""
+    """[..., H] -> [N, H], also for [H], and for tensors without elements."""
     return tensor[None].flatten(0, -2)
 
 

@@ -1,9 +1,10 @@
 """Before anything runs: does the output of each stage fit the next one? All ranks learn all layouts, or one error.
 
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
-module, no numbers are computed and no memory is needed. A module that cannot run there (it reads a tensor's values, or
-makes tensors on a fixed device) is tried with zeros, which costs one forward pass and, for that time, a second copy of
-the stage's tensors. What runs is a copy (`distlab.trial`): the module stays as it was, whatever its forward does.
+module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
+make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
+copy of the stage's tensors. What runs is a copy (`distlab.trial`): the module stays as it was, whatever its forward
+does.
 """
 
 from __future__ import annotations
