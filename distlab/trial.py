@@ -171,6 +171,8 @@ class Copier:
         return twin
 
     def _module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors lie in C++
+            return copy.deepcopy(module)
         inner = module._modules.get("_orig_mod")
         if type(module).__name__ == "OptimizedModule" and inner is not None:  # torch.compile(module)
             return self.copy(inner)

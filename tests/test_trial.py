@@ -292,6 +292,15 @@ def test_what_is_one_object_stays_one_and_what_cannot_be_copied_is_shared():
     assert copied["same"][1].shape == (3, 1)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace], ids=["script", "fx"])
+def test_modules_that_were_made_by_a_compiler_stay_as_they_were(make):
+    module = make(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert call_a_copy(module, (torch.ones(3, 4),), CPU).shape == (3, 4)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_the_copy_is_gone_after_the_trial():
     module = TwoNames()
     call_a_copy(module, (torch.zeros(3, 4),), CPU)
