@@ -8,7 +8,8 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 SMALL = 65_536  # elements of a buffer that is kept whether it was written or not
 
@@ -36,25 +37,32 @@ class EarlierBuffers:
         self._before = [
             one
             for one in self._before
-            if one[0]._buffers.get(one[1]) is not one[2] or one[2]._version != one[4] or one[2].numel() <= SMALL
+            if _is_replaced(*one[:3]) or one[2]._version != one[4] or one[2].numel() <= SMALL
         ]
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Give the modules the buffers that the first run began with; put today's back afterwards."""
-        today = {id(module): (module, dict(module._buffers)) for module, *_ in self._before}
+        today = {id(module): (module, dict(module._buffers.items())) for module, *_ in self._before}
         values = [(buffer, buffer.detach().clone()) for _, _, buffer, _, _ in self._before]
         try:
             for module, name, buffer, before, _ in self._before:
                 buffer.data.copy_(before)  # .data: autograd need not hear of a change that is undone
-                module._buffers[name] = buffer
+                if _is_replaced(module, name, buffer):
+                    module._buffers[name] = buffer
             yield
         finally:
             for buffer, value in values:
                 buffer.data.copy_(value)
             for module, buffers in today.values():
-                module._buffers.clear()
-                module._buffers.update(buffers)
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module._buffers.clear()
+                    module._buffers.update(buffers)
+
+
+def _is_replaced(module: nn.Module, name: str, buffer: Tensor) -> bool:
+    """Return whether a module has another tensor under this name now; scripted modules keep theirs."""
+    return not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer
 
 
 def modules_of(function: Any) -> list[nn.Module]:
