@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -66,3 +68,13 @@ def restore_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         device.set_random_state(state["cuda"])
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Leave all generators as they were, whatever is drawn in this block."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

@@ -34,7 +34,7 @@ def count(plan, **options):
         for p in m.experts.parameters()
     ]  # fmt: skip
     sizes = sum(p.numel() for p in own), sum(p.numel() for p in experts)
-    units = hybrid._averaging.model.units if plan.sharding.stage == 3 else ()
+    units = hybrid._averaging.models[0].units if plan.sharding.stage == 3 else ()
     gathered = sum(unit.layout.padded_size for unit in units)
     scattered = sum(unit.layout.padded_size for unit in units if unit.shard.requires_grad)
     sizes += gathered, scattered
