@@ -2,10 +2,9 @@
 
 Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
 value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA. `record`
-watches every call. `rendezvous` and `clocks` join ranks of several machines, `throttle` slows a link down, `checks`
-refuses wrong arguments, `plain` reads what a process sends that is not trusted, `single_tensor` hides a difference
-between versions of torch, and `command` writes a
-command so that it runs where its reader stands.
+watches every call. `rendezvous` and `clocks` join ranks of several machines, `checks` refuses wrong arguments, `plain`
+reads what a process sends that is not trusted, `single_tensor` hides a difference between versions of torch, and
+`command` writes a command so that it runs where its reader stands.
 Names load on first use, so that importing the package does not load torch.
 """
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from distlab.comm.launch.ranks import Ranks
     from distlab.comm.record.read import Records, read_records
     from distlab.comm.record.recorder import Recorder, recorded
-    from distlab.comm.throttle import throttled
+    from distlab.comm.record.throttle import throttled
 
 _HOMES = {
     "run": "launch.launch",
@@ -40,7 +39,7 @@ _HOMES = {
     "recorded": "record.recorder",
     "Records": "record.read",
     "read_records": "record.read",
-    "throttled": "throttle",
+    "throttled": "record.throttle",
 }
 __all__ = [
     "RankError",

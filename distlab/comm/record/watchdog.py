@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header, RecordReader
+from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header
+from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import Ledger, explain, ledger_of
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 

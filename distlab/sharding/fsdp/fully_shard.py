@@ -111,25 +111,22 @@ class FullyShard(nn.Module):
         found = assign(module, names, automatic=units is None)
         self.module = module
         self.group, self.replicas, self.precision = group, replicas, precision
-        device = named[0][1].device
-        device = group_device(group) if device.type == "meta" else device
+        device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
         copies = CopyStream(device), CopyStream(device)
         self._options = Options(group, replicas, device, precision, offload, spans, *copies)
         self.step = 0
         self.is_summoned = False
         self.units: list[Unit] = []
-        self._watched = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
+        self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
         self.order = Order(list(self._watched), prefetch, group)
         self.running: list[Running] = []
         self.finished: list[WatchedModule] = []
         self._has_buffers = False  # whether all have values is looked at before the first pass
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
-        for unit in self.units:
-            unit.reshard_after_forward = reshard_after_forward
         broadcast_buffers(module, group, replicas)
 
-    def _wrap(self, module: nn.Module, name: str, found: dict[tuple[str, bool], Members]) -> WatchedModule:
+    def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
         units = []
         for frozen in (False, True):
@@ -137,11 +134,12 @@ class FullyShard(nn.Module):
             if members is None:
                 continue
             unit = Unit(len(self.units), f"{name} (frozen)".strip() if frozen else name, members, self._options)
+            unit.reshard_after_forward = frees
             fill_from_first(unit, members.parameters)
             members.parameters.clear()
             units.append(unit)
             self.units.append(unit)
-        return WatchedModule(name, module, units, self)
+        return WatchedModule(name, model.get_submodule(name), units, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. An error in it leaves nothing gathered."""
@@ -190,12 +188,9 @@ class FullyShard(nn.Module):
     def synchronize(self) -> None:
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self._free_all()
-        for unit in self.units:
-            unit.finish_scatter()
-        for unit in self.units:
-            unit.finish_replica_sum()
-        for unit in self.units:
-            unit.finish_host_copy()
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy):
+            for unit in self.units:
+                finish(unit)
         self._last = None
         self.step += 1
 
@@ -281,10 +276,9 @@ class FullyShard(nn.Module):
             write: keep what the block writes to the parameters; the same on every rank.
         """
         self._free_all()
-        for unit in self.units:
-            unit.start_gather()
-        for unit in self.units:
-            unit.finish_gather()
+        for gather in (Unit.start_gather, Unit.finish_gather):
+            for unit in self.units:
+                gather(unit)
         self.is_summoned = True
         whole = {unit: [nn.Parameter(view, requires_grad=False) for view in unit.views()] for unit in self.units}
         for one in self._watched:
