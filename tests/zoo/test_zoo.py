@@ -9,6 +9,7 @@ from zoo_techniques import OURS, one_process, outcomes
 from distlab.comm import run
 
 REFUSED = {
+    ("FullyShard", "BERT"): r"and says so: rank \d: pooler.weight, pooler.bias got no gradient",
     ("FullyShard", "complex parameters"): "view_as_real",
     ("FullyShard", "parameter in a plain list"): "nn.ParameterList",
 }

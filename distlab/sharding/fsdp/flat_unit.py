@@ -12,6 +12,7 @@ backward is called when the gradients of all views exist: the unit is done, and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Unit:
         self._sum_call: OpenCall | None = None
         self._host_gradient = HostGradient(options.to_host)
         self._whole_gradient: Tensor | None = None
+        self._has_warned = False
         self._scatter: DirectScatter | None = None
         self._replica_sum: tuple[Tensor, dist.Work] | None = None
 
@@ -161,6 +163,15 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
+        left_out = [name for name, one in zip(self.layout.names, gradients, strict=True) if one is None]
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
+                "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum still move "
+                "what one process would leave alone; freeze what is not used with requires_grad_(False)",
+                stacklevel=2,
+            )
         rows = [
             torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
             for one, size in zip(gradients, self.layout.sizes, strict=True)

@@ -46,14 +46,22 @@ class Members:
     places: list[Place] = field(default_factory=list)
 
 
-def automatic_units(module: nn.Module, prefix: str = "") -> list[str]:
-    """Return the items of every ModuleList and Sequential, outermost first, that own a parameter."""
+def automatic_units(module: nn.Module) -> list[str]:
+    """Return the items of every ModuleList and Sequential, outermost first, that own a parameter.
+
+    What stands in the model under several names counts under the first one.
+    """
+    names = {path for path, _ in module.named_modules()}
+    return [path for path in _items(module, "") if path in names]
+
+
+def _items(module: nn.Module, prefix: str) -> list[str]:
     found = []
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if not is_list:
-            found += automatic_units(child, f"{path}.")
+            found += _items(child, f"{path}.")
         elif next(child.parameters(), None) is not None:
             found.append(path)
     return found
