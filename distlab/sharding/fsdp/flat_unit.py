@@ -168,7 +168,7 @@ class Unit:
             self._has_warned = True
             warnings.warn(
                 f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
-                "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum still move "
+                "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum move "
                 "what one process would leave alone; freeze what is not used with requires_grad_(False)",
                 stacklevel=2,
             )
