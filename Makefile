@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench gpu soak format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu soak zoo test-zoo format clean
 
 setup: $(VENV)/ready
 
@@ -61,6 +61,15 @@ lessons: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(wildcard lessons/*/lesson.ipynb))
+
+# Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
+zoo: setup
+	PYTHONPATH=tests/zoo $(BIN)/python -W ignore -m zoo_table
+
+# The same with real models of transformers, in an environment of its own; nothing is downloaded but packages.
+test-zoo:
+	$(MAKE) setup VENV=.venv-zoo EXTRAS=test,zoo
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest tests/zoo/test_real.py
 
 tour: setup
 	$(BIN)/distlab tour

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from distlab.grading import Exercise, Lesson, Report, load_lesson
@@ -36,9 +37,10 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     impl = str(working_copy(lesson.folder.name)) if arguments.impl in (None, MINE) else arguments.impl
     functions, notes = isolated_submission(impl, lesson)
-    if not arguments.json:
-        print("\n".join([f"Lesson {lesson.number}, {lesson.title}: answers of {impl}", *notes]), flush=True)
     path = Path(impl).expanduser()
+    if not arguments.json:
+        whose = f"Lesson {lesson.number}, {lesson.title}: answers of {impl}{_saved(path)}"
+        print("\n".join([whose, *notes]), flush=True)
     start = path.resolve().parent if path.is_file() else Path.cwd()  # its folder keeps the progress
     reports: list[Report] = []
     told: list[str] = []
@@ -55,6 +57,13 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join([f"\n{passed} of {len(reports)} exercises right.", *filter(None, dict.fromkeys(told))]))
     return 0 if passed == len(reports) else 1
+
+
+def _saved(path: Path) -> str:
+    """Say when a notebook was saved: what stands in the browser since then is not checked."""
+    if path.suffix != ".ipynb" or not path.is_file():
+        return ""
+    return f", saved at {datetime.fromtimestamp(path.stat().st_mtime):%H:%M:%S} (save again to check what you see now)"
 
 
 def _chosen(lesson: Lesson, name: str, exercise: str | None) -> tuple[Exercise, ...]:

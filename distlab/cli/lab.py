@@ -100,13 +100,29 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
     num_ranks = values.pop("ranks") or default_num_ranks()
     try:
         if values["impl"] == MINE:
-            values["impl"] = os.path.relpath(working_copy(script.parent.name))
+            copy = working_copy(script.parent.name)
+            values["impl"] = os.path.relpath(copy)
+            _tell_unpassed(number, copy.parent)
         settings = kind(**values)
         _check(settings)
         settings.check_ranks(num_ranks)
     except ValueError as error:
         parser.error(str(error))
     return num_ranks, settings
+
+
+def _tell_unpassed(number: str, folder: Path) -> None:
+    """Say which answers have not passed their checks: a lab that runs a wrong one prints wrong figures."""
+    from distlab.grading import load_lesson
+    from distlab.grading.progress import load_progress
+
+    progress = load_progress(folder)
+    unpassed = [
+        one.name for one in load_lesson(number).exercises if not (one.name in progress and progress[one.name].passed)
+    ]
+    if unpassed:
+        text = f"not passed yet: {', '.join(unpassed)}. What the lab says with your version of these may be wrong"
+        print(f"{text}; `distlab check {number}` tells", file=sys.stderr, flush=True)
 
 
 def load_settings(number: str, script: Path) -> type[CommonSettings]:

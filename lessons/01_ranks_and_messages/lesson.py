@@ -107,8 +107,8 @@ print(panel.text)
 # %% [markdown]
 # At 2 kB the number of gigabytes a second hardly matters. Each wire has a time that even the smallest message pays:
 # its **latency**. From here on every message has two prices, and at the end of this lesson you will have measured both
-# on your own machine. First you need another rank to send messages to. (NVLink's 367 GB/s became 24: for small messages
-# its library uses another protocol, which starts sooner and moves fewer bytes per second.)
+# on your own machine. First you need another rank to send messages to. (Why does NVLink show 24 GB/s here, and 367 GB/s
+# above? Its library, NCCL, sends small messages in another way, which starts sooner but moves fewer bytes per second.)
 
 # %% [markdown]
 # ## Ranks
@@ -504,10 +504,11 @@ timeline.view = (0.0, 4 * (alpha_s + 10**6 / beta))
 
 # %% [markdown]
 # Where they differ, ask what the line leaves out. It knows nothing of the operating system, which takes a core away now
-# and then, nor of the recorder, which adds some 20 microseconds to every call (the tables above ran without it). And a
+# and then, nor of the recorder, which adds some 30 microseconds to every call (the tables above ran without it). And a
 # `recv` that is started early shows as a long bar: it waits for the other side, which still has to copy.
 #
-# Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid.
+# Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid. On a
+# machine that does other work at the same time it can be more than half: close other programs, and measure again.
 
 # %% [markdown]
 # ## What the numbers on the box mean

@@ -282,8 +282,8 @@ show_errors("Random places are wrong by several lengths of the gradient")
 
 # %% [markdown]
 # That is not a misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all
-# the others are 0. The expected squared error is $L/k - 1$ times the squared length, so about ten lengths; a single
-# draw can be luckier. Remember that number when you read that a compressor is good because it is unbiased.
+# the others are 0. The expected squared error is $L/k - 1 = 99$ times the squared length. So the error is about
+# $\sqrt{99} \approx 10$ lengths long; a single draw can be luckier. Remember that number when you read that a compressor is good because it is unbiased.
 
 # %% [markdown]
 # ## Few bits: quantize
@@ -323,8 +323,8 @@ show_bytes("The methods so far: what each rank sends")
 
 # %% [markdown]
 # 8 bits are a quarter of 32, but on four ranks they save 2x: once more the all-gather. An all-reduce sends
-# $2\frac{n-1}{n}$ times 32 bits an element, the all-gather $(n-1)$ times $b$ bits. The factor is $64/(nb)$, so with 8
-# bits on 8 ranks it is 1.
+# $2\frac{n-1}{n}$ times 32 bits an element, the all-gather $(n-1)$ times $b$ bits. The all-reduce sends $64/(nb)$ times
+# as much: twice as much with 8 bits on 4 ranks, and on 8 ranks just as much, so that nothing is saved.
 #
 # And 4 bits are wrong by more than the gradient is long. Sixteen levels make 15 steps. They reach from the most
 # negative element to the most positive one, about twice the largest magnitude: a step is about an eighth of it, while

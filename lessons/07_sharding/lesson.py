@@ -98,7 +98,7 @@ show_bars(
 # (Rajbhandari et al. 2020, table 1). The names: ZeRO-1 shares out the optimizer's state, ZeRO-2 gradients too, ZeRO-3
 # parameters too. [FSDP](../GLOSSARY.md#fsdp) is ZeRO-3, unit by unit.
 #
-# Which price has it? A rank that needs what it does not hold must ask for it, so there will be communication. This
+# What does it cost? A rank that needs what it does not hold must ask for it, so there will be communication. This
 # lesson builds the three stages on real ranks, counts what they send and hold, and then asks when you notice.
 
 # %% [markdown]
@@ -159,7 +159,8 @@ def bench(name, prepare):
 # %% [markdown]
 # Data parallel first, the bar for all others. $\Psi$ is the size of all parameters in bytes, and of all gradients: 0.87
 # MB here. A ring all-reduce sends $2\Psi\frac{n-1}{n}$ (lesson 2), so the table counts in units of
-# $\Psi\frac{n-1}{n}$: once all gradients out, or once all parameters in.
+# $\Psi\frac{n-1}{n}$. One unit is what a rank sends in a reduce-scatter of all gradients, or in an all-gather of all
+# parameters.
 
 
 # %%
