@@ -507,8 +507,8 @@ timeline.view = (0.0, 4 * (alpha_s + 10**6 / beta))
 # and then, nor of the recorder, which adds some 30 microseconds to every call (the tables above ran without it). And a
 # `recv` that is started early shows as a long bar: it waits for the other side, which still has to copy.
 #
-# Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid. On a
-# machine that does other work at the same time it can be more than half: close other programs, and measure again.
+# Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid. On
+# a machine that does other work at the same time it can be more than half: close other programs, and measure again.
 
 # %% [markdown]
 # ## What the numbers on the box mean

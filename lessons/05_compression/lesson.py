@@ -283,7 +283,8 @@ show_errors("Random places are wrong by several lengths of the gradient")
 # %% [markdown]
 # That is not a misprint: wrong by several times its own length. One element in a hundred is 100 times too large, all
 # the others are 0. The expected squared error is $L/k - 1 = 99$ times the squared length. So the error is about
-# $\sqrt{99} \approx 10$ lengths long; a single draw can be luckier. Remember that number when you read that a compressor is good because it is unbiased.
+# $\sqrt{99} \approx 10$ lengths long; a single draw can be luckier. Remember that number when you read that a
+# compressor is good because it is unbiased.
 
 # %% [markdown]
 # ## Few bits: quantize
