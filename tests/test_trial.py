@@ -221,7 +221,11 @@ def attempt(module, device):
     return made[0] if isinstance(made, tuple) else made
 
 
-@pytest.mark.parametrize("kind", [*ODD, *(partial(Raises, one) for one in (Caches, Counts, Hooked))], ids=str)
+def name_of(kind):
+    return f"raises after {kind.args[0].__name__}" if isinstance(kind, partial) else kind.__name__
+
+
+@pytest.mark.parametrize("kind", [*ODD, *(partial(Raises, one) for one in (Caches, Counts, Hooked))], ids=name_of)
 def test_a_trial_changes_nothing_at_all(kind):
     torch.manual_seed(0)
     GLOBAL_CACHE.clear()
