@@ -1,4 +1,4 @@
-# Every target starts with setup, which does nothing when .venv is up to date.
+# Every target but gpu starts with setup, which does nothing when .venv is up to date.
 #   make setup PYTHON=python3.12             another Python
 #   make setup PIP_FLAGS="--index-url URL"   another build of torch (README, "Install")
 #   make setup CONSTRAINTS=                  the newest versions instead of the pinned ones
@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench soak format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu soak zoo test-zoo format clean
 
 setup: $(VENV)/ready
 
@@ -62,12 +62,26 @@ soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(wildcard lessons/*/lesson.ipynb))
 
+# Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
+zoo: setup
+	PYTHONPATH=tests/zoo $(BIN)/python -W ignore -m zoo_table
+
+# The same with real models of transformers, in an environment of its own; nothing is downloaded but packages.
+test-zoo:
+	$(MAKE) setup VENV=.venv-zoo EXTRAS=test,zoo
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest tests/zoo/test_real.py
+
 tour: setup
 	$(BIN)/distlab tour
 
 bench: setup
 	$(BIN)/distlab bench --save benchmarks/results.json
 	$(BIN)/python tools/bench_table.py
+
+# Installs nothing: it takes .venv where there is one, else PYTHON, which needs torch, numpy, cloudpickle and matplotlib.
+#   make gpu GPU_FLAGS="--minutes 30 --out report"
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m distlab gpu $(GPU_FLAGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
-from distlab.measure import KINDS, track_memory, workload_from_module
+from distlab.measure import KINDS, device_of, track_memory, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload
 from distlab.recompute import recompute_blocks
@@ -36,16 +36,18 @@ class RankMemory:
         times_ns: moments, from 0 at the start of the step [T].
         num_bytes: of each kind of KINDS from then on [T, K].
         host_bytes: the most that was offloaded; no part of the others.
+        allocator_bytes: the most that the GPU's allocator gave out; 0 on the CPU.
     """
 
     times_ns: Ints
     num_bytes: Ints
     host_bytes: int = 0
+    allocator_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
-        return int(self.num_bytes.sum(axis=1).max())
+        """The most that was held at once; on a GPU as its allocator counts."""
+        return max(int(self.num_bytes.sum(axis=1).max()), self.allocator_bytes)
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -63,12 +65,14 @@ class Job:
         config: the model.
         samples: in a micro-batch of a rank.
         limit_bytes: refuse to hold more on a rank.
+        device: where ranks compute: "cpu" or "cuda".
     """
 
     plan: Plan
     config: GPTConfig
     samples: int = 4
     limit_bytes: int | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         sharding = self.plan.sharding
@@ -116,7 +120,8 @@ def train(job: Job) -> RankMemory:
             parts.step()
         times, rows = memory.over_time()
     parts.close()
-    return RankMemory(times, rows, memory.host_bytes)
+    allocator_bytes = 0 if job.device == "cpu" else memory.peak_bytes
+    return RankMemory(times, rows, memory.host_bytes, allocator_bytes)
 
 
 @dataclass(frozen=True)
@@ -167,9 +172,10 @@ def _adam(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Adam:
 
 
 def _model(job: Job, rank: int) -> tuple[GPT, Tensor]:
-    model = GPT(job.config, generator(0, 0, "weights"))
+    device = device_of(job.device, rank)
+    model = GPT(job.config, generator(0, 0, "weights")).to(device)
     shape = (job.samples, job.config.context)
-    return model, torch.randint(job.config.vocab_size, shape, generator=generator(0, rank, "tokens"))
+    return model, torch.randint(job.config.vocab_size, shape, generator=generator(0, rank, "tokens")).to(device)
 
 
 def _backward(module: torch.nn.Module, tokens: Tensor, num_microbatches: int) -> None:

@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-import torch
 from _rows import Row
+
+from distlab.comm.device import is_available, num_gpus
 
 
 def run_script(doc: str | None, rows: Callable[..., Iterator[Row]], *, devices: bool = False) -> None:
@@ -35,6 +36,6 @@ def backend_of(device: str, num_ranks: int) -> str:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not is_available():
         raise ValueError("device cuda: torch sees no GPU here; leave --device out")
-    return "nccl" if device == "cuda" and torch.cuda.device_count() >= num_ranks else "gloo"
+    return "nccl" if device == "cuda" and num_gpus() >= num_ranks else "gloo"

@@ -23,6 +23,7 @@ from _rows import Row, compare, noise
 
 from distlab import collectives
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, is_available, num_gpus, synchronize
 from distlab.measure import MIN_BLOCKS, interleave
 
 WORLD_SIZES = (2, 4)
@@ -34,7 +35,7 @@ PROGRAMS = ("all_reduce", "ring_all_reduce", "halving_doubling_all_reduce", "dou
 def time_programs(names: tuple[str, ...], num_bytes: int, blocks: int, device_type: str) -> list[list[float]]:
     """Run on each rank: time programs in interleaved blocks on a tensor of float32, after checking them."""
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else "cpu"
+    device = device_of(device_type, rank)
     source = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank)).to(device)
     tensor, expected = source.clone(), source.clone()
     dist.all_reduce(expected)
@@ -45,13 +46,11 @@ def time_programs(names: tuple[str, ...], num_bytes: int, blocks: int, device_ty
     def program(name: str) -> Callable[[], float]:
         def timed() -> float:
             tensor.copy_(source)
-            if device_type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             dist.barrier()
             begin = time.perf_counter()
             call(name)
-            if device_type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             return time.perf_counter() - begin
 
         return timed
@@ -74,9 +73,9 @@ def ranks_for(world_size: int, device: str) -> Ranks:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not is_available():
         raise ValueError("device cuda: torch sees no GPU here; leave --device out")
-    own_gpu = device == "cuda" and torch.cuda.device_count() >= world_size
+    own_gpu = device == "cuda" and num_gpus() >= world_size
     return Ranks(world_size, timeout_s=300, backend="nccl" if own_gpu else "gloo", record=False)
 
 

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, synchronize
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
 from distlab.gradient_hook import GradientHook
@@ -101,9 +102,7 @@ def step_of(program: str, device: torch.device) -> Callable[[], torch.Tensor]:
 def time_programs(device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float]]:
     """On each rank: time programs in interleaved blocks; return seconds per step and each program's last loss."""
     torch.set_num_threads(1)
-    device = torch.device(device_type, dist.get_rank() % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, dist.get_rank())
     step_functions = [step_of(program, device) for program in PROGRAMS]
 
     def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
@@ -111,8 +110,7 @@ def time_programs(device_type: str, blocks: int, steps: int) -> tuple[list[list[
         begin = time.perf_counter()
         for _ in range(num_steps):
             step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for step in step_functions:
@@ -167,8 +165,7 @@ def codec_rows(device: str, blocks: int) -> Iterator[Row]:
     def rate(program: Callable[[], object]) -> float:
         begin = time.perf_counter()
         program()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(vector.device)
         return vector.numel() * 4 / 1e6 / (time.perf_counter() - begin)
 
     for program in programs.values():

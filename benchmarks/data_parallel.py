@@ -29,6 +29,7 @@ from torch import nn
 
 from distlab.clip import clip_gradients_
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, synchronize
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import (
     Bucketed,
@@ -149,9 +150,7 @@ def time_programs(model_name: str, device_type: str, blocks: int, steps: int) ->
     """On each rank: time programs in interleaved blocks; return seconds per step and each program's last loss."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, rank)
     step_functions = [step_of(program, model_name, device) for program in PROGRAMS]
 
     def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
@@ -159,8 +158,7 @@ def time_programs(model_name: str, device_type: str, blocks: int, steps: int) ->
         begin = time.perf_counter()
         for _ in range(num_steps):
             step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for step in step_functions:

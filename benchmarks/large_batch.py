@@ -21,6 +21,7 @@ from _rows import Row, compare, noise
 from _script import backend_of, run_script
 from torch import Tensor, nn
 
+from distlab.comm.device import synchronize
 from distlab.large_batch import LAMB, LARS, Trust
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
@@ -85,8 +86,7 @@ class Program:
         return seconds / num_steps
 
     def _wait(self) -> None:
-        if self.parameters[0].is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.parameters[0].device)
 
     def weights(self) -> Tensor:
         """Return all weights in one row."""

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, num_gpus, synchronize
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
@@ -48,28 +50,44 @@ LEARNING_RATE = 1e-3
 Step = Callable[[], "Tensor | None"]
 
 
-def stages_of(schedule: Schedule, device: torch.device) -> dict[int, nn.Module]:
-    """Build the small GPT and keep this rank's stages of it."""
-    stages = split_gpt(GPT(CONFIG, torch.Generator().manual_seed(0)), schedule.num_stages)
-    return {stage: stages[stage].to(device) for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+@dataclass(frozen=True)
+class Setup:
+    """What a step trains: the sizes of the GPT, samples of a micro-batch, and the type of its parameters."""
+
+    config: GPTConfig = CONFIG
+    samples: int = SAMPLES
+    dtype: torch.dtype = torch.float32
 
 
-def batch_of(num_microbatches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+SMALL = Setup()
+
+
+def stages_of(schedule: Schedule, device: torch.device, setup: Setup = SMALL) -> dict[int, nn.Module]:
+    """Build the GPT and keep this rank's stages of it."""
+    stages = split_gpt(GPT(setup.config, torch.Generator().manual_seed(0)), schedule.num_stages)
+    return {
+        stage: stages[stage].to(device, setup.dtype)
+        for stage, rank in enumerate(schedule.home)
+        if rank == dist.get_rank()
+    }
+
+
+def batch_of(num_microbatches: int, device: torch.device, setup: Setup = SMALL) -> tuple[Tensor, Tensor]:
     """Draw tokens and targets, the same on each rank."""
     tokens = torch.randint(
-        CONFIG.vocab_size,
-        (2, SAMPLES * num_microbatches, CONFIG.context),
+        setup.config.vocab_size,
+        (2, setup.samples * num_microbatches, setup.config.context),
         generator=torch.Generator().manual_seed(1),
     ).to(device)
     return tokens[0], tokens[1]
 
 
-def our_step(name: str, num_microbatches: int, device: torch.device) -> Step:
+def our_step(name: str, num_microbatches: int, device: torch.device, setup: Setup = SMALL) -> Step:
     """Build Pipeline and return one training step of it."""
     schedule = make_schedule(name, dist.get_world_size(), num_microbatches)
-    pipeline = Pipeline(stages_of(schedule, device), schedule, loss=GPT.loss)
+    pipeline = Pipeline(stages_of(schedule, device, setup), schedule, loss=GPT.loss)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
-    inputs, targets = batch_of(num_microbatches, device)
+    inputs, targets = batch_of(num_microbatches, device, setup)
 
     def step() -> Tensor | None:
         optimizer.zero_grad()
@@ -80,15 +98,15 @@ def our_step(name: str, num_microbatches: int, device: torch.device) -> Step:
     return step
 
 
-def torch_step(name: str, num_microbatches: int, device: torch.device) -> Step:
+def torch_step(name: str, num_microbatches: int, device: torch.device, setup: Setup = SMALL) -> Step:
     """Build torch's pipeline with the same stages and return one training step of it."""
     plan = make_schedule(name, dist.get_world_size(), num_microbatches)
-    modules = stages_of(plan, device)
+    modules = stages_of(plan, device, setup)
     stages = [PipelineStage(module, index, plan.num_stages, device) for index, module in modules.items()]
     single = issubclass(PEERS[name], schedules.PipelineScheduleSingle)
     schedule = PEERS[name](stages[0] if single else stages, num_microbatches, loss_fn=GPT.loss)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LEARNING_RATE)
-    inputs, targets = batch_of(num_microbatches, device)
+    inputs, targets = batch_of(num_microbatches, device, setup)
     arguments = (inputs,) if 0 in modules else ()
     has_last = plan.num_stages - 1 in modules
 
@@ -109,9 +127,7 @@ def time_steps(
     """Run on each rank: time torch's step, ours and torch's again in interleaved blocks; return last losses too."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, rank)
     functions = [make(name, num_microbatches, device) for make in (torch_step, our_step, torch_step)]
 
     def block(step: Step, num_steps: int = steps) -> float:
@@ -119,8 +135,7 @@ def time_steps(
         begin = time.perf_counter()
         for _ in range(num_steps):
             step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for step in functions:
@@ -156,7 +171,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     backend = backend_of(device, 2)
     blocks, steps = (2, 1) if quick else (MIN_BLOCKS, 2)
-    worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
+    worlds = (2, 4) if device == "cpu" else (num_gpus(),)  # nccl wants a GPU a rank
     with Ranks(1, timeout_s=300, record=False) as ranks:
         alone = {world: float(np.median(ranks.run(step_alone, 2 * world, blocks)[0])) for world in worlds}
     for num_ranks in worlds:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.comm import Ranks
+from distlab.comm.device import device_of, synchronize
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
@@ -134,9 +135,7 @@ def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple
     """On each rank: time programs in interleaved blocks; return seconds per step, peak bytes and last losses."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, rank)
     programs = [Program(name, model_name, device) for name in PROGRAMS]
 
     def block(program: Program, num_steps: int = steps) -> float:
@@ -144,8 +143,7 @@ def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple
         begin = time.perf_counter()
         for _ in range(num_steps):
             program.step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for program in programs:

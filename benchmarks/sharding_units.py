@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.comm import Ranks
+from distlab.comm.device import allocated_bytes, device_of, num_gpus, peak_bytes, reset_peak, synchronize
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig
@@ -104,9 +105,7 @@ def time_programs(
     """On each rank: time programs in interleaved blocks; return seconds per step, last losses and peak bytes."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    device = torch.device(device_type, rank % torch.cuda.device_count() if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(device_type, rank)
     peaks, functions = [], []
     for program in PROGRAMS:
         peak, step = peak_of(program, model_name, device)
@@ -118,8 +117,7 @@ def time_programs(
         begin = time.perf_counter()
         for _ in range(num_steps):
             step()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / num_steps
 
     for step in functions:
@@ -132,12 +130,12 @@ def peak_of(program: str, model_name: str, device: torch.device) -> tuple[float,
     """Build a program and return the most bytes that its third step holds, with the step."""
     gc.collect()  # what an earlier program left would count as ours
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+        before = allocated_bytes(device)
         step = step_of(program, model_name, device)
         step(), step()
-        torch.cuda.reset_peak_memory_stats(device)
+        reset_peak(device)
         step()
-        return float(torch.cuda.max_memory_allocated(device) - before), step
+        return float(peak_bytes(device) - before), step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step = step_of(program, model_name, device)
         step(), step()
@@ -159,7 +157,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     """
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 4)
-    worlds = (2, 4) if device == "cpu" else (torch.cuda.device_count(),)  # nccl wants a GPU a rank
+    worlds = (2, 4) if device == "cpu" else (num_gpus(),)  # nccl wants a GPU a rank
     for num_ranks in worlds:
         backend = backend_of(device, num_ranks)
         with Ranks(num_ranks, timeout_s=600, backend=backend, record=False) as ranks:

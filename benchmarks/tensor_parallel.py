@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import cloudpickle
@@ -53,6 +54,19 @@ PROGRAMS = (
 )
 CONFIG = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
 BATCH, LEARNING_RATE = 4, 1e-3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a step of the GPT trains: its sizes, samples of a batch, the device and the type of its parameters."""
+
+    config: GPTConfig = CONFIG
+    samples: int = BATCH
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+SMALL = Setup()
 WIDE = GPTConfig(num_layers=4, num_heads=4, hidden_size=512)  # of the feed-forward layers
 ROWS = 64
 
@@ -95,10 +109,11 @@ class FeedForwards(nn.Module):
         return x
 
 
-def gpt_step(program: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+def gpt_step(program: str, setup: Setup = SMALL) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Return a program's model and the loss of a batch."""
-    model = GPT(CONFIG)
-    inputs, targets = ByteCorpus(python_documentation(), CONFIG.context).batch(0, BATCH)
+    model = GPT(setup.config).to(setup.device, setup.dtype)
+    batch = ByteCorpus(python_documentation(), setup.config.context).batch(0, setup.samples)
+    inputs, targets = (tensor.to(setup.device) for tensor in batch)
     if program.startswith("distlab"):
         parallel = parallelize(
             model,
@@ -119,7 +134,7 @@ def gpt_step(program: str) -> tuple[nn.Module, Callable[[], Tensor]]:
             plan[f"blocks.{index}.{name}"] = ColwiseParallel()
         for name in ("attention.output", "feed_forward.output"):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel()
-    parallelize_module(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    parallelize_module(model, dist.init_device_mesh(setup.device, (dist.get_world_size(),)), plan)
     return model, lambda: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
@@ -147,10 +162,10 @@ def feed_forward_step(program: str) -> tuple[nn.Module, Callable[[], Tensor]]:
 MODELS = {"small GPT": gpt_step, "feed-forward layers": feed_forward_step}
 
 
-def step_of(program: str, model_name: str) -> Callable[[], Tensor]:
-    """Build a program's model and return one training step of it."""
+def step_of(program: str, make: Callable[[str], tuple[nn.Module, Callable[[], Tensor]]]) -> Callable[[], Tensor]:
+    """Build a program's model with `make` and return one training step of it."""
     torch.manual_seed(0)
-    model, loss_fn = MODELS[model_name](program)
+    model, loss_fn = make(program)
     if program.endswith("no overlap"):
         for module in model.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -171,7 +186,7 @@ def step_of(program: str, model_name: str) -> Callable[[], Tensor]:
 def time_programs(model_name: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float], list[float]]:
     """On each rank: time programs in interleaved blocks; return seconds per step, last losses, elements sent."""
     torch.set_num_threads(1)
-    functions = [step_of(program, model_name) for program in PROGRAMS]
+    functions = [step_of(program, MODELS[model_name]) for program in PROGRAMS]
 
     def block(step: Callable[[], Tensor], num_steps: int = steps) -> float:
         dist.barrier()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from _rows import Row, absolute, median_interval
 
 from distlab.comm import Ranks, process_group, throttled
-from distlab.comm.throttle import link_s
+from distlab.comm.record.throttle import link_s
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, train_step

@@ -10,7 +10,6 @@ How a bucket packs and sends is each technique's own: all-reduce (data paralleli
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -138,13 +137,23 @@ class SendInBackward(Generic[Slots]):
 
 
 class TimedWork:
-    """An exchange under way: made when it starts, and over with `wait()`."""
+    """An exchange under way: made when it starts, and over with `wait()`.
 
-    def __init__(self, start: Callable[[], Pending | None]) -> None:
-        self._start_ns, self._end_ns = time.monotonic_ns(), 0
+    Args:
+        start: begins it.
+        spans: draws it, with `mark`.
+        of_nccl: whether it is a call of nccl, which tells by itself when it is over.
+    """
+
+    def __init__(
+        self, start: Callable[[], Pending | None], spans: SpanWriter | None = None, *, of_nccl: bool = False
+    ) -> None:
+        self._call = None if spans is None else spans.call()
         pending = start()
         assert pending is not None, "only ranks outside the group get nothing to wait for"
         self._pending = pending
+        if self._call is not None and of_nccl:
+            self._call.follow(pending)
 
     def wait(self) -> None:
         """Wait until it is over."""
@@ -152,10 +161,11 @@ class TimedWork:
 
     def note_end(self) -> None:
         """Remember when a call was first seen to be over; of a gradient hook only its own wait tells."""
-        if self._end_ns == 0 and isinstance(self._pending, dist.Work) and self._pending.is_completed():
-            self._end_ns = time.monotonic_ns()
+        call, work = self._call, self._pending
+        if call is not None and call.end_ns is None and isinstance(work, dist.Work) and work.is_completed():
+            call.note_end()
 
-    def mark(self, spans: SpanWriter, name: str, num_bytes: int) -> None:
+    def mark(self, name: str, num_bytes: int) -> None:
         """Draw it on the communication lane, up to now where its end was not seen earlier."""
-        end_ns = self._end_ns or time.monotonic_ns()
-        spans.add(name, "all_reduce", self._start_ns, end_ns, lane="communication", num_bytes=num_bytes)
+        if self._call is not None:
+            self._call.draw(name, "all_reduce", lane="communication", num_bytes=num_bytes)

@@ -29,6 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from distlab.blocks import Choice, find_blocks, outermost
+from distlab.comm import device
+from distlab.earlier_buffers import EarlierBuffers
+from distlab.rng import RandomState, keep_random_state, random_state, restore_random_state
+
 
 class RecomputePlainly(torch.autograd.Function):
     """The simplest recompute: `RecomputePlainly.apply(function, *tensors)`, for a function of tensors to one tensor.
@@ -58,13 +63,19 @@ def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
     """Call `function(*inputs, **options)` and keep only tensors among its inputs for backward.
 
     The function must compute the same again. What it reads in addition to its inputs must not change before backward.
-    It may draw from torch's own generators (their state is kept), not from one of its own.
+    It may draw from torch's, numpy's and Python's own generators (their states are kept), not from one of its own.
 
-    Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done.
-    Error: exact, bit for bit, dropout and autocast included.
+    The second run begins with the buffers that the first one began with, and leaves them as it finds them. So running
+    statistics (BatchNorm) and the vectors of spectral norm are updated once. This holds for the modules that the
+    function is, belongs to, or names. Both runs change everything else that it writes to: plain attributes, lists.
+
+    Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done. A
+        copy of each buffer that is written, or is small (at most 64 Ki elements), is kept for backward.
+    Error: exact, bit for bit: outputs, gradients, random numbers and buffers, dropout and autocast included.
 
     Raises:
-        RuntimeError: in backward, when the second run kept other tensors than the first.
+        RuntimeError: in backward, when the second run kept other tensors than the first; in forward, when the function
+            asks for gradients (torch.autograd.grad).
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
     """
@@ -72,19 +83,24 @@ def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
         return function(*inputs, **options)
     run = _Run(function, inputs, options)
     with saved_tensors_hooks(run.pack, run.unpack):
-        return function(*inputs, **options)
+        made = function(*inputs, **options)
+    run.end_forward()
+    return made
 
 
-def recompute_blocks(model: nn.Module, every: int = 1, *, part: str | None = None) -> list[str]:
+def recompute_blocks(
+    model: nn.Module, every: int = 1, *, part: str | None = None, blocks: Choice | None = None
+) -> list[str]:
     """Make a model's blocks keep only their inputs, from now on; return the names of those that do.
 
-    Blocks are the items of every ModuleList and Sequential that is a child of the model. Hooks on a block (sharding's,
-    say) stay outside of what is run again.
+    Hooks on a block (sharding's, say) stay outside of what is run again.
 
     Args:
         model: changed in place; its parameters and names stay.
         every: recompute every so many-th block, the first included: 2 gives half the saving for half the time.
         part: name of a submodule of each block; only that is recomputed ("attention").
+        blocks: which parts of the model are its blocks: a class, a pattern of names, a function (`distlab.blocks`).
+            None: the items of each outermost ModuleList and Sequential. Of blocks in blocks the outer ones count.
 
     Cost: per block X bytes in place of A; at most one block's A is alive in backward, so L X + A in all for L A.
     Error: exact.
@@ -94,22 +110,25 @@ def recompute_blocks(model: nn.Module, every: int = 1, *, part: str | None = Non
     """
     if every < 1:
         raise ValueError(f"every is {every}; pass at least 1")
-    lists = [(n, child) for n, child in model.named_children() if isinstance(child, nn.ModuleList | nn.Sequential)]
-    blocks = {f"{name}.{inner}": block for name, child in lists for inner, block in child.named_children()}
-    if isinstance(model, nn.ModuleList | nn.Sequential):
-        blocks = dict(model.named_children())
-    chosen = dict(list(blocks.items())[::every])
+    found_blocks = outermost(find_blocks(model, blocks))
+    chosen = dict(list(found_blocks.items())[::every])
     if part is not None:
         found = {f"{name}.{part}": dict(block.named_modules()).get(part) for name, block in chosen.items()}
         chosen = {name: module for name, module in found.items() if module is not None}
     if not chosen:
         raise ValueError(
-            f"{type(model).__name__} has {len(blocks)} blocks{f' and none has a {part!r}' if part else ''}; a block is "
-            "an item of a ModuleList or Sequential. Call recompute(function, *inputs) inside the model instead"
+            f"{type(model).__name__} has {len(found_blocks)} blocks{f' and none has a {part!r}' if part else ''}; "
+            "a block is an item of a ModuleList or Sequential. Pass blocks= (a class, a pattern of names, a function), "
+            "or call recompute(function, *inputs) inside the model"
         )
     twice = [name for name, module in chosen.items() if "forward" in vars(module)]
     if twice:
         raise ValueError(f"{', '.join(twice)} recompute already; build the model anew")
+    never = [name for name, module in chosen.items() if type(module).forward is nn.Module.forward]
+    if never:
+        raise ValueError(
+            f"{', '.join(never)} are never called (lists have no forward); pass blocks= that name their items"
+        )
     for module in chosen.values():
         module.forward = partial(recompute, module.forward)
     return list(chosen)
@@ -130,16 +149,20 @@ class _Run:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.function = function
         self.values, self.structure = tree_flatten((inputs, options))
-        self.places = [place for place, value in enumerate(self.values) if isinstance(value, Tensor)]
-        tensors = [self.values[place] for place in self.places]
+        given = {id(one): one for one in self.values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)}
+        tensors, number = list(given.values()), {key: index for index, key in enumerate(given)}
+        # A tensor that is passed twice is one tensor in the second run too: attention asks whether query is key.
+        self.places = {place: number[id(one)] for place, one in enumerate(self.values) if id(one) in given}
         for place in self.places:
             self.values[place] = None  # autograd keeps the tensors
         self.wants_gradient = [tensor.requires_grad for tensor in tensors]
         empty = torch.empty(0, requires_grad=True)
         self.kept = _Keep.apply(empty, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        devices = {tensor.device.type for tensor in tensors} | {"cpu"}
-        self.modes = [_autocast_mode(device) for device in sorted(devices)]
-        self.random = _random_state(tensors)
+        kinds = {tensor.device.type for tensor in tensors} | {"cpu"}
+        self.modes = [_autocast_mode(kind) for kind in sorted(kinds)]
+        self.random, self.random_on_gpus = random_state(), _states_of_gpus(tensors)
+        self.buffers = EarlierBuffers(function)
+        self.is_in_forward = True
         self.promised: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor that was saved the first time
         self.caught: dict[int, Tensor] = {}
 
@@ -148,8 +171,18 @@ class _Run:
         self.promised.append((tensor.shape, tensor.dtype))
         return len(self.promised) - 1
 
+    def end_forward(self) -> None:
+        """Note that the first run is over."""
+        self.is_in_forward = False
+        self.buffers.forget_unwritten()
+
     def unpack(self, index: int) -> Tensor:
         """Give the tensor of that number; the first asked for runs the function again."""
+        if self.is_in_forward:
+            raise RuntimeError(
+                f"{_name_of(self.function)} asks for gradients while its first run goes on, and what they need is not "
+                "kept; do not recompute a function that calls torch.autograd.grad or backward"
+            )
         if index not in self.caught:
             self._run_again()
         return self.caught.pop(index)  # let it go as soon as backward has passed
@@ -160,8 +193,8 @@ class _Run:
             for tensor, wanted in zip(self.kept.grad_fn.saved_tensors, self.wants_gradient, strict=True)
         ]
         values = list(self.values)
-        for place, tensor in zip(self.places, saved, strict=True):
-            values[place] = tensor
+        for place, index in self.places.items():
+            values[place] = saved[index]
         inputs, options = tree_unflatten(values, self.structure)
         caught: list[Tensor] = []
 
@@ -170,7 +203,8 @@ class _Run:
             return len(caught) - 1
 
         with ExitStack() as stack:
-            stack.enter_context(_restored(self.random))
+            stack.enter_context(_restored(self.random, self.random_on_gpus))
+            stack.enter_context(self.buffers.rewound())
             for mode in self.modes:
                 stack.enter_context(torch.autocast(**mode))
             stack.enter_context(torch.enable_grad())
@@ -192,33 +226,33 @@ def _autocast_mode(device_type: str) -> dict[str, Any]:
     }
 
 
-def _random_state(tensors: list[Tensor]) -> dict[torch.device, Tensor]:
-    """Return the generators' states, of the CPU and of each GPU that an input lies on."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        states[device] = torch.cuda.get_rng_state(device)
-    return states
+def _states_of_gpus(tensors: list[Tensor]) -> dict[torch.device, Tensor]:
+    """Return the states of the generators of each GPU that an input lies on."""
+    states = {place: device.random_state(place) for place in {tensor.device for tensor in tensors}}
+    return {place: state for place, state in states.items() if state is not None}
 
 
 @contextmanager
-def _restored(states: dict[torch.device, Tensor]) -> Iterator[None]:
+def _restored(state: RandomState, on_gpus: dict[torch.device, Tensor]) -> Iterator[None]:
     """Draw the same numbers again inside, and leave the generators as they were."""
-    gpus = [device for device in states if device.type == "cuda"]
-    with torch.random.fork_rng(devices=gpus):
-        torch.set_rng_state(states[torch.device("cpu")])
-        for device in gpus:
-            torch.cuda.set_rng_state(states[device], device)
+    with keep_random_state(), torch.random.fork_rng(devices=list(on_gpus)):
+        restore_random_state(state)
+        for place, numbers in on_gpus.items():
+            device.set_random_state(numbers, place)
         yield
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
 def _explain(function: Callable[..., Any], first: list[Any], second: list[Any]) -> str:
-    name = getattr(function, "__qualname__", type(function).__name__)
     place = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
     was, now = (f"{list(x[place][0])} {x[place][1]}" if place < len(x) else "nothing" for x in (first, second))
     return (
-        f"{name} saved {len(first)} tensors and, run again in backward, {len(second)}; the first difference is number "
-        f"{place}: {was} before, {now} now. It must compute the same both times: no state that changes between, no "
-        "generator of its own"
+        f"{_name_of(function)} saved {len(first)} tensors and, run again in backward, {len(second)}; the first "
+        f"difference is number {place}: {was} before, {now} now. It must compute the same both times: no state that "
+        "changes between, no generator of its own"
     )

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
+
+from distlab.comm import device
 
 RandomState = dict[str, Any]
 
@@ -49,8 +53,9 @@ def random_state() -> RandomState:
         "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    gpu = device.random_state()
+    if gpu is not None:
+        state["cuda"] = gpu
     return state
 
 
@@ -61,5 +66,15 @@ def restore_random_state(state: RandomState) -> None:
     keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "cuda" in state:
+        device.set_random_state(state["cuda"])
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Leave all generators as they were, whatever is drawn in this block."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

@@ -7,7 +7,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
@@ -17,7 +18,16 @@ from distlab.comm.command import put_on_path
 from distlab.comm.launch.fork_client import shut_down
 
 if TYPE_CHECKING:
+    from on_device.ranks import Machine
+
     from distlab.comm import Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests marked `equality` run on another device: `-m equality --device cuda --backend gloo`."""
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where equality tests put their tensors")
+    parser.addoption("--backend", default=None, choices=("gloo", "nccl"), help="of their ranks; default: as for users")
+
 
 MARK = "DISTLAB_TEST_RUN"
 put_on_path()  # messages write commands as they are where the lessons are read
@@ -59,11 +69,13 @@ MANY_THREADS = 10
 
 
 @pytest.fixture
-def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
+def ranks(request: pytest.FixtureRequest, _pools: dict[int, Ranks], _machine: Machine | None) -> Callable[[int], Any]:
     """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced.
 
-    Ranks on which earlier tests have left many groups are replaced too.
+    Ranks on which earlier tests have left many groups are replaced too. With --device their tensors lie on a GPU.
     """
+    if _machine is not None:
+        return partial(_ranks_or_skip, _machine)
 
     from distlab.comm import Ranks  # loads torch, which many tests do without
 
@@ -77,6 +89,41 @@ def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
         return _pools[world_size]
 
     return of_size
+
+
+@pytest.fixture(scope="session")
+def _machine(request: pytest.FixtureRequest, no_process_left: None) -> Iterator[Machine | None]:
+    kind, backend = request.config.getoption("--device"), request.config.getoption("--backend")
+    if kind == "cpu" and backend is None:
+        yield None
+        return
+    from on_device.ranks import Machine
+
+    machine = Machine(kind, backend)
+    yield machine
+    machine.close()
+
+
+def _ranks_or_skip(machine: Machine, world_size: int) -> Any:
+    from on_device.ranks import NotHere
+
+    try:
+        return machine.ranks(world_size)
+    except NotHere as error:
+        pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """With --device cuda, a test's own process works on the GPU too, and with it one process's oracle."""
+    if item.config.getoption("--device") == "cpu":
+        return (yield)
+    import torch
+    from on_device.mode import OnDevice, prepare
+
+    prepare()
+    with OnDevice(torch.device(item.config.getoption("--device"), 0)):
+        return (yield)
 
 
 def _is_crowded(pool: Ranks) -> bool:

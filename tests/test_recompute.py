@@ -48,6 +48,7 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.equality("recompute")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_with_dropout_and_autocast_give_the_same_bits(dtype):
     plain, tokens = gpt()
@@ -211,6 +212,7 @@ def test_refusals():
         recompute_blocks(model)
 
 
+@pytest.mark.equality("recompute")
 def test_data_parallel_and_sharding_train_as_without(ranks):
     """Gradients arrive in the ordinary backward, so buckets fill and go as they would have, and units are whole."""
 

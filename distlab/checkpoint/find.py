@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from distlab.checkpoint.files import saved
 from distlab.checkpoint.manifest import MANIFEST, CheckpointError, FileRecord, Manifest, UnknownVersionError
+from distlab.comm.checks import open_file
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def verified(path: Path) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest; ValueError names what is wrong with it."""
     try:
-        data = (path / MANIFEST).read_bytes()
+        with open_file(path / MANIFEST) as file:
+            data = file.read()
     except OSError as error:
         raise ValueError(f"{path.name}/{MANIFEST} cannot be read ({error.strerror})") from None
     try:
@@ -81,7 +83,7 @@ def checked(path: Path, record: FileRecord) -> Iterator[BinaryIO]:
     """Open a file of a checkpoint once its size and SHA-256 are those of its record; ValueError names what is wrong."""
     name = f"{path.name}/{record.name}"
     try:
-        file = (path / record.name).open("rb")
+        file = open_file(path / record.name)
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror})") from None
     with file:

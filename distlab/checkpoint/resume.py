@@ -72,15 +72,10 @@ def save(
         ValueError: ranks differ in step or data_position, or a part's state holds more than plain values and tensors.
         CheckpointError: on every rank, when any rank cannot write. What was saved before is untouched.
     """
-    if not isinstance(step, int) or not 0 <= step < 10**10:
-        raise ValueError(f"step is {step!r}; pass the number of updates made so far")
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; pass at least 1, or every checkpoint would be deleted")
     rank, world_size = place_in(group)
     directory = Path(directory)
     everywhere = partial(together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError)
-    everywhere(lambda: check_plain(parts, data_position))
-    places = everywhere(lambda: (step, repr(data_position)))
+    places = everywhere(lambda: _checked(step, keep, parts, data_position))
     if len(set(places)) > 1:
         differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
         raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
@@ -142,7 +137,17 @@ def load(
     shared, *owns = states
     everywhere(lambda: check_fit(parts, shared, owns))
     everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same_size else None))
-    return Resumed(shared["step"], shared["data_position"], found.path)
+    return everywhere(lambda: Resumed(shared["step"], shared["data_position"], found.path))[0]
+
+
+def _checked(step: int, keep: int, parts: Parts, data_position: Any) -> tuple[int, str]:
+    """Refuse what cannot be saved; return what must be equal on all ranks."""
+    if not isinstance(step, int) or not 0 <= step < 10**10:
+        raise ValueError(f"step is {step!r}; pass the number of updates made so far")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
+    check_plain(parts, data_position)
+    return step, repr(data_position)
 
 
 def _quietly(action: Callable[[], None]) -> None:
@@ -171,4 +176,6 @@ def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:
                 states.append(torch.load(file, map_location="cpu", weights_only=True))
             except pickle.UnpicklingError:
                 raise ValueError(f"{path.name}/{name} holds more than plain values and tensors; not loaded") from None
+            except Exception as error:  # its SHA-256 is right: it was never a file of torch.save
+                raise CheckpointError(f"{path.name}/{name} cannot be read ({type(error).__name__}: {error})") from None
     return states

@@ -82,11 +82,10 @@ def find_lab(name: str) -> tuple[str, Path]:
 
 def default_num_ranks() -> int:
     """Return one rank per GPU; on a machine without GPUs two ranks per core, four at most."""
-    import torch
-
+    from distlab.comm import device
     from distlab.measure import num_cores
 
-    return torch.cuda.device_count() or min(4, 2 * num_cores())
+    return device.num_gpus() or min(4, 2 * num_cores())
 
 
 def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:

@@ -13,27 +13,39 @@ POLL_S = 0.2
 
 @contextlib.contextmanager
 def progress_file(total: int, what: str) -> Iterator[Path]:
-    """Show a bar on standard error, if that is a terminal, while ranks of the block write how far they are."""
-    from tqdm import tqdm
+    """Show a bar on standard error, if that is a terminal, while ranks of the block write how far they are.
 
-    done = threading.Event()
+    Without tqdm there is no bar.
+    """
     with tempfile.TemporaryDirectory(prefix="distlab-progress-") as folder:
         path = Path(folder) / "done"
         path.write_text("0")
-        with tqdm(total=total, desc=what, disable=None, leave=False) as bar:
+        with _bar(path, total, what):
+            yield path
 
-            def follow() -> None:
-                while not done.wait(POLL_S):
-                    with contextlib.suppress(OSError, ValueError):
-                        bar.update(int(path.read_text()) - bar.n)
 
-            thread = threading.Thread(target=follow, daemon=True)
-            thread.start()
-            try:
-                yield path
-            finally:
-                done.set()
-                thread.join()
+@contextlib.contextmanager
+def _bar(path: Path, total: int, what: str) -> Iterator[None]:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        yield
+        return
+    done = threading.Event()
+    with tqdm(total=total, desc=what, disable=None, leave=False) as bar:
+
+        def follow() -> None:
+            while not done.wait(POLL_S):
+                with contextlib.suppress(OSError, ValueError):
+                    bar.update(int(path.read_text()) - bar.n)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 def report(path: Path | None, done: int) -> None:

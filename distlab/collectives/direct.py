@@ -41,6 +41,11 @@ class DirectGather:
         self._pending = start(*receives, *(Send(shard, other) for other in others), group=group)
         parts[rank].copy_(shard)
 
+    @property
+    def work(self) -> dist.Work | None:
+        """The call of nccl; None where the messages are distlab's own."""
+        return None if isinstance(self._pending, Pending) else self._pending
+
     def finish(self) -> None:
         """Wait until the full buffer is whole and the shard may be written."""
         if self._pending is not None:
@@ -66,6 +71,7 @@ class DirectScatter:
 
     Attributes:
         arriving: where the other ranks' parts land (nccl: where the sum does).
+        work: the call of nccl; None where the messages are distlab's own.
     """
 
     def __init__(
@@ -84,12 +90,12 @@ class DirectScatter:
         self._own, self._in_place = parts[rank], in_place
         self.arriving: list[Tensor] = []
         self._pending: Pending | None = None
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
         if num_ranks == 1:
             return
         if needs_batches(full, group):
             self.arriving = _memory_for(1, self._own, landing)
-            self._work = reduce_scatter_single(self.arriving[0], full, group=group, async_op=True)
+            self.work = reduce_scatter_single(self.arriving[0], full, group=group, async_op=True)
             return
         others = _others(rank, num_ranks)
         self.arriving = _memory_for(len(others), self._own, landing)
@@ -101,8 +107,8 @@ class DirectScatter:
 
     def wait(self) -> None:
         """Wait until every part is here; nothing is added up yet, unless nccl did."""
-        if self._work is not None:
-            self._work.wait()
+        if self.work is not None:
+            self.work.wait()
         if self._pending is not None:
             self._pending.wait_received()
 
@@ -112,7 +118,7 @@ class DirectScatter:
         Shapes: [L]
         """
         self.wait()
-        if self._work is not None:
+        if self.work is not None:
             return self.arriving[0]
         if self._pending is None:
             return self._own

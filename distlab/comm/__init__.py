@@ -1,9 +1,10 @@
 """Real ranks on this machine or under torchrun: start them, group them, watch what they send, explain how they fail.
 
 Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
-value on every rank; `together` raises one error on all ranks). `record` watches every call, and `throttle` slows a
-link down. `rendezvous` and `clocks` join ranks of several machines. `checks` refuses wrong arguments. `single_tensor`
-hides a difference between versions of torch. `command` writes a command so that it runs where its reader stands.
+value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA. `record`
+watches every call, and `throttle` slows a link down. `rendezvous` and `clocks` join ranks of several machines. `checks`
+refuses wrong arguments. `plain` reads what an untrusted process sends. `single_tensor` hides a difference between
+versions of torch. `command` writes a command so that it runs where its reader stands.
 Names load on first use, so that importing the package does not load torch.
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from distlab.comm.launch.ranks import Ranks
     from distlab.comm.record.read import Records, read_records
     from distlab.comm.record.recorder import Recorder, recorded
-    from distlab.comm.throttle import throttled
+    from distlab.comm.record.throttle import throttled
 
 _HOMES = {
     "run": "launch.launch",
@@ -38,7 +39,7 @@ _HOMES = {
     "recorded": "record.recorder",
     "Records": "record.read",
     "read_records": "record.read",
-    "throttled": "throttle",
+    "throttled": "record.throttle",
 }
 __all__ = [
     "RankError",

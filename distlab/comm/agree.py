@@ -47,8 +47,10 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     import torch
     import torch.distributed as dist
 
+    from distlab.comm.device import current
+
     if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+        return current()
     return torch.device("cpu")
 
 

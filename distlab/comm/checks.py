@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import operator
+import os
 import resource
+import stat
+from io import BufferedReader
+from pathlib import Path
 from typing import SupportsIndex
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -58,11 +63,38 @@ def check_backend(backend: object, world_size: int) -> str | None:
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}, or None to choose")
     if "nccl" in backend:
-        import torch
+        from distlab.comm import device
 
-        count = torch.cuda.device_count()
-        if count < world_size:
+        if (count := device.num_gpus()) < world_size:
             raise ValueError(
                 f"backend nccl needs a GPU for each of {world_size} ranks, and there are {count}; pass 'gloo'"
             )
     return backend
+
+
+def working_directory() -> str:
+    """Return this process's working directory.
+
+    Raises:
+        RuntimeError: it was deleted or moved away.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise RuntimeError(
+            f"the working directory of this program is gone ({error.strerror}); change to a folder that exists "
+            "(cd, or os.chdir in a notebook) and run again"
+        ) from None
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading; a pipe in its place would let its reader wait without end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (returned)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file, but a pipe or a device", str(path))
+    return file

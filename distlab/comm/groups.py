@@ -27,6 +27,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from distlab.comm import device as gpus
 from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
@@ -72,7 +73,7 @@ def choose_backend(local_world_size: int) -> str:
 
     nccl refuses two ranks on one GPU; there gloo moves GPU tensors too. CPU tensors always work.
     """
-    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
+    if dist.is_nccl_available() and gpus.is_available() and gpus.num_gpus() >= local_world_size:
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
@@ -117,7 +118,7 @@ def process_group(
         try:
             world = dist.group.WORLD
             assert world is not None, "init_process_group makes the group of all ranks"
-            spans = SpanWriter(address.rank)
+            spans = gpus.span_writer(address.rank, place)
             member = Member(address.rank, address.world_size, address.local_rank, place, world, spans)
             with _tracing(member, trace_dir):
                 yield member
@@ -134,12 +135,12 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
             place = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
-    if place.type == "cuda":
-        count = torch.cuda.device_count()
+    if gpus.is_gpu(place):
+        count = gpus.num_gpus()
         if count == 0:
             raise ValueError(f"device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
         place = torch.device("cuda", address.local_rank % count if place.index is None else place.index)
-        torch.cuda.set_device(place)
+        gpus.use(place)
     return place
 
 

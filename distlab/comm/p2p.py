@@ -106,6 +106,11 @@ def needs_batches(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) 
     return _backend(dist.get_backend_config(group), tensor.device.type) == "nccl"
 
 
+def can_move_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group has a backend for tensors on the CPU: gloo alone, or gloo next to nccl."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
 def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> None:
     """Do messages together and wait for all of them: none can block another.
 

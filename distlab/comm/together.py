@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from distlab.comm.launch.failures import text_of
+
 Result = TypeVar("Result")
 
 
@@ -31,10 +33,10 @@ def together(
     """Run an action on every rank and return the results of all ranks; every rank of the group calls this.
 
     Args:
-        action: may raise ValueError, OSError or RuntimeError; one all-gather takes its pickled result to all ranks.
+        action: may raise any exception; one all-gather takes its pickled result to all ranks.
         group: the ranks.
         what: what the ranks do, for the text of errors: "cannot {what}: rank 1: ...".
-        failure: raised on every rank for an OSError or a RuntimeError.
+        failure: raised on every rank for any other exception than a ValueError.
 
     Raises:
         ValueError: on every rank, when the action raised ValueError on any rank; the text names the ranks.
@@ -43,9 +45,11 @@ def together(
     try:
         outcome = "done", action()
     except ValueError as error:
-        outcome = "refused", str(error)
+        outcome = "refused", text_of(error)
     except (OSError, RuntimeError) as error:
-        outcome = "failed", str(error)
+        outcome = "failed", text_of(error)
+    except Exception as error:  # whatever it is: a rank that left here would leave the others waiting
+        outcome = "failed", f"{type(error).__name__}: {text_of(error)}"
     _, world_size = place_in(group)
     outcomes: list[tuple[str, Any]] = [outcome] * world_size
     names = [0]

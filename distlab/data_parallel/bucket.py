@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.comm.p2p import needs_batches
 from distlab.flat import FlatBuffer
 from distlab.flat_gradients import GradientSlots, TimedWork
 from distlab.gradient_hook import GradientBucket, GradientHook, Pending
@@ -85,11 +86,12 @@ class Bucket(GradientSlots):
                 self._sums[slot] = view.sum(dtype=self._sum_dtype)
             parameter.grad = view  # frees backward's own tensor; undone by zero_grad(), redone here
 
-    def start(self, group: ProcessGroup | None) -> None:
-        """Begin to exchange the bucket; do not wait."""
+    def start(self, group: ProcessGroup | None, spans: SpanWriter | None = None) -> None:
+        """Begin to exchange the bucket, and to draw that; do not wait."""
         if self.hook is not None and self._check_finite:
             self._leave_out_not_finite()
-        self._work = TimedWork(lambda: self._send(group))
+        of_nccl = spans is not None and self.hook is None and needs_batches(self.flat.buffer, group)
+        self._work = TimedWork(lambda: self._send(group), spans, of_nccl=of_nccl)
 
     def _send(self, group: ProcessGroup | None) -> Pending | None:
         if self.hook is None:
@@ -140,8 +142,8 @@ class Bucket(GradientSlots):
         if self._work is not None:
             self._work.note_end()
 
-    def mark(self, spans: SpanWriter) -> None:
+    def mark(self) -> None:
         """Draw the bucket's exchange on the communication lane."""
         assert self._work is not None, "only what was started is drawn"
         name = f"{'all_reduce' if self.hook is None else 'exchange'} bucket {self.index}"
-        self._work.mark(spans, name, self.flat.num_bytes)
+        self._work.mark(name, self.flat.num_bytes)

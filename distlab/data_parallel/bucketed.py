@@ -19,10 +19,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree
+from distlab.comm import agree, device
+from distlab.comm.p2p import can_move_cpu_tensors
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
 from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
@@ -68,6 +69,8 @@ class DataParallel:
     Cost: one all-reduce per bucket, of its gradient bytes (the last: and one element), rounded up to a cache line per
         rank (64 n bytes); in a step with something to tell P + 1 bytes per rank more. With a hook: what the hook sends,
         and one all-reduce of one element. At construction agreement and a broadcast.
+        On a GPU the host waits once in a step, to read the last bucket's flag. With check_finite=False, and gloo next
+        to nccl, it never waits for the GPU: the flag is then a CPU tensor's all-reduce of 4 bytes.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -112,23 +115,25 @@ class DataParallel:
         self._registered = self._registrations()
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
         num_ranks = dist.get_world_size(group)
+        # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.
+        on_host = device.is_gpu(parameters[0]) and can_move_cpu_tensors(group) and not (check_finite and hook is None)
+        self._flag_apart = hook is not None or on_host
         self._buckets = [
             Bucket(
                 index,
                 same,
                 num_ranks,
-                num_flags=int(hook is None and index == len(members) - 1),
+                num_flags=int(not self._flag_apart and index == len(members) - 1),
                 hook=hook,
                 check_finite=check_finite,
             )
             for index, same in enumerate(members)
         ]
-        last = self._buckets[-1]
-        self._flag = last.flags[0] if hook is None else last.flat.buffer.new_zeros((), dtype=torch.float32)
+        self._flag = self._make_flag(on_host)
         broadcast_parameters(module, group)
         self._accumulating = False
         self._sending = SendInBackward(
-            self._buckets, lambda bucket: bucket.start(group), self._on_gradient, num_early=len(self._buckets) - 1
+            self._buckets, lambda bucket: bucket.start(group, spans), self._on_gradient, num_early=len(members) - 1
         )
 
     @property
@@ -140,6 +145,13 @@ class DataParallel:
     def num_bytes(self) -> int:
         """Bytes of all buckets: what a step's all-reduces carry, or what a hook is given."""
         return sum(bucket.flat.num_bytes for bucket in self._buckets)
+
+    def _make_flag(self, on_host: bool) -> Tensor:
+        """Return the element that says whether some rank has something to tell."""
+        last = self._buckets[-1]
+        if on_host:
+            return device.pinned_empty((), torch.float32)
+        return last.flat.buffer.new_zeros((), dtype=torch.float32) if self._flag_apart else last.flags[0]
 
     def _on_gradient(self, bucket: Bucket, slot: int) -> bool:
         if not bucket.note(slot):
@@ -204,7 +216,7 @@ class DataParallel:
     def _exchange(self, complaints: list[str]) -> None:
         """Send what is not yet on its way, and wait for all."""
         work: dist.Work | None = None
-        if self.hook is None:
+        if not self._flag_apart:
             self._raise_flag(complaints)
             self._sending.start_full()
         else:
@@ -215,13 +227,13 @@ class DataParallel:
             bucket.wait()
             if self.spans is not None:
                 self._note_ends()
-                bucket.mark(self.spans)
+                bucket.mark()
         if work is not None:
             work.wait()
 
     def _raise_flag(self, complaints: list[str]) -> None:
         self._flag.fill_(float(bool(complaints) or any(any(bucket.statuses) for bucket in self._buckets)))
-        if self.hook is None:
+        if not self._flag_apart:
             for bucket in self._buckets:
                 self._flag.add_(bucket.nan_flag().to(self._flag))
 

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from distlab.comm import RankError, RankTimeout
-from distlab.comm.launch.failures import Failure
+from distlab.comm.launch.failures import Failure, well_formed
 from distlab.grading.exercise import Exercise, Fault
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CELL_FILE = re.compile(r"([^\s\"()]*ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>)(?::(\d+))?")
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
+_NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
 
@@ -74,13 +76,13 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     if isinstance(error, RankTimeout):
         return _hang(error, fn)
     if not error.failures:
-        return _stuck(error, fn)
+        return _stuck(error)
     root = error.failures[0]
     place = place_in(root.traceback, fn)
     who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
     where = f"\n  at {place}" if place else ""
     also = _explanation(str(error))
-    return _of_failure(root, place, who, where + (f"\n{_shorten(also, fn)}" if also else ""))
+    return _of_failure(root, place, who, where + (f"\n{also}" if also else ""))
 
 
 def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fault:
@@ -92,9 +94,13 @@ def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fau
         return Fault(code, f"{who}{text}{where}")
     if _MEMORY.search(root.summary) or (summary.startswith("was killed") and _MEMORY.search(root.traceback)):
         return Fault("memory", f"{who}it asks for more memory than a check gives ({summary}){where}")
+    if summary.startswith("closed"):
+        return Fault("exited", f"{who}it {summary}{where}")
     if summary.startswith("exited"):
         advice = "" if place is not None and place.function == "<module>" else "; return from the function instead"
         return Fault("exited", f"{who}it {summary}{advice}{where}")
+    if summary.startswith("ended with its fork server"):
+        return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
     if summary.startswith("was killed"):
         tail = "" if where or not root.traceback else f"\n{_tail(root.traceback)}"
         return Fault("killed", f"{who}the rank {summary}{where}{tail}")
@@ -113,7 +119,7 @@ def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
     text = str(error)
     first, *rest = text.split("\n\n")
     words = [part for part in rest if not part.startswith("---")][:1]
-    lines = [first, *(_shorten(part, fn) for part in words)]
+    lines = [first, *words]
     for failure in error.failures:
         place = place_in(failure.traceback, fn)
         if place is not None:
@@ -123,9 +129,9 @@ def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
     return Fault("hang", "\n".join(lines))
 
 
-def _stuck(error: RankError, fn: Callable[..., Any]) -> Fault:
+def _stuck(error: RankError) -> Fault:
     """Describe calls that can never end, or that do not fit each other."""
-    text = _shorten(str(error).split("\n--- rank")[0].rstrip(), fn)
+    text = str(error).split("\n--- rank")[0].rstrip()
     return Fault("deadlock" if text.startswith("deadlock") else "mismatch", text)
 
 
@@ -135,11 +141,15 @@ def _explanation(text: str) -> str:
     return parts[1] if len(parts) > 1 and not parts[1].startswith("---") else ""
 
 
-def _shorten(text: str, fn: Callable[..., Any]) -> str:
-    """Name the learner's file as the learner knows it."""
+def in_plain_names(text: str, fn: Callable[..., Any]) -> str:
+    """Name files in a message as the learner knows them: "your cell, line 8" for a file that the kernel made."""
+
+    def cell(found: re.Match[str]) -> str:
+        return f"{CELL}, line {found[2]}" if found[2] else CELL
+
     file = file_of(fn)
-    name = label(file)
-    return text.replace(f"{file}:", f"{name}, line " if name == CELL else f"{name}:") if file else text
+    text = _CELL_FILE.sub(cell, well_formed(text))
+    return text.replace(f"{file}:", f"{label(file)}:") if file else text
 
 
 def _cut(line: str) -> str:

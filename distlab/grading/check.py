@@ -57,6 +57,7 @@ def _stand_in_again(exercise: Exercise, reference: Callable[..., Any]) -> Report
 
 def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None) -> Report:
     """Check fn without showing or keeping anything."""
+    from distlab.grading.blame import in_plain_names
     from distlab.grading.fresh import Unavailable
     from distlab.grading.lesson import reference_of
     from distlab.grading.report import Report
@@ -79,7 +80,7 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None)
         exercise=exercise,
         verdict=_verdict(fault, blocked),
         fault=None if fault is None else fault.code,
-        message=blocked if fault is None else fault.message,
+        message=blocked if fault is None else in_plain_names(fault.message, fn),
         budget=budget,
         worlds=tuple(right),
         seconds=time.perf_counter() - start,

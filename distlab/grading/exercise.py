@@ -25,6 +25,13 @@ class NotYet(Exception):  # noqa: N818 (a state of the exercise, not an error)
         self.exercise = exercise
 
 
+class Refused(BaseException):
+    """Something that a check does not let a function do; not an Exception, so that `except Exception` lets it pass."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+
+
 class Fault(NamedTuple):
     """One thing that is wrong.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-ON_EVERY_RANK = ("distlab.grading.guard", "distlab.grading.values", "distlab.grading.traffic")
+ON_EVERY_RANK = ("distlab.grading.guard", "distlab.grading.tamper", "distlab.grading.values", "distlab.grading.traffic")
 START_TIMEOUT_S = 120.0  # the first ranks of a program wait for torch to be loaded
 
 
@@ -34,7 +34,7 @@ def start_ranks(world_size: int, timeout_s: float) -> Ranks:
     """
     from distlab.comm import Ranks
 
-    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, record=True, echo=False)
+    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, record=True, echo=False, plain=True)
     try:
         ranks.run(ready)
     except (RuntimeError, OSError, ValueError) as error:

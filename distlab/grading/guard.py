@@ -1,7 +1,8 @@
 """What an answer may do while it is checked, enforced inside each rank: memory, files, processes, the group.
 
-A rank is a process of its own that is killed afterwards, so this need not hold against malice. It turns what goes wrong
-by accident into a sentence: a function that eats all memory, starts processes or leaves the group is told so.
+A rank is a process of its own that is killed afterwards, and what it sends back is read as plain data. So this is no
+boundary that holds against all malice. It turns what goes wrong into a sentence: a function that eats all memory,
+starts processes, replaces torch's functions, looks into the check or leaves the group is told so.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from distlab.comm.launch.worker import own_job
+from distlab.grading.exercise import Refused
+from distlab.grading.tamper import Fence, Untouched
+
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
-
-
-class Refused(BaseException):
-    """Something that a check does not let a function do; not an Exception, so that `except Exception` lets it pass."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
 
 
 def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int) -> Any:
     """Drive a learner's function on this rank under limits, and return what the drive returns."""
     limit_process(memory_limit_bytes)
     forbid_processes()
+    untouched, fence = Untouched(), Fence(own_job())
+    sys.addaudithook(fence.hook)
     streams = sys.stdout, sys.stderr
     try:
-        return drive(guarded(fn))
+        result = drive(guarded(fn, untouched, fence))
+        untouched.check()  # the drive may have called what the function returned
+        return result
     finally:
         sys.stdout, sys.stderr = streams  # or the rank could not flush what was printed
 
@@ -65,7 +67,7 @@ def forbid_processes() -> None:
     sys.addaudithook(refuse)
 
 
-def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Callable[..., Any]:
     """Wrap a function so that what it must leave as it was is looked at after each call."""
     import torch
     import torch.distributed as dist
@@ -73,7 +75,12 @@ def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
     dtype, group = torch.get_default_dtype(), dist.group.WORLD
 
     def call(*args: Any, **named: Any) -> Any:
-        result = fn(*args, **named)
+        fence.is_up, was_up = True, fence.is_up
+        try:
+            result = fn(*args, **named)
+        finally:
+            fence.is_up = was_up
+        untouched.check()
         if not dist.is_initialized() or dist.group.WORLD is not group:
             raise Refused(
                 "left the group",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distlab.grading.exercise import Fault
-from distlab.grading.values import DIVIDED_TWICE, SUM_NOT_MEAN, compare, times_of, tolerance_of
+from distlab.grading.values import DIVIDED_TWICE, SUM_NOT_MEAN, apart, compare, times_of, tolerance_of
 from distlab.plan import split_evenly
 
 MAX_PATTERNS = 4096  # how many ways of adding the ranks' tensors are tried where least squares cannot tell
@@ -137,8 +137,9 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
         often = {round(ratios[r] / base) for r in counted}
         words = "twice" if often == {2} else f"{max(often)} times"
         return Fault("counted twice", f"{what} holds {_whose(counted)} {words}{scale}")
-    listed = ", ".join(f"rank {r}'s tensor {float(multiples[r]):.4g} times" for r in range(n))
-    return Fault("wrong weights", f"{what} holds {listed}; expected {', '.join(f'{float(w):.4g}' for w in wanted)}")
+    texts = [apart(float(got), float(want), digits=4) for got, want in zip(multiples, wanted, strict=True)]
+    listed = ", ".join(f"rank {r}'s tensor {got} times" for r, (got, _) in enumerate(texts))
+    return Fault("wrong weights", f"{what} holds {listed}; expected {', '.join(want for _, want in texts)}")
 
 
 def _ratio(got: float, want: float) -> float:

@@ -42,7 +42,10 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
             return Fault("not sent", _why_not_sent(fn) or str(error))
         except (RuntimeError, OSError) as error:
             raise Unavailable(str(error)) from error
-    return Evidence(ranks.world_size, results, ranks.records())
+    try:
+        return Evidence(ranks.world_size, results, ranks.records())
+    except (RuntimeError, OSError, ValueError) as error:
+        return Fault("killed", f"the record of what was sent is gone or damaged ({error}): leave its files alone")
 
 
 def _why_not_sent(fn: Callable[..., Any]) -> str:

@@ -134,6 +134,8 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
             first = replace(lesson.exercises[0], on_failure=None)
             fault = fault_of(error, first, Submitted(source, "load"), 1)
             return Fault("not loaded", f"{source.name} cannot be loaded: {fault.message}"), ()
+        except (RuntimeError, OSError) as error:
+            return Fault("not loaded", f"{source.name} cannot be loaded: {error}"), ()
 
 
 def _absent(source: Source, exercise: Exercise, notes: tuple[str, ...]) -> str:

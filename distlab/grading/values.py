@@ -80,7 +80,10 @@ def describe(value: Any) -> str:
         return f"a {_dtype(value)} tensor of shape {list(value.shape)}"
     if value is None:
         return "None (is a return missing?)"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # too deep, say
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
     return text if len(text) <= 80 else f"a {type(value).__name__}{size}"
 
@@ -192,7 +195,7 @@ def _constant_ratio(got: Tensor, want: Tensor) -> float | None:
         return None
     one, other = got.to(torch.float64).flatten(), want.to(torch.float64).flatten()
     ratio = float(one @ other / (other @ other))
-    if not math.isfinite(ratio) or ratio == 0 or ratio == 1:
+    if not math.isfinite(ratio) or ratio == 0 or abs(ratio - 1) < 1e-6:
         return None
     tolerance = max(tolerance_of(got.dtype), 1e-9)
     fits = float((one - ratio * other).abs().max()) <= 10 * tolerance * float(one.abs().max())
@@ -203,7 +206,8 @@ def times_of(ratio: float) -> str:
     """Say by what factor something is wrong."""
     if ratio < 0:
         return f"{ratio:.4g} times what it should be (the sign is wrong)"
-    return f"{ratio:.4g}x too large" if ratio > 1 else f"{1 / ratio:.4g}x too small"
+    factor, _ = apart(max(ratio, 1 / ratio), 1.0, digits=4)
+    return f"{factor}x too {'large' if ratio > 1 else 'small'}"
 
 
 def _is_simple(ratio: float) -> bool:
@@ -238,10 +242,28 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
     expected, found = want[tuple(index)].item(), got[tuple(index)].item()
     count = f"{int(wrong.sum())} of {got.numel()} elements differ" if got.numel() > 1 else "it differs"
     place = f"[{', '.join(map(str, index))}]" if index else ""
-    return (
-        f"{what}{place}: expected {_number(expected)}, got {_number(found)}; {count}, by up to {float(gap.max()):.3g}"
-    )
+    expected_text, found_text = apart(expected, found)
+    text = f"{what}{place}: expected {expected_text}, got {found_text}; {count}, by up to {float(gap.max()):.3g}"
+    return text + _lost_precision(got, want, float(gap.max()))
 
 
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
+    """Return two numbers as texts, with as many digits as it takes to tell them apart, `digits` at least."""
+    if not isinstance(one, float) or not isinstance(other, float):
+        return str(one), str(other)
+    texts = [(f"{one:.{count}g}", f"{other:.{count}g}") for count in range(digits, 18)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+
+
+def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
+    """Say so where the result is right to the digits of a coarser dtype than its own, and only to these; else ""."""
+    if not got.dtype.is_floating_point or not math.isfinite(scale := float(want.abs().max())):
+        return ""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if torch.finfo(got.dtype).eps < torch.finfo(dtype).eps:
+            only_these = torch.equal(got.to(dtype).to(got.dtype), got)
+            limit = 4 if only_these else 16  # roundings of the largest value
+            if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
+                name, own = str(dtype).removeprefix("torch."), _dtype(got)
+                return f": it is about {gap / scale:.0e} off, relative to the largest: {name} somewhere in a {own} run?"
+    return ""

@@ -4,9 +4,10 @@ Some ranks meet between layers: copies exchange gradients, stages hand activatio
 to the end of the step, computes nothing more, gives what it is asked for, and at the end all hear of it.
 
 Others meet inside of a layer: tensor-parallel ranks add their parts of one product up, ranks of one sequence pass keys
-on, experts wait for tokens, a sharded block for its parameters. They wait in a call that nothing but this rank's own
-part can end, and this rank cannot compute it. So it leaves at once, with its error: the launcher sees that, says whose
-fault it was and ends the others within seconds; without one, their calls end with the group's timeout.
+on, experts wait for tokens, a sharded block for its parameters, a micro-batch for the sum of its gradients (sharding
+stage 2). They wait in a call that nothing but this rank's own part can end, and this rank cannot compute it. So it
+leaves at once, with its error: the launcher sees that, says whose fault it was and ends the others within seconds;
+without one, their calls end with the group's timeout.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class LeftError(BaseException):
 
 
 def meets_inside(plan: Plan) -> bool:
-    """Return whether ranks of this plan wait for each other inside of layers."""
-    return max(plan.tensor, plan.context, plan.expert) > 1 or plan.sharding.stage == 3
+    """Return whether ranks of this plan wait for each other inside of layers, or of passes."""
+    sums_each_pass = plan.sharding.stage == 2 and max(plan.num_microbatches, plan.pipeline) > 1
+    return max(plan.tensor, plan.context, plan.expert) > 1 or plan.sharding.stage == 3 or sums_each_pass
 
 
 def leave_at_once(error: Exception) -> NoReturn:

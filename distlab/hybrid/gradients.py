@@ -65,10 +65,12 @@ class GradientAveraging:
 
     Attributes:
         wrappers: what averages gradients during backward, each over a group of its own.
+        of_stage: by number of a pipeline's stage, those of them that average in the stage's last backward pass.
         optimizers: made of this rank's parameters, or pieces.
     """
 
     wrappers: Sequence[Wrapper] = ()
+    of_stage: Mapping[int, Sequence[Wrapper]] = {}
     optimizers: list[torch.optim.Optimizer]
 
     @contextmanager
@@ -77,6 +79,22 @@ class GradientAveraging:
         with ExitStack() as stack:
             for one in self.wrappers:
                 stack.enter_context(one.no_sync())
+            yield
+
+    @contextmanager
+    def accumulating_in(self, pipeline: Pipeline) -> Iterator[None]:
+        """Let a pipeline's backward passes inside keep their gradients, those of each stage up to its last one."""
+        with ExitStack() as to_the_end:
+            until_last = {number: to_the_end.enter_context(ExitStack()) for number in self.of_stage}
+            ends_early = {id(one): until_last[number] for number, own in self.of_stage.items() for one in own}
+            for one in self.wrappers:
+                ends_early.get(id(one), to_the_end).enter_context(one.no_sync())
+
+            def send(number: int) -> None:
+                if number in until_last:
+                    until_last[number].close()
+
+            pipeline.on_last_backward = send
             yield
 
     def finish(self) -> None:

@@ -46,7 +46,7 @@ def mixtures_in(model: nn.Module) -> list[MixtureOfExperts]:
 
 def _problems(plan: Plan, model: GPT) -> Iterator[str]:
     yield from _of_sizes(plan, model)
-    yield from _of_sharding(plan)
+    yield from _of_sharding(plan, model)
     yield from _of_precision(plan, model)
     if plan.compression is not None and plan.pipeline > 1:
         yield (
@@ -83,18 +83,12 @@ def _of_sizes(plan: Plan, model: GPT) -> Iterator[str]:
         yield f"the plan has expert={plan.expert} and the model has no mixtures; call mix_experts, or use expert=1"
 
 
-def _of_sharding(plan: Plan) -> Iterator[str]:
+def _of_sharding(plan: Plan, model: GPT) -> Iterator[str]:
     sharding = plan.sharding
-    if sharding.stage == 3 and plan.pipeline > 1:
+    if sharding.stage == 3 and plan.pipeline > 1 and model.config.tied:
         yield (
-            f"sharding stage 3 with pipeline={plan.pipeline}: each of {plan.num_microbatches} micro-batches would "
-            "gather every unit again, forward and backward; use stage 1 with a pipeline, or pipeline=1"
-        )
-    if sharding.stage == 2 and plan.pipeline > 1:
-        yield (
-            f"sharding stage 2 with pipeline={plan.pipeline}: gradients go as soon as they are summed, so each of "
-            f"{plan.num_microbatches} micro-batches would sum them over the ranks; use stage 1 with a pipeline, or "
-            "pipeline=1"
+            f"sharding stage 3 with pipeline={plan.pipeline} and tied weights: the first and the last stage would "
+            "shard one parameter apart; use a model with tied=False, or stage 1 or 2"
         )
     if sharding.stage == 3 and plan.expert > 1:
         yield (

@@ -10,14 +10,18 @@ Symbols: n copies of all but the experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
+from torch import nn
 
+from distlab.blocks import find_blocks
 from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import Gradient, GradientAveraging, MakeOptimizer, ParameterBag
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts
+from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
+from distlab.models import Block
+from distlab.pipeline import Pipeline
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
 
@@ -25,34 +29,50 @@ from distlab.trace import SpanWriter
 class ShardedStates(GradientAveraging):
     """Stages 1 and 2: each copy updates a part of what they hold; gradients go there, new values come back.
 
-    Cost: a reduce-scatter and an all-gather, (n-1)/n of the parameters' bytes each.
+    Cost: a reduce-scatter and an all-gather, (n-1)/n of the parameters' bytes each; stage 2 has a reduce-scatter per
+        micro-batch (where a schedule splits backward, one more of what I makes).
     """
 
     def __init__(
-        self, built: Built, layout: Layout, make_optimizer: MakeOptimizer, *, spans: SpanWriter | None = None
+        self,
+        built: Built,
+        layout: Layout,
+        make_optimizer: MakeOptimizer,
+        *,
+        pipeline: Pipeline | None = None,
+        spans: SpanWriter | None = None,
     ) -> None:
         self._layout, self._built, plan = layout, built, layout.plan
         self.named = named_parameters(built.stages)
-        dense, experts = split_experts(self.named, built, layout)
-        self.sharded = [
-            ShardedOptimizer(
-                ParameterBag(named),
-                make_optimizer,
-                group,
-                stage=plan.sharding.stage,
-                bucket_bytes=plan.bucket_bytes,
-                spans=spans,
-            )
-            for named, group in ((dense, layout.copies), (experts, layout.expert_copies))
-            if named
-        ]
-        self.wrappers = self.sharded
+        self.sharded: list[ShardedOptimizer] = []
+        self._of_experts: list[ShardedOptimizer] = []
+        of_stage: dict[int, list[ShardedOptimizer]] = {}
+        for named, number in _parts(self.named, built, layout, pipeline):
+            for own, group in zip(
+                split_experts(named, built, layout), (layout.copies, layout.expert_copies), strict=True
+            ):
+                if not own:
+                    continue
+                one = ShardedOptimizer(
+                    ParameterBag(own),
+                    make_optimizer,
+                    group,
+                    stage=1 if number is None else plan.sharding.stage,
+                    bucket_bytes=plan.bucket_bytes,
+                    spans=spans,
+                )
+                self.sharded.append(one)
+                if number is not None and pipeline is not None:
+                    of_stage.setdefault(number, []).append(one)
+                if group is not layout.copies:
+                    self._of_experts.append(one)
+        self.wrappers, self.of_stage = self.sharded, of_stage
         self.optimizers = [one.optimizer for one in self.sharded]
 
     def finish(self) -> None:
         """Finish the step; an expert's sum is divided by the ranks that have other experts too."""
         super().finish()
-        for experts in self.sharded[1:]:
+        for experts in self._of_experts:
             divide_((piece for _, piece in experts.named_pieces()), self._layout.plan.expert)
 
     def gradients(self) -> Iterator[Gradient]:
@@ -72,7 +92,7 @@ class ShardedParameters(GradientAveraging):
     """Stage 3: each copy holds a part of everything, and blocks are whole only while they compute.
 
     Attributes:
-        model: the module that is called in place of the stage's.
+        models: by number of the stage, the module that is called in its place.
 
     Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes; per micro-batch the two thirds of it that gather.
     """
@@ -81,23 +101,47 @@ class ShardedParameters(GradientAveraging):
         self, built: Built, layout: Layout, make_optimizer: MakeOptimizer, *, spans: SpanWriter | None = None
     ) -> None:
         self._layout, self._built, plan = layout, built, layout.plan
-        self.model = FullyShard(
-            built.stages[0],
-            layout.copies,
-            reshard_after_forward=plan.sharding.reshard_after_forward,
-            prefetch=plan.sharding.prefetch,
-            precision=plan.precision,
-            spans=spans,
-        )
-        self.wrappers = [self.model]
-        self.optimizers = [make_optimizer([p for p in self.model.parameters() if p.requires_grad])]
+        self.models = {
+            number: FullyShard(
+                module,
+                layout.copies,
+                units=None if plan.pipeline == 1 else list(find_blocks(module, Block)),
+                reshard_after_forward=plan.sharding.reshard_after_forward,
+                prefetch=plan.sharding.prefetch,
+                precision=plan.precision,
+                spans=spans,
+            )
+            for number, module in built.stages.items()
+        }
+        self.wrappers = list(self.models.values())
+        self.of_stage = {number: [model] for number, model in self.models.items()}
+        self.optimizers = [
+            make_optimizer([p for p in model.parameters() if p.requires_grad]) for model in self.models.values()
+        ]
 
     def gradients(self) -> Iterator[Gradient]:
         """Yield the gradients of all shards, parameter by parameter."""
-        for unit in self.model.units:
+        for unit in (unit for model in self.models.values() for unit in model.units):
             if unit.shard.grad is None:
                 continue
             for piece in unit.layout.pieces(dist.get_rank(self._layout.copies)):
                 name = unit.layout.names[piece.tensor]
                 values = unit.shard.grad[piece.offset : piece.offset + piece.stop - piece.start]
                 yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
+
+
+def _parts(
+    named: Mapping[str, nn.Parameter], built: Built, layout: Layout, pipeline: Pipeline | None
+) -> Iterator[tuple[dict[str, nn.Parameter], int | None]]:
+    """Yield the parameters that are sharded together, with their stage, or None for what keeps whole gradients."""
+    if pipeline is None or layout.plan.sharding.stage == 1:
+        yield dict(named), None if layout.plan.sharding.stage == 1 else 0
+        return
+    late = set(map(id, tied_parameters(named, built)))  # their stages exchange gradients when the step ends
+    yield {name: parameter for name, parameter in named.items() if id(parameter) in late}, None
+    for number, module in built.stages.items():
+        here = {id(parameter) for parameter in module.parameters()} - late
+        waits = set(pipeline.splits[number].deferred) if number in pipeline.splits else set()
+        for in_w in (True, False):
+            own = {n: p for n, p in named.items() if id(p) in here and (n.rpartition(".")[0] in waits) == in_w}
+            yield own, number

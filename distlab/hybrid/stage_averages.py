@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.comm.p2p import needs_batches
 from distlab.flat import FlatBuffer
 from distlab.flat_gradients import TimedWork
 from distlab.pipeline import Pipeline
@@ -77,7 +78,7 @@ class StageAverages:
             for bucket in chain.from_iterable(self._buckets.values()):
                 bucket.note_end()
         for bucket in self._buckets.get(stage, ()):
-            bucket.start(self._num_copies)
+            bucket.start(self._num_copies, self._spans)
 
     def finish(self) -> None:
         """Wait for the means and put them in place of the gradients."""
@@ -86,7 +87,7 @@ class StageAverages:
         for stage in (*self._order, -1):  # all but the last are on their way, unless the step did not get there
             self._start(stage)
         for bucket in chain.from_iterable(self._buckets.values()):
-            bucket.finish(self._spans)
+            bucket.finish()
 
 
 class _StageBucket:
@@ -97,7 +98,7 @@ class _StageBucket:
         self._name, self._started = name, False
         self._work: TimedWork | None = None
 
-    def start(self, divisor: int) -> None:
+    def start(self, divisor: int, spans: SpanWriter | None) -> None:
         """Divide, then sum: gloo has no mean."""
         if self._started:
             return
@@ -105,19 +106,20 @@ class _StageBucket:
         self._flat.buffer /= divisor
         self._started = True
         if dist.get_world_size(self._group) > 1:
-            self._work = TimedWork(lambda: dist.all_reduce(self._flat.buffer, group=self._group, async_op=True))
+            buffer, group = self._flat.buffer, self._group
+            of_nccl = spans is not None and needs_batches(buffer, group)
+            self._work = TimedWork(lambda: dist.all_reduce(buffer, group=group, async_op=True), spans, of_nccl=of_nccl)
 
     def note_end(self) -> None:
         """Remember when the sum was first seen to be over."""
         if self._work is not None:
             self._work.note_end()
 
-    def finish(self, spans: SpanWriter | None) -> None:
+    def finish(self) -> None:
         """Wait, put the means in place, and draw the sum if one was sent."""
         if self._work is not None:
             self._work.wait()
-            if spans is not None:
-                self._work.mark(spans, f"all_reduce {self._name}", self._flat.num_bytes)
+            self._work.mark(f"all_reduce {self._name}", self._flat.num_bytes)
         for parameter, mean in zip(self._parameters, self._flat.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)

@@ -8,7 +8,7 @@ any other plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ def _whole_stages(
     if not isinstance(averaging, ShardedParameters):
         yield built.stages
         return
-    with averaging.model.summon(write=write) as module:
-        yield {0: module}
+    with ExitStack() as stack:
+        yield {number: stack.enter_context(model.summon(write=write)) for number, model in averaging.models.items()}
 
 
 def _pool(state: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class HybridState:
         """Return what this rank holds, and what its optimizers and compression remember of it."""
         state: dict[str, Any] = {"place": self._place()}
         if isinstance(self._averaging, ShardedParameters):
-            return {**state, "shards": self._sharded().shard_state()}
+            return {**state, "shards": {str(number): one.shard_state() for number, one in self._sharded().items()}}
         stages = {str(number): dict(module.state_dict()) for number, module in self._built.stages.items()}
         return {**state, "stages": stages, "optimizers": [one.state_dict() for one in self._savers()]}
 
@@ -145,12 +145,14 @@ class HybridState:
                     "saved with, or load full_state_dict() into another one"
                 )
         if isinstance(self._averaging, ShardedParameters):
-            self._sharded().check_shards([states[0]["shards"]])
+            for number, one in self._sharded().items():
+                one.check_shards([states[0]["shards"][str(number)]])
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what this rank saved."""
         if isinstance(self._averaging, ShardedParameters):
-            self._sharded().load_shards([states[0]["shards"]])
+            for number, sharded in self._sharded().items():
+                sharded.load_shards([states[0]["shards"][str(number)]])
             return
         for number, module in self._built.stages.items():
             _copy_into(module, states[0]["stages"][str(number)])
@@ -170,6 +172,8 @@ class HybridState:
         assert isinstance(self._averaging, WholeGradients), "there are three kinds"
         return [*self._averaging.optimizers, *self._averaging.hooks]
 
-    def _sharded(self) -> ShardedState:
-        assert isinstance(self._averaging, ShardedParameters), "asked for by stage 3 alone"
-        return ShardedState(self._averaging.model, self._averaging.optimizers[0])
+    def _sharded(self) -> dict[int, ShardedState]:
+        averaging = self._averaging
+        assert isinstance(averaging, ShardedParameters), "asked for by stage 3 alone"
+        pairs = zip(averaging.models.items(), averaging.optimizers, strict=True)
+        return {number: ShardedState(model, optimizer) for (number, model), optimizer in pairs}

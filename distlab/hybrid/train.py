@@ -194,15 +194,16 @@ class Hybrid(HybridState):
         stage = self.plan.sharding.stage
         if stage == 0:
             return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
-        kind = ShardedParameters if stage == 3 else ShardedStates
-        return kind(self._built, self._layout, make_optimizer, spans=self._spans)
+        if stage == 3:
+            return ShardedParameters(self._built, self._layout, make_optimizer, spans=self._spans)
+        return ShardedStates(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
 
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run this rank's part of a batch; return its mean loss where the last stage is."""
         if self.pipeline is not None:
-            with self._averaging.accumulating() if self.plan.sharding.stage else nullcontext():
+            with self._averaging.accumulating_in(self.pipeline) if self.plan.sharding.stage else nullcontext():
                 return self.pipeline.step(inputs, targets)
-        model = self._averaging.model if isinstance(self._averaging, ShardedParameters) else self.stages[0]
+        model = self._averaging.models[0] if isinstance(self._averaging, ShardedParameters) else self.stages[0]
         num = self.plan.num_microbatches
         losses = []
         for index, (tokens, wanted) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import Recorder, Records, agree, process_group, read_records
+from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
 from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
 from distlab.comm.record.watchdog import Watchdog
@@ -134,8 +135,7 @@ class Lab(Generic[SettingsT]):
 
     def now(self) -> float:
         """Return the time in seconds once this rank's device has done all that it was asked."""
-        if self.member.device.type == "cuda":
-            torch.cuda.synchronize(self.member.device)
+        synchronize(self.member.device)
         return time.perf_counter()
 
     def now_ns(self) -> int:

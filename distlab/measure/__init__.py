@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distlab.measure.machine.blocks import MIN_BLOCKS, interleave
     from distlab.measure.machine.facts import Machine, gpu_names, memory_bytes, num_cores, this_machine, version_of
     from distlab.measure.machine.ranks import device_of, on_first_rank
+    from distlab.measure.machine.rates import Rates, device_for, measure_rates, operators_of
     from distlab.measure.machine.saved import DEFAULT_PATH, Calibration, calibrate, load_calibration
     from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
     from distlab.measure.memory.measured import KINDS, MeasuredMemory, MemoryLimitError, storage_bytes, track_memory
@@ -37,6 +38,7 @@ _NAMES = {
     "machine.facts": ["Machine", "gpu_names", "memory_bytes", "num_cores", "this_machine", "version_of"],
     "machine.blocks": ["MIN_BLOCKS", "interleave"],
     "machine.ranks": ["device_of", "on_first_rank"],
+    "machine.rates": ["Rates", "device_for", "measure_rates", "operators_of"],
     "machine.saved": ["DEFAULT_PATH", "Calibration", "calibrate", "load_calibration"],
     "machine.speed": ["Round", "fit_cluster", "measure_round", "median_round"],
     "count.module": ["workload_from_module"],
@@ -62,6 +64,7 @@ __all__ = [
     "MeasuredMemory",
     "MemoryLimitError",
     "RankReport",
+    "Rates",
     "Round",
     "RunResult",
     "TrainingRun",
@@ -69,6 +72,7 @@ __all__ = [
     "Window",
     "calibrate",
     "count_gpt",
+    "device_for",
     "device_of",
     "fit_cluster",
     "gpu_names",
@@ -77,6 +81,7 @@ __all__ = [
     "load_calibration",
     "measure_codec",
     "measure_messages",
+    "measure_rates",
     "measure_round",
     "median_calibration",
     "median_codec",
@@ -84,6 +89,7 @@ __all__ = [
     "memory_bytes",
     "num_cores",
     "on_first_rank",
+    "operators_of",
     "overlay_of",
     "overlay_of_run",
     "predict_step",

@@ -17,9 +17,9 @@ What makes it safe:
 3. `negotiate`: is the schedule valid, are the stages here, do they fit?
 4. `faults`: a stage that raises, told to all ranks.
 
-Zero-bubble schedules need a backward pass in two parts: `backward` (`SplitBackward`) and `layers` (a rule for each kind
-of layer). `split` makes stages of a model, and `tied` is for a weight that several stages use. `state` is what a rank
-saves.
+Zero-bubble schedules need a backward pass in two parts: `backward` (`SplitBackward`), `layers` (a rule for each kind of
+layer) and `choose` (which layers of a module have one). `split` makes stages of a model, and `tied` is for a weight
+that several stages use. `state` is what a rank saves.
 """
 
 from distlab.pipeline.faults import StageError

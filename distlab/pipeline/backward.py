@@ -18,14 +18,16 @@ that no layer with a rule owns; `report` says which and why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from distlab.pipeline.choose import choose_layers
 from distlab.pipeline.layers import LayerRule, Notes, Sums, place_of, rule_of
 
 
@@ -95,7 +97,8 @@ class WeightWork:
     def run(self) -> None:
         """Add the gradients to each parameter's `.grad`, and free each note as soon as it is used.
 
-        Hooks on a parameter run here, once, however many layers share it.
+        A parameter's `register_post_accumulate_grad_hook` runs here, once, however many layers share it. A layer whose
+        parameters have hooks of `register_hook` makes its weight gradients in I.
         """
         sums = Sums()
         self._notes.reverse()
@@ -134,19 +137,25 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._work: WeightWork | None = None
-        layers, kept = _choose(module)
+        for name, layer in module.named_modules():
+            if getattr(vars(layer).get(place_of(layer)), "func", None) is _forward:
+                raise ValueError(
+                    f"{name or 'the module'} makes its backward in two parts already; close() the first split"
+                )
+        layers, kept = choose_layers(module)
         self._layers = list(layers.values())
         parameters = {p for layer in self._layers for p in layer.parameters(recurse=False) if p.requires_grad}
         self.report = SplitReport(
             tuple(layers),
             tuple(kept.items()),
             sum(p.numel() for p in parameters),
-            sum(p.numel() for p in module.parameters() if p.requires_grad),
+            sum(p.numel() for p in module.parameters() if p.requires_grad and not is_lazy(p)),
         )
         for layer in self._layers:
             place, rule = place_of(layer), rule_of(layer)
             assert rule is not None, "layers without a rule were not chosen"
-            part = _Part(layer, rule, getattr(layer, place))
+            bias = layer._parameters.get("bias")
+            part = _Part(layer, rule, getattr(layer, place), layer._parameters["weight"], bias)  # type: ignore[arg-type]
             setattr(layer, place, partial(_forward, self, part))
 
     def input_gradient(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> WeightWork:
@@ -185,14 +194,11 @@ class SplitBackward:
             vars(layer).pop(place_of(layer), None)
         self._layers = []
 
-    def note(self, notes: Notes) -> None:
-        """Keep what a layer's backward knows for W, or use it at once outside of I."""
+    def defers(self, notes: Notes) -> bool:
+        """Keep what a layer's backward knows for W; outside of I return False."""
         if self._work is not None:
             self._work.add(notes)
-            return
-        alone = WeightWork()
-        alone.add(notes)
-        alone.run()
+        return self._work is not None
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -220,73 +226,74 @@ class _Part(NamedTuple):
 
     layer: Any
     rule: LayerRule
-    compute: Callable[[Tensor], Any]
+    compute: Callable[..., Any]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with a rule: forward as ever, backward only down to its input, and a note.
+    """A layer with a rule: forward as ever; in I backward goes only down to its input, and leaves a note.
 
-    The weight is not an input of this function: autograd would call a parameter's hooks in I, before its gradient is
-    there. `anchor` is a tensor that wants a gradient, so that backward comes here even where x wants none.
+    Outside of I it returns all gradients, and they can be differentiated again. So a plain `loss.backward()` works, and
+    so does `torch.autograd.grad` in the middle of a forward pass (a gradient penalty).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, split: SplitBackward, part: _Part) -> Any:
-        ctx.save_for_backward(x, part.layer.weight.detach())
+    def forward(ctx: Any, split: SplitBackward, part: _Part, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        ctx.save_for_backward(x, weight)
         ctx.split, ctx.part = split, part
         y = part.compute(x)
         # Linear may return a view, which the next layer could not change in place; nothing else has what it views.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer, rule, _ = ctx.part
-        wanted = ctx.needs_input_grad[0]
-        from_input = rule.input_gradient(layer, x, weight, gradient) if wanted else None
-        ctx.split.note(Notes(rule, layer, x, gradient))
-        return from_input, None, None, None
+        layer, rule = ctx.part.layer, ctx.part.rule
+        from_input = rule.input_gradient(layer, x, weight, gradient) if ctx.needs_input_grad[2] else None
+        notes = Notes(rule, layer, x, gradient)
+        if ctx.split.defers(notes):
+            return None, None, from_input, None, None
+        sums = Sums(holds_all=True)
+        rule.weight_gradients(notes, sums)
+        return None, None, from_input, sums.take(ctx.part.weight), sums.take(ctx.part.bias)
 
 
-def _forward(split: SplitBackward, part: _Part, x: Tensor) -> Any:
-    """Stand in for a layer's forward, or its plain part."""
-    # This runs in every forward pass, and parameters() takes longer than a small layer.
-    own = part.layer._parameters.values()
-    if not (torch.is_grad_enabled() and any(parameter is not None and parameter.requires_grad for parameter in own)):
-        return part.compute(x)
-    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-    return _Layer.apply(x, anchor, split, part)  # type: ignore[no-untyped-call]
+def _forward(split: SplitBackward, part: _Part, *inputs: Any, **named: Any) -> Any:
+    """Stand in for a layer's forward, or its plain part; a call that no rule is for runs as ever."""
+    given = (*inputs, *named.values())
+    if not _can_wait(part, given) or named.keys() - {"input"}:
+        return part.compute(*inputs, **named)
+    own = _without_hooks(part.weight), _without_hooks(part.bias)
+    return _Layer.apply(split, part, given[0], *own)  # type: ignore[no-untyped-call]
 
 
-def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Sort the modules that own parameters that want gradients: those that can wait, and why the others cannot."""
-    layers: dict[str, nn.Module] = {}
-    kept: dict[str, str] = {}
-    for name, layer in module.named_modules():
-        own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-        if getattr(vars(layer).get(place_of(layer)), "func", None) is _forward:
-            raise ValueError(f"{name or 'the module'} makes its backward in two parts already; close() the first split")
-        if own and (reason := _reason(layer)):
-            kept[name] = reason
-        elif own:
-            layers[name] = layer
-    while shared := next(_shared(module, layers, kept), None):  # what one may not, those that share with it may not
-        kept[shared[0]] = f"shares a parameter with {shared[1] or 'the module itself'}"
-        del layers[shared[0]]
-    return layers, kept
+def _without_hooks(parameter: nn.Parameter | None) -> Tensor | None:
+    """Return a parameter; or, where it has hooks, a leaf in its place: autograd would call them in I, too early."""
+    if parameter is None or not parameter._post_accumulate_grad_hooks or not parameter.requires_grad:
+        return parameter
+    leaf = parameter.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(partial(_hand_on, parameter))
+    return leaf
 
 
-def _reason(layer: nn.Module) -> str | None:
-    rule = rule_of(layer)
-    if "forward" in vars(layer) or place_of(layer) in vars(layer):
-        return "its forward was replaced"
-    return f"{type(layer).__name__} has no rule" if rule is None else rule.refuses(layer)
+def _hand_on(parameter: nn.Parameter, leaf: Tensor) -> None:
+    """Give a parameter the gradient that its leaf got outside of I."""
+    if leaf.grad is not None:
+        torch.autograd.backward(parameter, leaf.grad)
+        leaf.grad = None
 
 
-def _shared(module: nn.Module, layers: dict[str, nn.Module], kept: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield layers that can wait and share a parameter with one that cannot, with that one's name."""
-    owner = {p: name for name in kept for p in module.get_submodule(name).parameters(recurse=False)}
-    for name, layer in layers.items():
-        for parameter in layer.parameters(recurse=False):
-            if parameter in owner:
-                yield name, owner[parameter]
+def _can_wait(part: _Part, given: Sequence[Any]) -> bool:
+    """Return whether this call is one that the layer's rule is for. This runs in every forward pass, so it is short."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    if len(given) != 1 or type(given[0]) not in (Tensor, nn.Parameter) or given[0].layout is not torch.strided:
+        return False
+    now = part.layer._parameters  # other tensors may stand in for its own (torch.func, sharding, a parametrization)
+    if now.get("weight") is not part.weight or now.get("bias") is not part.bias:
+        return False
+    own = [parameter for parameter in (part.weight, part.bias) if parameter is not None]
+    if not any(parameter.requires_grad for parameter in own) or torch._C._are_functorch_transforms_active():
+        return False
+    return not any(parameter._backward_hooks for parameter in own)  # autograd would call them in I, with None

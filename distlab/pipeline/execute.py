@@ -39,6 +39,7 @@ class Execution:
         peak_in_flight: most micro-batches, counted once per stage, that the rank held at once.
         results: by micro-batch, the loss or the output; on the last stage's rank.
         failure: the action that raised, and what; the rest of the route computes nothing.
+        on_last_backward: called with a stage's number before its last B or W of the step.
         on_stage_complete: called with a stage's number when its last gradient of the step is there.
         on_failure: called with what was raised, once; what it raises itself ends the route at once.
     """
@@ -64,6 +65,7 @@ class Execution:
         self.peak_in_flight = 0
         self.results: dict[int, Any] = {}
         self.failure: tuple[Action, Exception] | None = None
+        self.on_last_backward: Callable[[int], None] | None = None
         self.on_stage_complete: Callable[[int], None] | None = None
         self.on_failure: Callable[[Exception], None] | None = None
 
@@ -124,11 +126,14 @@ class Execution:
         stage, microbatch = self._stages[action.stage], action.microbatch
         gradients = self._arrived(action)
         compute = stage.backward if action.kind == "B" else stage.input_gradient
+        if action.kind == "B":
+            self._announce_last(action)
         self._hand_over(action, self._attempt(action, lambda: compute(microbatch, gradients)))
         if action.kind == "B":
             self._count_down(action)
 
     def _weight_gradient(self, action: Action) -> None:
+        self._announce_last(action)
         self._attempt(action, lambda: self._stages[action.stage].weight_gradient(action.microbatch))
         self._count_down(action)
 
@@ -165,6 +170,10 @@ class Execution:
             return None
         self.order.append(action)
         return result
+
+    def _announce_last(self, action: Action) -> None:
+        if self._num_left[action.stage] == 1 and self.on_last_backward is not None:
+            self.on_last_backward(action.stage)
 
     def _count_down(self, action: Action) -> None:
         self._num_left[action.stage] -= 1

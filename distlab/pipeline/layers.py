@@ -49,10 +49,14 @@ class Sums:
 
     Hooks must see the whole gradient of a W, once. autograd runs them when it hands a gradient to a leaf, so it is
     asked to.
+
+    Args:
+        holds_all: give no parameter its gradient; the caller takes them (`take`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_all: bool = False) -> None:
         self._held: dict[nn.Parameter, Tensor] = {}
+        self._holds_all = holds_all
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient."""
@@ -76,18 +80,25 @@ class Sums:
             torch.autograd.backward(list(self._held), list(self._held.values()))
         self._held = {}
 
+    def take(self, parameter: nn.Parameter | None) -> Tensor | None:
+        """Return the sum that is held for a parameter, and hold it no longer."""
+        return None if parameter is None else self._held.pop(parameter, None)
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        return self._holds_all or bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
     def _before(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._held.get(parameter) if _has_hooks(parameter) else parameter.grad
+        return self._held.get(parameter) if self._holds(parameter) else parameter.grad
 
     def _set(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if _has_hooks(parameter):
+        if self._holds(parameter):
             self._held[parameter] = gradient
         else:
             parameter.grad = gradient
 
 
 class LinearRule:
-    """y = x w^T + b: x's gradient is g w, w's is g^T x, b's the sum of g."""
+    """y = x w^T + b: x's gradient is g w, w's is g^T x, b's the sum of g; complex x and w are conjugated in these."""
 
     def refuses(self, layer: nn.Linear) -> str | None:
         """Accept every Linear."""
@@ -98,16 +109,15 @@ class LinearRule:
 
         Shapes: gradient [..., O], weight [O, I] -> [..., I]
         """
-        return (gradient @ weight.to(gradient.dtype)).to(x.dtype)  # under autocast g has a smaller type than w
+        weight = weight.to(gradient.dtype)  # under autocast g has a smaller type than w
+        return (gradient @ weight.conj()).to(x.dtype)
 
     def weight_gradients(self, notes: Notes, sums: Sums) -> None:
         """Multiply what went in with what came back."""
-        layer = notes.layer
-        num_outputs, num_inputs = layer.weight.shape  # of this rank: a parallel layer has more in all
-        gradient = notes.gradient.reshape(-1, num_outputs)  # [N, O]
+        layer, gradient = notes.layer, _rows(notes.gradient)  # [N, O]; of this rank: a parallel layer has more in all
         if layer.weight.requires_grad:
-            x = notes.x.reshape(-1, num_inputs).to(gradient.dtype)  # [N, I]
-            sums.add_product(layer.weight, gradient.t(), x)
+            x = _rows(notes.x).to(gradient.dtype)  # [N, I]
+            sums.add_product(layer.weight, gradient.t(), x.conj())
         if layer.bias is not None and layer.bias.requires_grad:
             sums.add(layer.bias, gradient.sum(0))
 
@@ -116,7 +126,9 @@ class EmbeddingRule:
     """A row for each token: nothing goes back to tokens, and each row gets the gradients of its places."""
 
     def refuses(self, layer: nn.Embedding) -> str | None:
-        """Refuse what changes its weight in forward, and sparse gradients."""
+        """Refuse what changes its weight in forward, sparse gradients and complex numbers."""
+        if layer.weight.is_complex():
+            return "its weight is complex"
         if layer.max_norm is not None:
             return "max_norm changes the weight in forward"
         return "its gradient is sparse" if layer.sparse else None
@@ -139,7 +151,9 @@ class ConvolutionRule:
     """A convolution, or a transposed one: torch's kernel is asked for one half of its gradients at a time."""
 
     def refuses(self, layer: Any) -> str | None:
-        """Refuse padding that is computed outside of the kernel."""
+        """Refuse padding that is computed outside of the kernel, and complex numbers: they are several kernels."""
+        if layer.weight.is_complex():
+            return "its weight is complex"
         if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
             return f"padding {layer.padding!r} of mode {layer.padding_mode!r} is made outside of the kernel"
         return None
@@ -184,6 +198,11 @@ def place_of(layer: nn.Module) -> str:
     return "local_compute" if isinstance(layer, LocalCompute) else "forward"
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., H] -> [N, H], also for [H], and for tensors without elements."""
+    return tensor[None].flatten(0, -2)
+
+
 def _convolution_backward(layer: Any, x: Tensor, weight: Tensor, gradient: Tensor, wanted: list[bool]) -> Any:
     """Call torch's kernel; an input without a batch dimension gets one for the call."""
     alone = x.dim() == weight.dim() - 1
@@ -192,7 +211,7 @@ def _convolution_backward(layer: Any, x: Tensor, weight: Tensor, gradient: Tenso
     found = torch.ops.aten.convolution_backward(
         gradient,
         x.to(gradient.dtype),
-        weight.detach().to(gradient.dtype),
+        weight.to(gradient.dtype),
         None if layer.bias is None else [layer.out_channels],
         layer.stride,
         layer.padding,
@@ -203,7 +222,3 @@ def _convolution_backward(layer: Any, x: Tensor, weight: Tensor, gradient: Tenso
         wanted,
     )
     return (found[0][0], *found[1:]) if alone and found[0] is not None else found
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -1,22 +1,23 @@
 """Before anything runs: does the output of each stage fit the next one? All ranks learn all layouts, or one error.
 
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
-module, no numbers are computed and no memory is needed. A module that cannot run there (it reads a tensor's values, or
-makes tensors on a fixed device) is tried with zeros, which costs one forward pass. Parameters, buffers and torch's
-random numbers are left as they were; what else a module's forward and its hooks do (print, count) happens once more.
+module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
+make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
+copy of the stage's tensors. What runs is a copy (`distlab.trial`): the module stays as it was, whatever its forward
+does.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.func import functional_call
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
@@ -24,6 +25,7 @@ from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.shapes import Layout, put_together, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
+from distlab.trial import call_a_copy
 
 
 def check_schedule(schedule: Schedule, num_ranks: int) -> None:
@@ -149,7 +151,7 @@ def _answer(
 
 
 def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
-    """Return the layout of what a stage makes of inputs with a given layout.
+    """Return the layout of what a stage makes of inputs with a given layout; the stage stays as it was.
 
     Raises:
         Exception: what the stage raises on such inputs.
@@ -159,20 +161,14 @@ def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
             return _run(stage, given, torch.device("meta"))
         except Exception:  # it may only be that it cannot run there
             pass
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus):
+    try:
         return _run(stage, given, device)
+    finally:
+        gc.collect()  # the copy's tensors: modules and their methods hold each other
 
 
 def _run(stage: Stage, given: Layout, device: torch.device) -> Layout:
-    """Run a stage's forward on zeros, with parameters and buffers that stand in for its own."""
+    """Run a copy of a stage's module on zeros."""
     inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
-    stand_ins: dict[str, Tensor] = {}
-    if device.type == "meta":
-        for name, parameter in stage.module.named_parameters():
-            stand_ins[name] = torch.empty_like(parameter, device="meta").requires_grad_(parameter.requires_grad)
-    for name, buffer in stage.module.named_buffers():  # a forward may write to them
-        stand_ins[name] = torch.empty_like(buffer, device="meta") if device.type == "meta" else buffer.clone()
     value: Any = put_together(given, inputs)
-    made = functional_call(stage.module, stand_ins, value if type(value) is tuple else (value,))
-    return take_apart(made)[1]
+    return take_apart(call_a_copy(stage.module, value if type(value) is tuple else (value,), device))[1]

@@ -62,6 +62,7 @@ class Pipeline:
     Attributes:
         order: computations of this rank's last step in the order in which they ended.
         peak_in_flight: most micro-batches, counted once per stage, that this rank held at once in the last step.
+        on_last_backward: set it to be called with a stage's number before its last backward pass (B or W) of a step.
         on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete, so
             that they can be averaged over other pipelines while this one goes on. Those of tied parameters are complete
             when `step` returns. After a failure it is called all the same, with incomplete ones: others wait for it.
@@ -118,6 +119,7 @@ class Pipeline:
         self._state = ""  # "in a step" or "closed"; "" is ready for anything
         self.order: list[Action] = []
         self.peak_in_flight = 0
+        self.on_last_backward: Callable[[int], None] | None = None
         self.on_stage_complete: Callable[[int], None] | None = None
         self.on_failure: Callable[[Exception], None] | None = None
         self.splits = {number: stage.split.report for number, stage in self._stages.items() if stage.split is not None}
@@ -227,6 +229,7 @@ class Pipeline:
         """Run a route; whatever happens, no micro-batch is left behind."""
         wire = Wire(route, layouts, self._group, device=self._device, channels=self._channels, spans=self._spans)
         execution = Execution(self._stages, route, wire, layouts=layouts, batch=batch, loss=loss, spans=self._spans)
+        execution.on_last_backward = self.on_last_backward
         execution.on_stage_complete, execution.on_failure = self.on_stage_complete, self.on_failure
         self._state = "in a step"
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.comm.device import synchronize
 from distlab.models import GPT
 from distlab.plan import balance, split_evenly
 
@@ -178,20 +179,15 @@ def _time_layers(layers: Sequence[Callable[[Any], Any]], batch: Tensor) -> list[
     x, times = batch, []
     for layer in layers:
         x = x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
-        _wait(x)
+        synchronize(x.device)
         begin = time.perf_counter()
         y = layer(x)
         if y.requires_grad:
             y.backward(torch.ones_like(y))
-        _wait(y)
+        synchronize(y.device)
         times.append(time.perf_counter() - begin)
         x = y
     return times
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
 
 
 def _children(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -3,9 +3,10 @@
 from distlab.trace.chrome import read_chrome, write_chrome
 from distlab.trace.merge import load_folder, load_trace, merge, rank_file, save_clocks, save_trace
 from distlab.trace.span import Span, Trace
-from distlab.trace.writer import SpanWriter
+from distlab.trace.writer import OpenCall, SpanWriter
 
 __all__ = [
+    "OpenCall",
     "Span",
     "SpanWriter",
     "Trace",

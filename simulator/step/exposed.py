@@ -107,6 +107,29 @@ def sent_inside(stages: Sequence[Stage], order: ScheduleArrays) -> list[dict[str
     return sent
 
 
+def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
+    """Return the seconds in which a rank of the pipeline computes nothing while its gradients or shards travel."""
+    assert timing.layers is not None, "these steps are timed layer by layer"
+    own = [number for number, stage in enumerate(stages) if stage.rank == rank]
+    buckets = [times for number in own for times in timing.buckets[number]]
+    rows = timing.layers[np.isin(timing.order.stage[timing.layers[:, 0]], own)]
+    busy = [timing.optimizer[rank], *(pair for times in buckets for pair in times.computing)]
+    busy += [(start, end) for start, end in rows[:, 2:].tolist()]
+    busy += [(copy.start_ns, copy.end_ns) for copy in (timing.copies[rank] if timing.copies else ())]
+    travels = [(call.start_ns, call.end_ns) for call in (timing.calls[rank] if timing.calls else ())]
+    travels += [pair for times in buckets for pair in (times.all_reduce, times.later) if pair is not None]
+    return (_covered(busy + travels) - _covered(busy)) / 1e9
+
+
+def _covered(pairs: Sequence[Pair]) -> int:
+    """Return how many nanoseconds lie in at least one of the pairs (start, end)."""
+    total, reached = 0, 0
+    for start, end in sorted(pairs):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
+
+
 def message_wait_s(timing: Timing, rank: int) -> float:
     """Return the seconds in which a rank of the pipeline waits for a message that has been sent but has not arrived."""
     order = timing.order

@@ -12,7 +12,7 @@ from simulator.hardware.rank_layout import Layout
 from simulator.memory.memory import Memory, step_memory
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
-from simulator.step.exposed import exposed_inside_s, message_wait_s, sent_inside
+from simulator.step.exposed import data_wait_s, exposed_inside_s, message_wait_s, sent_inside
 from simulator.step.timed import sums_each_pass
 from simulator.step.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
@@ -84,7 +84,8 @@ class Step:
         """Seconds in which the rank that ends last waits for the calls of each axis and computes nothing.
 
         "data" is the exchange of gradients and shards, whatever ranks hold copies (see `Plan.copies`). "pipeline" is
-        the time in which a message that the rank needs is on its way; the rest of its idle time is its bubble.
+        the time in which a message that the rank needs is on its way; the rest of its idle time is its bubble. What
+        waits for both counts for both.
         """
         rank = max(range(self.num_pipeline_ranks), key=self._rank_end_ns)
         inside = exposed_inside_s(self.stages, self.timing, rank)
@@ -96,7 +97,10 @@ class Step:
         """Return the waits for gradients and shards: behind all passes, or between those that are spelled out."""
         begin, finish = self.timing.optimizer[rank]
         after = self._rank_end_ns(rank) - finish
-        if self.plan.sharding.stage == 3 or sums_each_pass(self.plan):
+        is_spelled_out = self.plan.sharding.stage == 3 or sums_each_pass(self.plan)
+        if is_spelled_out and self.num_pipeline_ranks > 1:  # idle for other stages too
+            return data_wait_s(self.stages, self.timing, rank)
+        if is_spelled_out:
             return to_s(begin - self._computing_ns() + after)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
         parts = [part for bucket in self.timing.buckets_of(rank) for part in bucket.computing]

@@ -1,21 +1,18 @@
-"""When the calls of sharding happen: what stages 1 and 2 (ZeRO) add to a step, and the whole step of stage 3 (FSDP).
+"""When everything in a step of sharding stage 3 (FSDP) happens: units are gathered, computed with, and scattered.
 
-Stages 1 and 2 change the end of a step. The ranks tell one another of faulty gradients, and each updates its own part
-of the parameters; then each bucket's parameters are gathered.
-
-Stage 3 changes all of it: units are gathered, computed with, and scattered.
 Before a unit computes, its parameters are gathered, up to `prefetch` units ahead. After it they are freed, and gathered
-again for backward. After its backward its gradients are scattered. Each rank updates its own part.
+again for backward. After its backward its gradients are scattered. Each rank updates its own part. In a pipeline every
+pass of a stage gathers the stage's units, and the stage's last backward scatters.
 
-Gathers and scatters share one wire, in the order in which the program asks for them: at the start of a unit for the
-next units' gathers, at the end of a unit's backward for its scatter. Copies to and from the host have a wire of their
-own in each direction; they slow nothing else down.
+Gathers and scatters of a rank share one wire, in the order in which the program asks for them: at the start of a unit
+for the next units' gathers, at the end of a unit's backward for its scatter. Copies to and from the host have a wire of
+their own in each direction; they slow nothing else down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,221 +24,246 @@ from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, ShardCall, Timing, call_of
+from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishing, last_actions
 
-# The wires of the host stand as ranks of their own, so that they do not contend with the device.
-DEVICE, TO_DEVICE, TO_HOST = 0, 1, 2
-
-
-def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
-    """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters."""
-    updates, calls = [], []
-    for rank, own in enumerate(timing.finishing):
-        begin, free, added = timing.optimizer[rank][0], 0, []
-        for faults in (stages[stage].faults for stage in own):
-            if faults is not None:
-                added.append(call_of("scatter", "all_reduce faults", faults, (begin, begin + faults.duration_ns)))
-                begin += faults.duration_ns
-        buckets = [bucket for stage in own for bucket in stages[stage].buckets]
-        for bucket, times in zip(buckets, timing.buckets_of(rank), strict=True):
-            if bucket.save is not None:
-                free = max(free, times.unpack[1]) + bucket.save.duration_ns
-                name = bucket.name.replace("reduce_scatter", "to host", 1)
-                added.append(call_of("host", name, bucket.save, (free - bucket.save.duration_ns, free)))
-        update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
-        wire = up = started = update[1]
-        for bucket in buckets:
-            started += bucket.start_ns  # all are started before the first is waited for
-            what = bucket.name.removeprefix(f"{bucket.kind} ")
-            if bucket.load is not None:
-                added.append(call_of("host", f"to device {what}", bucket.load, (up, up + bucket.load.duration_ns)))
-                up += bucket.load.duration_ns
-            if bucket.gather is not None:
-                at = max(wire, up, started)
-                wire = at + bucket.gather.duration_ns
-                added.append(call_of("gather", f"all_gather {what}", bucket.gather, (at, wire)))
-        updates.append(update)
-        calls.append((*(timing.calls[rank] if timing.calls else ()), *added))
-    return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
+SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
 
 def time_fsdp_step(
-    compiled: CompiledSchedule, stage: Stage, sharding: Sharding, *, contention: Contention | None = None
+    compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, *, contention: Contention | None = None
 ) -> Timing:
-    """Time a step of stage 3 on the event engine; the one pipeline stage runs on rank 0."""
-    step = _UnitGraph(compiled, stage, sharding)
+    """Time a step of stage 3 on the event engine."""
+    step = _UnitGraph(compiled, stages, sharding)
     step.build()
     start, end = engine.run(step.graph, contention)
 
     def pair(operation: int) -> Pair:
         return int(start[operation]), int(end[operation])
 
-    bounds = np.array(step.bounds, np.int64).reshape(-1, 2)
+    bounds = np.array([step.bounds[action] for action in range(len(compiled.rank))], np.int64).reshape(-1, 2)
     action_end = end[bounds[:, 1]]
+    send_start, send_end = action_end.copy(), action_end.copy()
+    for action, operation in step.sends.items():
+        send_start[action], send_end[action] = pair(operation)
     rows = np.array(step.layers, np.int64).reshape(-1, 3)
-    calls = [call_of(lane, name, what, pair(number), m) for lane, name, what, number, m in step.calls]
-    copies = tuple(ShardCall("compute", name, "copy", *pair(operation), size) for name, operation, size in step.copies)
+    calls = [
+        sorted(
+            (call_of(lane, name, what, pair(number), m) for lane, name, what, number, m in one.calls),
+            key=lambda call: (call.start_ns, call.end_ns),
+        )
+        for one in step.ranks
+    ]
     return Timing(
         order=compiled.order,
         start_ns=start[bounds[:, 0]],
         end_ns=action_end,
-        send_start_ns=action_end,
-        send_end_ns=action_end,
-        buckets=((),),
-        optimizer=(pair(step.update),),
+        send_start_ns=send_start,
+        send_end_ns=send_end,
+        buckets=((),) * len(stages),
+        optimizer=tuple(pair(one.update) for one in step.ranks),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1),
-        calls=(tuple(sorted(calls, key=lambda call: (call.start_ns, call.end_ns))),),
-        copies=(copies,),
+        calls=tuple(map(tuple, calls)),
+        copies=tuple(
+            tuple(ShardCall("compute", name, "copy", *pair(operation), size) for name, operation, size in one.copies)
+            for one in step.ranks
+        ),
     )
 
 
-class _UnitGraph:
-    """Builds the graph of a step of stage 3, in the order in which a rank's program asks for operations."""
+@dataclass
+class _Rank:
+    """What is known of one rank's program while its operations are added.
 
-    def __init__(self, compiled: CompiledSchedule, stage: Stage, sharding: Sharding) -> None:
-        self.order, self.stage, self.sharding = compiled.order, stage, sharding
-        self.units = stage.units
-        self.owner = {layer: index for index, unit in enumerate(self.units) for layer in unit.unit.layers}
+    Attributes:
+        number: of the rank in the pipeline.
+        to_device: stands for the wire from the host as a rank of its own, so that it does not contend with the device.
+        to_host: the wire to the host, likewise.
+        computed: the last operation of the compute lane, if any.
+        gathered: by stage and unit, the operation that gathered what is whole now.
+        scattering: stage, unit and operation of the scatter that is on its way.
+        crossing: the same of each sum that travels among replicas.
+        arrived: what the update waits for.
+        calls: lane, name, cost, operation and micro-batch.
+        copies: name, operation and bytes.
+        update: its operation.
+    """
+
+    number: int
+    to_device: int
+    to_host: int
+    computed: list[int] = field(default_factory=list)
+    gathered: dict[Pair, int] = field(default_factory=dict)
+    scattering: tuple[int, int, int] | None = None
+    crossing: list[tuple[int, int, int]] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    calls: list[tuple[str, str, Transfer, int, int]] = field(default_factory=list)
+    copies: list[tuple[str, int, int]] = field(default_factory=list)
+    update: int = 0
+
+
+class _UnitGraph:
+    """Builds the graph of a step of stage 3, in the order in which each rank's program asks for operations."""
+
+    def __init__(self, compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding) -> None:
+        self.compiled, self.order, self.stages, self.sharding = compiled, compiled.order, stages, sharding
         self.graph = Graph()
-        self.gathered: dict[int, int] = {}  # unit -> the operation that gathered it
-        self.bounds: list[Pair] = []
+        num = self.order.num_ranks
+        self.ranks = [_Rank(rank, num + 2 * rank, num + 2 * rank + 1) for rank in range(num)]
+        self.bounds: dict[int, Pair] = {}  # first and last operation of an action
+        self.sends: dict[int, int] = {}
         self.layers: list[tuple[int, int, int]] = []
-        self.calls: list[tuple[str, str, Transfer, int, int]] = []
-        self.copies: list[tuple[str, int, int]] = []
-        self.arrived: list[int] = []  # what the update waits for
-        self.scattering: tuple[int, int] | None = None  # unit and operation
-        self.crossing: list[tuple[int, int]] = []
+        self.last = last_actions(self.order).tolist()
         self.last_microbatch = int(self.order.microbatch[-1])
-        self.update = 0
-        self.computed: list[int] = []  # the last operation of the compute lane, if any
 
     def build(self) -> None:
-        """Add all actions, then the update."""
-        count = len(self.order.kind)
-        for action in range(count):
-            if self.order.kind[action] == F:
-                self._forward(action)
+        """Add all actions, those that others need first; then the updates."""
+        kinds, numbers, needed = self.order.kind.tolist(), self.order.stage.tolist(), self.compiled.needed.tolist()
+        for action in np.argsort(self.compiled.level, kind="stable").tolist():
+            number, before = numbers[action], needed[action]
+            needs = [] if before < 0 else [self.sends.get(before, self.bounds[before][1])]
+            if kinds[action] == F:
+                self._forward(action, number, needs)
             else:
-                self._backward(action, last=action == count - 1)
-        self._finish_scatter()
-        for index, crossing in self.crossing:
-            self._keep(index, crossing)
-        host = self.sharding.offload != "none"
-        rank, lane = (TO_HOST, COMPUTE) if host else (DEVICE, COMPUTE)
-        self.update = self.graph.add(rank, lane, self.stage.optimizer_ns, needs=self.arrived + self.computed)
+                self._backward(action, number, needs)
+            self._send(action, number, forward=kinds[action] == F)
+        for one, own in zip(self.ranks, finishing(self.order), strict=True):
+            self._update(one, own)
+
+    def _update(self, one: _Rank, own: Sequence[int]) -> None:
+        """End a rank's program: wait for what travels, update, and bring new values to the device."""
+        self._finish_scatter(one)
+        for number, index, crossing in one.crossing:
+            self._keep(one, number, index, crossing)
+        rank = one.to_host if self.sharding.offload != "none" else one.number
+        duration_ns = sum(self.stages[number].optimizer_ns for number in own)
+        one.update = self.graph.add(rank, COMPUTE, duration_ns, needs=one.arrived + one.computed)
         if self.sharding.offload == "optimizer":
-            for unit in self.units:
-                self._load(unit, [self.update], -1)
+            for unit in (unit for number in own for unit in self.stages[number].units):
+                self._load(one, unit, [one.update], -1)
 
-    def _forward(self, action: int) -> None:
-        for unit, ends in self._pass(action, range(len(self.stage.layers))):
-            if ends and not self.units[unit].unit.is_root and self.sharding.reshard_after_forward:
-                del self.gathered[unit]
+    def _send(self, action: int, number: int, *, forward: bool) -> None:
+        stage = self.stages[number]
+        duration = stage.send_forward_ns if forward else stage.send_backward_ns
+        if duration:
+            lane, peer = (SEND_FORWARD, number + 1) if forward else (SEND_BACKWARD, number - 1)
+            after = [self.bounds[action][1]]
+            self.sends[action] = self.graph.add(stage.rank, lane, duration, needs=after, peer=self.stages[peer].rank)
+
+    def _forward(self, action: int, number: int, needs: list[int]) -> None:
+        stage = self.stages[number]
+        one = self.ranks[stage.rank]
+        for unit, ends in self._pass(action, number, range(len(stage.layers)), needs):
+            if ends and not stage.units[unit].unit.is_root and self.sharding.reshard_after_forward:
+                del one.gathered[number, unit]
         if self.sharding.reshard_after_forward:
-            self.gathered.clear()  # the root
+            for place in [place for place in one.gathered if place[0] == number]:
+                del one.gathered[place]  # the root
 
-    def _backward(self, action: int, *, last: bool) -> None:
-        root = [index for index, unit in enumerate(self.units) if unit.unit.is_root]
-        for unit, ends in self._pass(action, range(len(self.stage.layers) - 1, -1, -1)):
+    def _backward(self, action: int, number: int, needs: list[int]) -> None:
+        stage, last = self.stages[number], action == self.last[number]
+        one = self.ranks[stage.rank]
+        root = [index for index, unit in enumerate(stage.units) if unit.unit.is_root]
+        for unit, ends in self._pass(action, number, range(len(stage.layers) - 1, -1, -1), needs):
             if ends and unit not in root:
-                self._free(unit, scatter=last)
+                self._free(one, number, unit, scatter=last)
         for unit in root:  # its gradients are complete at the end of backward only
-            self._free(unit, scatter=last)
-        self.bounds[-1] = (self.bounds[-1][0], self.computed[0])
+            self._free(one, number, unit, scatter=last)
+        self.bounds[action] = (self.bounds[action][0], one.computed[0])
 
-    def _pass(self, action: int, numbers: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    def _pass(self, action: int, number: int, layers: Sequence[int], before: list[int]) -> Iterator[tuple[int, bool]]:
         """Add each layer's operation; yield the layer's unit, and whether it was its last layer in this pass."""
-        forward = self.order.kind[action] == F
-        durations = self.stage.forward_ns if forward else self.stage.backward_ns
-        owners = [self.owner.get(number, -1) for number in numbers]
+        stage, forward = self.stages[number], self.order.kind[action] == F
+        one, units = self.ranks[stage.rank], stage.units
+        durations = stage.forward_ns if forward else stage.backward_ns
+        owner = {layer: index for index, unit in enumerate(units) for layer in unit.unit.layers}
+        owners = [owner.get(layer, -1) for layer in layers]
         begins = {unit: place for place, unit in reversed(list(enumerate(owners)))}
         ends = {unit: place for place, unit in enumerate(owners)}
-        turn = sorted(range(len(self.units)), reverse=not forward)
-        if self.units and self.units[0].unit.is_root:
+        turn = sorted(range(len(units)), reverse=not forward)
+        if units and units[0].unit.is_root:
             turn = [0, *(unit for unit in turn if unit)]
         microbatch = int(self.order.microbatch[action])
-        for place, (layer, unit) in enumerate(zip(numbers, owners, strict=True)):
-            needs = []
-            if place == 0 and self.units and self.units[0].unit.is_root:
-                self._gather(turn[: self.sharding.prefetch + 1], microbatch)
-                needs = [self.gathered[0]]
+        for place, (layer, unit) in enumerate(zip(layers, owners, strict=True)):
+            needs = list(before)
+            if place == 0 and units and units[0].unit.is_root:
+                self._gather(one, number, turn[: self.sharding.prefetch + 1], microbatch, before)
+                needs.append(one.gathered[number, 0])
             if unit >= 0:
                 if begins[unit] == place:
-                    self._gather(turn[turn.index(unit) :][: self.sharding.prefetch + 1], microbatch)
-                needs.append(self.gathered[unit])
+                    ahead = turn[turn.index(unit) :][: self.sharding.prefetch + 1]
+                    self._gather(one, number, ahead, microbatch, before)
+                needs.append(one.gathered[number, unit])
                 if forward and begins[unit] == place:
-                    needs = [self._compute("show", unit, self.units[unit].show_ns, needs)]
-            operation = self.graph.add(DEVICE, COMPUTE, durations[layer], needs=needs)
-            self.computed = [operation]
+                    needs = [self._compute(one, "show", units[unit], units[unit].show_ns, needs)]
+            operation = self.graph.add(one.number, COMPUTE, durations[layer], needs=needs)
+            one.computed, before = [operation], []
             self.layers.append((action, layer, operation))
-            self.bounds = self.bounds if place else [*self.bounds, (operation, operation)]
-            self.bounds[-1] = (self.bounds[-1][0], operation)
+            self.bounds[action] = (self.bounds[action][0] if place else operation, operation)
             if unit >= 0:
                 yield unit, ends[unit] == place
 
-    def _gather(self, units: Sequence[int], microbatch: int) -> None:
+    def _gather(self, one: _Rank, number: int, units: Sequence[int], microbatch: int, before: Sequence[int]) -> None:
         """Ask for what is not gathered yet; the wire serves requests in their order."""
         for index in units:
-            if index in self.gathered:
+            if (number, index) in one.gathered:
                 continue
-            unit = self.units[index]
-            needs = self.computed
+            unit = self.stages[number].units[index]
+            needs = [*one.computed, *before]
             if self.sharding.offload == "all":
-                needs = [self._load(unit, needs, microbatch)]
+                needs = [self._load(one, unit, needs, microbatch)]
             if unit.start_ns:
-                needs = [self._compute("start", index, unit.start_ns, needs)]
-            operation = self.graph.add(DEVICE, COMMUNICATION, unit.gather.duration_ns, needs=needs)
-            self.calls.append(("gather", f"all_gather {unit.unit.name}", unit.gather, operation, microbatch))
-            self.gathered[index] = operation
+                needs = [self._compute(one, "start", unit, unit.start_ns, needs)]
+            operation = self.graph.add(one.number, COMMUNICATION, unit.gather.duration_ns, needs=needs)
+            one.calls.append(("gather", f"all_gather {unit.unit.name}", unit.gather, operation, microbatch))
+            one.gathered[number, index] = operation
 
-    def _free(self, index: int, *, scatter: bool) -> None:
+    def _free(self, one: _Rank, number: int, index: int, *, scatter: bool) -> None:
         """End a unit's backward: free its parameters; in the last micro-batch scatter its gradients."""
-        del self.gathered[index]
+        del one.gathered[number, index]
         if not scatter:
             return
-        self._finish_scatter()
-        unit = self.units[index]
-        pack = self._compute("pack", index, unit.pack_ns, [])
-        self.scattering = index, self._send(index, unit.scatter[0], [pack])
+        self._finish_scatter(one)
+        unit = self.stages[number].units[index]
+        pack = self._compute(one, "pack", unit, unit.pack_ns, [])
+        one.scattering = number, index, self._scatter(one, unit, unit.scatter[0], [pack])
 
-    def _finish_scatter(self) -> None:
+    def _finish_scatter(self, one: _Rank) -> None:
         """Wait for the scatter that is on its way; with replicas, send the sum across."""
-        if self.scattering is None:
+        if one.scattering is None:
             return
-        index, scatter = self.scattering
-        self.scattering = None
-        across = self.units[index].scatter[1:]
-        if self.units[index].sum_ns:
-            scatter = self._compute("sum", index, self.units[index].sum_ns, [scatter])
+        number, index, scatter = one.scattering
+        unit, one.scattering = self.stages[number].units[index], None
+        across = unit.scatter[1:]
+        if unit.sum_ns:
+            scatter = self._compute(one, "sum", unit, unit.sum_ns, [scatter])
         if across:
-            self.crossing.append((index, self._send(index, across[0], [scatter, *self.computed])))
+            sent = self._scatter(one, unit, across[0], [scatter, *one.computed])
+            one.crossing.append((number, index, sent))
         else:
-            self._keep(index, scatter)
+            self._keep(one, number, index, scatter)
 
-    def _keep(self, index: int, arrived: int) -> None:
+    def _keep(self, one: _Rank, number: int, index: int, arrived: int) -> None:
         """Divide the sum by the number of ranks, and copy it to the host where the update is there."""
-        unit = self.units[index]
-        kept = self._compute("unpack", index, unit.unpack_ns, [arrived])
+        unit = self.stages[number].units[index]
+        kept = self._compute(one, "unpack", unit, unit.unpack_ns, [arrived])
         if unit.save is not None:
-            kept = self.graph.add(TO_HOST, COMPUTE, unit.save.duration_ns, needs=[kept])
-            self.calls.append(("host", f"to host {unit.unit.name}", unit.save, kept, self.last_microbatch))
-        self.arrived.append(kept)
+            kept = self.graph.add(one.to_host, COMPUTE, unit.save.duration_ns, needs=[kept])
+            one.calls.append(("host", f"to host {unit.unit.name}", unit.save, kept, self.last_microbatch))
+        one.arrived.append(kept)
 
-    def _compute(self, verb: str, index: int, duration_ns: int, needs: Sequence[int]) -> int:
-        operation = self.graph.add(DEVICE, COMPUTE, duration_ns, needs=needs)
-        unit = self.units[index]
-        self.copies.append((f"{verb} {unit.unit.name}", operation, unit.scatter[0].num_bytes))
-        self.computed = [operation]
+    def _compute(self, one: _Rank, verb: str, unit: UnitTimes, duration_ns: int, needs: Sequence[int]) -> int:
+        operation = self.graph.add(one.number, COMPUTE, duration_ns, needs=needs)
+        one.copies.append((f"{verb} {unit.unit.name}", operation, unit.scatter[0].num_bytes))
+        one.computed = [operation]
         return operation
 
-    def _send(self, index: int, transfer: Transfer, needs: Sequence[int]) -> int:
-        operation = self.graph.add(DEVICE, COMMUNICATION, transfer.duration_ns, needs=needs)
-        name = f"{transfer.kind} {self.units[index].unit.name}"
-        self.calls.append(("scatter", name, transfer, operation, self.last_microbatch))
+    def _scatter(self, one: _Rank, unit: UnitTimes, transfer: Transfer, needs: Sequence[int]) -> int:
+        operation = self.graph.add(one.number, COMMUNICATION, transfer.duration_ns, needs=needs)
+        one.calls.append(("scatter", f"{transfer.kind} {unit.unit.name}", transfer, operation, self.last_microbatch))
         return operation
 
-    def _load(self, unit: UnitTimes, needs: Sequence[int], microbatch: int) -> int:
+    def _load(self, one: _Rank, unit: UnitTimes, needs: Sequence[int], microbatch: int) -> int:
         assert unit.load is not None, "an offloaded unit has its copies costed"
-        operation = self.graph.add(TO_DEVICE, COMPUTE, unit.load.duration_ns, needs=needs)
-        self.calls.append(("host", f"to device {unit.unit.name}", unit.load, operation, microbatch))
+        operation = self.graph.add(one.to_device, COMPUTE, unit.load.duration_ns, needs=needs)
+        one.calls.append(("host", f"to device {unit.unit.name}", unit.load, operation, microbatch))
         return operation

@@ -23,10 +23,11 @@ from simulator.stage.step_times import Timing
 from simulator.step.measured import Measured
 from simulator.step.result import Step
 from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
-from simulator.step.sharded_events import add_zero_calls, time_fsdp_step
+from simulator.step.sharded_events import time_fsdp_step
 from simulator.step.step_events import time_step
 from simulator.step.stragglers import slow_down
 from simulator.step.timed import sums_each_pass, why_not_timed
+from simulator.step.zero_events import add_zero_calls
 
 NOTHING_MEASURED = Measured()
 __all__ = ["Step", "closed_form_bubble", "simulate"]
@@ -56,7 +57,8 @@ def simulate(
     the rank waits, as its hook does it.
 
     With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
-    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`).
+    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`). In a
+    pipeline each stage does that for its own parameters.
     Gradients of several micro-batches are added up on each rank and scattered in the last one. Stage 2 does not keep
     whole gradients: it scatters in each micro-batch. Where ranks outnumber `cluster.num_cores`, ranks that wait lend
     their cores to others.
@@ -70,8 +72,8 @@ def simulate(
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
             codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
-            and micro-batches, or is faulty; or the plan is not timed (see `why_not_timed`): it shards a pipeline's
-            parameters, or its gradients in several micro-batches.
+            and micro-batches, or is faulty; or the plan is not timed (see `why_not_timed`): its schedule splits
+            backward and it shards parameters, or gradients in several micro-batches.
     """
     if measured.codec is not None:
         measured.codec.check(plan)
@@ -91,7 +93,7 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
     """Return when each part of the step happens."""
     factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
     if plan.sharding.stage == 3:
-        return time_fsdp_step(compiled, stages[0], plan.sharding, contention=cluster.contention)
+        return time_fsdp_step(compiled, stages, plan.sharding, contention=cluster.contention)
     timing = time_step(
         compiled,
         stages,

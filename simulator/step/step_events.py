@@ -55,7 +55,8 @@ class _StepGraph:
         self.sends: dict[int, int] = {}
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
         self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # fields of BucketTimes
-        self.earlier: list[tuple[int, list[tuple[int, ...]]]] = []  # of micro-batches before the last one (stage 2)
+        # Stage and micro-batch before the last one, and its buckets (sharding stage 2).
+        self.earlier: list[tuple[int, int, list[tuple[int, ...]]]] = []
         self.updates = [0] * compiled.order.num_ranks
         self.finished: list[list[int]] = [[] for _ in self.updates]  # stages of each rank whose gradients are complete
 
@@ -67,7 +68,7 @@ class _StepGraph:
             self._action(action)
             if action in last_of_rank:
                 rank = self.rank[action]
-                self._exchange(rank)
+                self._exchange(rank, self.finished[rank])
                 update = sum(self.stages[number].optimizer_ns for number in self.finished[rank])
                 self.updates[rank] = self.graph.add(rank, COMPUTE, update)
 
@@ -83,11 +84,11 @@ class _StepGraph:
         else:
             last = self.graph.add(rank, COMPUTE, self.pass_ns[action], needs=needs)
         self.bounds[action] = (first, last)
-        if completes:
-            self.finished[rank] = [each for each in self.finished[rank] if each != number] + [number]
-        if completes and action != self.last[number]:
-            self._exchange(rank)
-            self.earlier.append((int(self.order.microbatch[action]), self.buckets[number]))
+        if action == self.last[number]:
+            self.finished[rank].append(number)
+        elif completes:
+            self._exchange(rank, [number])
+            self.earlier.append((number, int(self.order.microbatch[action]), self.buckets[number]))
             self.buckets[number] = []
         if kind != W:
             self._send(action, number, forward=kind == F, after=last)
@@ -123,11 +124,9 @@ class _StepGraph:
         self.buckets[number].append((pack, wire))
         return pack
 
-    def _exchange(self, rank: int) -> None:
-        """Exchange the complete gradients of a rank: what has not been sent yet, then what arrives."""
-        buckets = [
-            (number, index) for number in self.finished[rank] for index in range(len(self.stages[number].buckets))
-        ]
+    def _exchange(self, rank: int, numbers: Sequence[int]) -> None:
+        """Exchange the complete gradients of stages of a rank: what has not been sent yet, then what arrives."""
+        buckets = [(number, index) for number in numbers for index in range(len(self.stages[number].buckets))]
         if self.sync != "overlapped":
             for bucket in buckets:
                 self._start(*bucket)
@@ -194,8 +193,8 @@ def time_step(
     def times_of(buckets: Sequence[tuple[int, ...]]) -> tuple[BucketTimes, ...]:
         return tuple(BucketTimes(*((starts[part], ends[part]) for part in parts)) for parts in buckets)
 
-    earlier = [(microbatch, times_of(buckets)) for microbatch, buckets in step.earlier]
-    calls, copies = _calls_of_earlier(stages[0], earlier) if earlier else ((), ())
+    earlier = [(stages[number], microbatch, times_of(buckets)) for number, microbatch, buckets in step.earlier]
+    calls, copies = _calls_of_earlier(earlier, compiled.order.num_ranks) if earlier else ((), ())
     return Timing(
         order=compiled.order,
         start_ns=start[bounds[:, 0]],
@@ -205,21 +204,25 @@ def time_step(
         buckets=tuple(times_of(each) for each in step.buckets),
         optimizer=tuple((starts[update], ends[update]) for update in step.updates),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1) if in_layers else None,
-        calls=(calls,) if earlier else (),
-        copies=(copies,) if earlier else (),
+        calls=calls,
+        copies=copies,
         factors=factors,
     )
 
 
 def _calls_of_earlier(
-    stage: Stage, earlier: Sequence[tuple[int, Sequence[BucketTimes]]]
-) -> tuple[tuple[ShardCall, ...], tuple[ShardCall, ...]]:
-    """Return the scatters and the copies of micro-batches before the last one, under sharding stage 2."""
-    calls, copies = [], []
-    for microbatch, buckets in earlier:
+    earlier: Sequence[tuple[Stage, int, Sequence[BucketTimes]]], num_ranks: int
+) -> tuple[tuple[tuple[ShardCall, ...], ...], tuple[tuple[ShardCall, ...], ...]]:
+    """Return each rank's scatters and copies of micro-batches before the last one, under sharding stage 2."""
+    calls: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
+    copies: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
+    for stage, microbatch, buckets in earlier:
         for bucket, times in zip(stage.buckets, buckets, strict=True):
             for span, part in zip(exchanges(0, bucket, times), bucket.parts, strict=True):
-                calls.append(call_of("scatter", span.name, part, (span.start_ns, span.end_ns), microbatch))
+                pair = (span.start_ns, span.end_ns)
+                calls[stage.rank].append(call_of("scatter", span.name, part, pair, microbatch))
             name = f"copies of {bucket.name.removeprefix(f'{bucket.kind} ')}"
-            copies += [ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing]
-    return tuple(calls), tuple(copies)
+            copies[stage.rank] += [
+                ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing
+            ]
+    return tuple(map(tuple, calls)), tuple(map(tuple, copies))

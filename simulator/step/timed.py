@@ -32,20 +32,14 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
         return ""
     if has_jitter:
         return f"sharding stage {stage} is timed without jitter; leave it out, or use stage 1"
-    if num_stages == 1 and splits:
+    if splits:
         return (
             f"sharding stage {stage} is timed with whole backwards; schedule {plan.schedule!r} splits them: choose "
-            "gpipe or one_f_one_b"
+            "gpipe, one_f_one_b or interleaved"
         )
-    if num_stages > 1 and stage == 3:
+    if num_stages > 1 and stage == 3 and plan.sharding.offload != "none":
         return (
-            f"the plan shards parameters (stage 3) over {num_stages} pipeline stages, where each micro-batch would "
-            "gather every unit again; simulate times stage 3 with pipeline=1, or use stage 1"
-        )
-    if num_stages > 1:
-        return (
-            f"the plan shards gradients (stage 2) over {num_stages} pipeline stages, where each of "
-            f"{plan.num_microbatches} micro-batches would sum them over the ranks; simulate times stage 2 with "
-            "pipeline=1, or use stage 1"
+            f"the plan shards parameters (stage 3) over {num_stages} pipeline stages and keeps shards on the host; "
+            "simulate times offload with pipeline=1, or use offload='none'"
         )
     return ""

@@ -104,6 +104,7 @@ OPTIONS = {
 MANY, FEW = list(OPTIONS), ["as it is", "ZeRO-2"]
 
 
+@pytest.mark.equality("checkpoint")
 @pytest.mark.parametrize(("world_size", "names"), [(1, FEW), (2, MANY), (3, FEW), (4, FEW)])
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size, names):
     """A run that is resumed at its last checkpoint but one repeats its own end."""
@@ -122,6 +123,7 @@ def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks,
             assert same_bits(uninterrupted, resumed), f"{name}, rank {rank}"
 
 
+@pytest.mark.equality("checkpoint")
 def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
     def write():
         train(tmp_path, end=6)

@@ -83,6 +83,7 @@ def all_lengths_and_dtypes(name):
     return [words for words in found if words]
 
 
+@pytest.mark.equality("collectives")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_all_reduce_equals_torch(ranks, name, world_size):
@@ -111,6 +112,7 @@ def naive_and_plain():
     return torch.equal(plain, piped), same_bits_everywhere(plain), same_bits_everywhere(naive)
 
 
+@pytest.mark.equality("collectives")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_first_versions_sum_too(ranks, world_size):
     for pieces_change_no_bit, plain_equal, naive_equal in ranks(world_size).run(naive_and_plain):
@@ -141,6 +143,7 @@ def scatter_and_gather(scatter, gather):
     )
 
 
+@pytest.mark.equality("collectives")
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
 def test_reduce_scatter_then_all_gather(ranks, world_size):
     ranks(world_size).run(scatter_and_gather, "ring_reduce_scatter", "ring_all_gather")
@@ -163,6 +166,7 @@ def broadcasts_and_reduces():
             assert rank != root or torch.allclose(got, expected)
 
 
+@pytest.mark.equality("collectives")
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
 def test_broadcast_and_reduce_from_every_root(ranks, world_size):
     ranks(world_size).run(broadcasts_and_reduces)
@@ -185,6 +189,7 @@ def on_a_group_without_rank_zero():
         assert torch.equal(collectives.ring_broadcast(mine.clone(), root, group), source)
 
 
+@pytest.mark.equality("collectives")
 def test_ranks_are_counted_inside_the_group(ranks):
     ranks(4).run(on_a_group_without_rank_zero)
 
@@ -205,6 +210,7 @@ def on_a_mesh(num_machines, num_local):
             assert same_bits_everywhere(got)
 
 
+@pytest.mark.equality("collectives")
 @pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
 def test_hierarchical_equals_flat(ranks, num_machines, num_local):
     ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, Recorder, read_records, recorded
+from distlab.comm import RankError, Recorder, device, read_records, recorded
 from distlab.comm.record.intercept import FrontEnd
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -94,6 +94,24 @@ def test_recorders_may_stop_in_any_order(tmp_path):
     assert patched() == before
     assert len(read_records(tmp_path)) == 0
     assert read_records(tmp_path / "b").ops(0) == ("all_reduce",)
+
+
+def test_a_call_goes_on_when_only_a_stream_of_the_gpu_waits(tmp_path, monkeypatch):
+    """On nccl `wait()` returns at once; the call must not be noted as over while its kernel may hang."""
+    monkeypatch.setattr(device, "is_available", lambda: True)
+    running = [True]
+    monkeypatch.setattr(dist.Work, "is_completed", lambda work: not running[0])
+    with Recorder(tmp_path, 0):
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+        under_way = [(call.state, call.end_ns, call.wait_ns) for call in read_records(tmp_path)]
+        running[0] = False
+        dist.barrier()
+    assert [(end, wait) for _, end, wait in under_way] == [(0, 0)] * 2, "neither over, nor waited for by the rank"
+    assert all(state not in ("done", "waiting") for state, _, _ in under_way)
+    over = list(read_records(tmp_path))
+    assert [call.state for call in over] == ["done"] * 3
+    assert all(call.end_ns >= call.start_ns for call in over)
 
 
 def test_every_call_is_seen_once_by_its_name():

@@ -1,7 +1,8 @@
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record.file import DONE, ROWS_AT, RecordReader, RecordWriter, known_call
+from distlab.comm.record.file import DONE, ROWS_AT, RecordWriter, known_call
+from distlab.comm.record.file_reader import RecordReader
 
 
 def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):

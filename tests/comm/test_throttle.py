@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, recorded, throttle, throttled
-from distlab.comm.throttle import ThrottledLink, link_s
+from distlab.comm import RankError, recorded, throttled
+from distlab.comm.record import throttle
+from distlab.comm.record.throttle import ThrottledLink, link_s
 
 RATE, LATENCY = 1e6, 1e-3
 NUM_BYTES = 40_000

@@ -24,6 +24,8 @@ def outcomes():
         ("two", ValueError, (0, 2), ValueError),
         ("world", OSError, (2,), RuntimeError),
         ("other", RuntimeError, (0,), LookupError),
+        ("key", KeyError, (1,), RuntimeError),
+        ("end", EOFError, (2,), RuntimeError),
     ):
         failure = {} if raised is not LookupError else {"failure": LookupError}
         with pytest.raises(raised) as caught:
@@ -44,6 +46,8 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks):
             "two": "cannot start: rank 0, 2: it is broken",
             "world": "cannot start: rank 2: it is broken",
             "other": "cannot start: rank 0: it is broken",
+            "key": "cannot start: rank 1: KeyError: 'it is broken'",
+            "end": "cannot start: rank 2: EOFError: it is broken",
         }
 
 

@@ -78,6 +78,7 @@ def flat(replica):
     return torch.cat([parameter.detach().flatten() for parameter in replica.parameters()])
 
 
+@pytest.mark.equality("compression")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_hook_that_sends_everything_equals_one_process(ranks, world_size):
     def run():
@@ -91,6 +92,7 @@ def test_a_hook_that_sends_everything_equals_one_process(ranks, world_size):
         assert all(torch.equal(result[name, optimizer_name], parameters) for result in results)
 
 
+@pytest.mark.equality("compression")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compressed_replicas_stay_equal_repeat_and_go_on_bit_for_bit(ranks, world_size):
     def run():

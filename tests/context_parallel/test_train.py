@@ -109,6 +109,7 @@ def averaged():
     return model.norm.bias.grad[0].item(), model.norm.weight.grad, model.output.weight.grad[0, 0].item()
 
 
+@pytest.mark.equality("context_parallel")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     config = config_for(world_size)

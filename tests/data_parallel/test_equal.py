@@ -79,6 +79,7 @@ def alone():
     return {case: train(["alone"], *case)["alone"] for case in cases}
 
 
+@pytest.mark.equality("data_parallel")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
     results = ranks(world_size).run(train, WAYS, torch.float64, "sgd")
@@ -87,6 +88,7 @@ def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
         assert all(difference(result[way], results[0][way]) == 0.0 for result in results), f"{way}: replicas differ"
 
 
+@pytest.mark.equality("data_parallel")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ten_updates_in_float32_equal_one_process(ranks, alone, world_size, record_property):
     results = ranks(world_size).run(train, WAYS, torch.float32, "sgd")
@@ -98,6 +100,7 @@ def test_ten_updates_in_float32_equal_one_process(ranks, alone, world_size, reco
     print(f"Adam in float32 drifts by {drift:.1e} in ten updates at {world_size} ranks")
 
 
+@pytest.mark.equality("data_parallel")
 def test_training_repeats_bit_for_bit(ranks):
     first = ranks(3).run(train, ["overlapped", "data_parallel"], torch.float32, "sgd")
     second = ranks(3).run(train, ["overlapped", "data_parallel"], torch.float32, "sgd")

@@ -118,6 +118,7 @@ def difference(one, other):
     return max((value - other[name]).abs().max().item() for name, value in one.items() if value.numel())
 
 
+@pytest.mark.equality("expert_parallel")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_split_experts_equal_one_process(ranks, world_size):
     results = ranks(world_size).run(everything)
@@ -214,6 +215,7 @@ def train_gpt(optimizer_name, world_size, *, split, way=""):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
 
 
+@pytest.mark.equality("expert_parallel")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gpt_with_experts_trains_like_one_process(ranks, world_size):
     ways = {2: [("adam", ""), ("sgd", "recomputed")], 4: [("sgd", ""), ("sgd", "replicas")]}[world_size]

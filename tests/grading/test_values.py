@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.grading.provenance import explain_sum
-from distlab.grading.values import compare, describe, equal, first_difference_between_ranks, seeded
+from distlab.grading.values import apart, compare, describe, equal, first_difference_between_ranks, seeded, times_of
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)
@@ -276,3 +276,43 @@ def test_long_values_are_described_shortly() -> None:
     assert describe(list(range(1000))) == "a list of 1000"
     assert describe(torch.ones(2, 3)) == "a float32 tensor of shape [2, 3]"
     assert len(describe("x" * 10_000)) < 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "coarser"),
+    [(torch.float64, torch.float32), (torch.float64, torch.bfloat16), (torch.float32, torch.float16)],
+)
+def test_lost_precision_is_named(kind: torch.dtype, coarser: torch.dtype) -> None:
+    want = seeded(0, 50).to(kind)
+    fault = compare(want.to(coarser).to(kind), want)
+    assert fault is not None
+    name, own = (str(dtype).removeprefix("torch.") for dtype in (coarser, kind))
+    assert f"{name} somewhere in a {own} run" in fault.message, fault.message
+    inside = compare((want.to(coarser) * 3).to(kind) / 3, want)  # lost on the way, in a step before the last
+    assert inside is not None
+    assert "expected" in inside.message
+
+
+def test_another_difference_is_not_called_lost_precision() -> None:
+    want = seeded(0, 50)
+    for got in (want + 1e-3, want * torch.linspace(1, 1.1, 50), want + 1e-4 * seeded(1, 50)):
+        fault = compare(got, want)
+        assert fault is not None
+        assert "float32" not in fault.message.replace("float64", ""), fault.message
+
+
+@few
+@given(st.floats(-1e3, 1e3, allow_subnormal=False), st.floats(1e-12, 1.0))
+def test_two_numbers_that_differ_are_never_shown_as_equal(one: float, gap: float) -> None:
+    other = one + gap
+    if one != other:
+        first, second = apart(one, other)
+        assert first != second
+
+
+def test_a_factor_near_one_is_not_shown_as_one() -> None:
+    assert times_of(1.00002) == "1.00002x too large"
+    assert times_of(0.25) == "4x too small"
+    fault = compare(1.0 + 1e-7, 1.0, "the mean")
+    assert fault is not None
+    assert "expected 1, got 1;" not in fault.message

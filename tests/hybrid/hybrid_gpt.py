@@ -15,6 +15,7 @@ from distlab.rng import generator
 # An odd vocabulary, tied weights, a context that is longer than the sequences.
 CONFIG = GPTConfig(vocab_size=257, context=11, num_layers=2, num_heads=4, hidden_size=8, tied=True)
 UNTIED, DEEP = replace(CONFIG, tied=False), replace(CONFIG, num_layers=4)
+DEEP_UNTIED = replace(DEEP, tied=False)
 LENGTH, BATCH, MAX_NORM = 8, 8, 0.25
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),

@@ -34,7 +34,7 @@ def count(plan, **options):
         for p in m.experts.parameters()
     ]  # fmt: skip
     sizes = sum(p.numel() for p in own), sum(p.numel() for p in experts)
-    units = hybrid._averaging.model.units if plan.sharding.stage == 3 else ()
+    units = hybrid._averaging.models[0].units if plan.sharding.stage == 3 else ()
     gathered = sum(unit.layout.padded_size for unit in units)
     scattered = sum(unit.layout.padded_size for unit in units if unit.shard.requires_grad)
     sizes += gathered, scattered
@@ -95,5 +95,6 @@ def test_sharded_parameters_travel_along_their_copies_alone(ranks):
     for sent, members, (_, _, gathered, scattered), _ in ranks(4).run(lambda: count(plan)):
         # What tensor left here is gathered for forward and for backward, and its gradient scattered: half each time.
         assert sent.pop((members["data"], "send")) == BYTES * (2 * gathered + scattered) // 2
+        assert sent.pop((members["data"], "all_gather")) == 40  # do the copies run the same units?
         assert sent.pop((tuple(range(4)), "all_reduce")) == whole_mesh(4)
         assert {group for group, _ in sent} == {members["tensor"]}

@@ -3,6 +3,7 @@
 import pytest
 from hybrid_gpt import (
     DEEP,
+    DEEP_UNTIED,
     MAX_NORM,
     UNTIED,
     assert_equal_to_one_process,
@@ -32,6 +33,14 @@ TRIPLES = {
         {"optimizer": "adam"},
     ),
     "ZeRO-1 x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=1)), {"optimizer": "adam"}),
+    "FSDP x pipeline x tensor": (
+        Plan(**CUBE, sharding=Sharding(stage=3)),
+        {"optimizer": "adam", "config": UNTIED},
+    ),
+    "ZeRO-2 x pipeline x tensor, backward in two parts": (
+        Plan(**CUBE, schedule="zb_h1", sharding=Sharding(stage=2)),
+        {"optimizer": "adam"},
+    ),
     "the mesh the other way round": (
         Plan(**CUBE, schedule="zb_v", stages_per_rank=2, recompute="full"),  # both ends of the model on one rank
         {"order": ("tensor", "context", "expert", "data", "pipeline"), "config": DEEP},
@@ -54,6 +63,23 @@ PAIRS = {
     "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3), sequence_parallel=True), {}),
     "FSDP with experts on each rank": (Plan(data=4, sharding=Sharding(stage=3, prefetch=0)), MIXED),
     "ZeRO-2 x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=2), num_microbatches=2), {}),
+    "ZeRO-2 x pipeline": (Plan(data=2, pipeline=2, num_microbatches=4, sharding=Sharding(stage=2)), {}),
+    "ZeRO-2 x pipeline, two stages on each rank": (
+        Plan(data=2, pipeline=2, num_microbatches=4, schedule="zb_v", stages_per_rank=2, sharding=Sharding(stage=2)),
+        {"config": DEEP},
+    ),
+    "FSDP x pipeline, two stages on each rank": (
+        Plan(
+            data=2,
+            pipeline=2,
+            num_microbatches=2,
+            schedule="interleaved",
+            stages_per_rank=2,
+            recompute="full",
+            sharding=Sharding(stage=3),
+        ),
+        {"config": DEEP_UNTIED, "optimizer": "adam"},
+    ),
     "ZeRO-1 x expert": (Plan(data=2, expert=2, sharding=Sharding(stage=1)), MIXED | {"optimizer": "adam"}),
 }
 
@@ -72,6 +98,7 @@ def alone():
     return find
 
 
+@pytest.mark.equality("hybrid")
 def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
     results = {}
     for name, (plan, options) in TEN.items():
@@ -87,6 +114,7 @@ def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
         assert parameter.requires_grad == ((parameter - state[name]).abs().max().item() > 1e-6), name
 
 
+@pytest.mark.equality("hybrid")
 @pytest.mark.parametrize(("world_size", "runs"), [(8, TRIPLES), (4, PAIRS)], ids=["triples", "pairs"])
 def test_every_combination(ranks, alone, world_size, runs):
     for name, (plan, options) in runs.items():

@@ -23,8 +23,7 @@ REFUSED = {
     "2 layers cannot fill pipeline (4) x stages_per_rank (1) = 4 stages": Plan(pipeline=4),
     "sequence_parallel splits what lies between tensor-parallel layers": Plan(data=4, sequence_parallel=True),
     "expert=2 and the model has no mixtures": Plan(expert=2, data=2),
-    "stage 3 with pipeline=2": Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
-    "stage 2 with pipeline=2": Plan(data=2, pipeline=2, sharding=Sharding(stage=2)),
+    "stage 3 with pipeline=2 and tied weights": Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
     "replicas=2": Plan(data=4, sharding=Sharding(stage=3, replicas=2)),
     "offload='all'": Plan(data=4, sharding=Sharding(stage=3, offload="all")),
     "unit_layers=2": Plan(data=4, sharding=Sharding(stage=3, unit_layers=2)),
@@ -41,14 +40,6 @@ def test_the_simulator_refuses_what_no_rank_can_run_and_says_the_same_of_it():
     workload = gpt_workload(hidden_size=8, num_layers=2, num_heads=4, sequence_length=8, vocab_size=257)
     order = ("pipeline", "data", "expert", "context", "tensor")
     for plan, remedies in (
-        (
-            Plan(data=2, pipeline=2, sharding=Sharding(stage=3)),
-            ("use stage 1", "pipeline=1", "gather every unit again"),
-        ),
-        (
-            Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=2)),
-            ("use stage 1", "pipeline=1", "sum them over the ranks"),
-        ),
         (Plan(data=2, expert=2, sharding=Sharding(stage=3)), ("use stage 1 or 2, or expert=1", "other", "copies")),
         (Plan(tensor=3), ("tensor", "4 heads", "use a divisor of 4")),
     ):
@@ -210,6 +201,8 @@ INSIDE = {
     "t": (Plan(tensor=2), 1, "forward"),
     "t x p, before the first step": (STAGES, 0, "forward"),
     "t x p, backward": (STAGES, 1, "backward"),
+    "ZeRO-2 x p": (Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=2)), 1, "forward"),
+    "ZeRO-2 with micro-batches": (Plan(data=2, num_microbatches=2, sharding=Sharding(stage=2)), 1, "forward"),
 }
 
 

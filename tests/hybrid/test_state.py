@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_gpt import OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
+from hybrid_gpt import OPTIMIZERS, UNTIED, batch_of, difference, make_hybrid, make_model, train_alone
 
 from distlab.checkpoint import load, save
 from distlab.hybrid import Hybrid
@@ -15,6 +15,11 @@ RESUMED = {
     "expert x tensor, in shards": (Plan(expert=2, tensor=2, sharding=Sharding(stage=1)), {"experts": 3}),
     "data x tensor, compressed": (Plan(data=2, tensor=2, compression=Compression("top_k", ratio=0.1)), {}),
     "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3)), {}),
+    "FSDP x pipeline": (
+        Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=3)),
+        {"config": UNTIED},
+    ),
+    "ZeRO-2 x pipeline": (Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=2)), {}),
 }
 
 

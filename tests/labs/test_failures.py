@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import distlab
 from distlab.cli import main
+from distlab.comm.launch import torchrun
 
 SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
 HEAD = "import os, signal, sys, time\nimport torch\nimport torch.distributed as dist\n\n"
@@ -164,3 +166,8 @@ def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(argument
     assert status == 2
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_the_agent_finds_this_very_distlab_first():
+    first = torchrun._environment()["PYTHONPATH"].split(os.pathsep)[0]
+    assert (Path(first) / "distlab" / "__init__.py").samefile(distlab.__file__)

@@ -60,6 +60,7 @@ def train_all():
     return {(name, dtype): train(name, dtype) for name in OPTIMIZERS for dtype in (torch.float64, torch.float32)}
 
 
+@pytest.mark.equality("large_batch")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     alone = train_all()

@@ -134,6 +134,7 @@ def difference(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+@pytest.mark.equality("pipeline")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_schedule_equals_one_process_and_its_plan(ranks, world_size):
     oracles = {name: one_process(world_size, name) for name in OPTIMIZERS}
@@ -207,6 +208,7 @@ def train_gpt(names):
     return found
 
 
+@pytest.mark.equality("pipeline")
 def test_a_tied_gpt_equals_one_process(ranks):
     names = [("one_f_one_b", "adam"), ("zb_h1", "sgd"), ("zb_v", "adam")]
     results = ranks(2).run(train_gpt, names)

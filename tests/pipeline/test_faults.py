@@ -286,7 +286,11 @@ def test_a_stage_that_raises_in_w_is_named_and_tied_gradients_of_earlier_steps_s
         def breaks(gradient):
             raise ArithmeticError("the product broke")
 
-        hooks = [module.layer.bias.register_hook(breaks) for number, module in modules.items() if number == last]
+        hooks = [
+            module.layer.bias.register_post_accumulate_grad_hook(breaks)
+            for number, module in modules.items()
+            if number == last
+        ]
         with pytest.raises(StageError) as raised:
             pipeline.step(*batch())
         assert raised.value.action == next(a for a in pipeline.schedule.actions(raised.value.rank) if a.kind == "W")

@@ -28,6 +28,7 @@ def summed(sizes, dtype, op):
     return results
 
 
+@pytest.mark.equality("precision")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(ranks, world_size):
     sizes = [1, 2, 7, 1000]
@@ -112,6 +113,7 @@ def test_the_hook_averages_buckets_of_data_parallel_in_float32(ranks):
     assert all(torch.equal(a, b) for a, b in zip(again[0][1], results[0][1], strict=True))
 
 
+@pytest.mark.equality("precision")
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0), lambda p: torch.optim.AdamW(p, lr=1e-3)])
 def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses(make):
     half = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -149,6 +151,7 @@ def test_accumulation_adds_in_float32():
         other.load_state_dict(masters.state_dict())
 
 
+@pytest.mark.equality("precision")
 def test_autocast_over_ranks_equals_one_process(ranks):
     def train(dtype, world_size=1, rank=0):
         model = small_model()

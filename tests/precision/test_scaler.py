@@ -75,6 +75,7 @@ def alone():
     return train_scaled(make_sgd, torch.float32, clip=0.5)
 
 
+@pytest.mark.equality("precision")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_skip_together_and_equal_one_process(ranks, alone, world_size):
     results = ranks(world_size).run(train_scaled, make_sgd, torch.float32, 0.5)
@@ -83,6 +84,7 @@ def test_ranks_skip_together_and_equal_one_process(ranks, alone, world_size):
     assert alone[1] == [1024, 1024, 512, 512, 512, 256, 256, 256, 512, 512]  # back at 2 and 5, up after three good
 
 
+@pytest.mark.equality("precision")
 def test_half_precision_trains_near_float32_and_repeats_bit_for_bit(ranks, alone):
     def both():
         return [train_scaled(make_sgd, dtype, 0.5) for dtype in (torch.float16, torch.bfloat16)]

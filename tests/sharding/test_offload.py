@@ -36,6 +36,7 @@ def train(make, num_steps=5, *, resume_at=None):
     return model.state_dict(), optimizer
 
 
+@pytest.mark.equality("offload")
 @pytest.mark.parametrize("resume_at", [None, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_has_the_same_bits_and_the_state_the_same_form(name, resume_at):
@@ -61,6 +62,7 @@ def test_host_bytes_are_parameters_gradients_and_state():
     assert all(kept["exp_avg"].device.type == "cpu" for kept in optimizer.inner.state.values())
 
 
+@pytest.mark.equality("offload")
 def test_a_changed_parameter_is_seen_after_reload():
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = offloaded(torch.optim.SGD, lr=1.0)([parameter])

@@ -109,6 +109,7 @@ def alone():
     return of
 
 
+@pytest.mark.equality("zero")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
     cases = BY_ELEMENT + BY_TENSOR if world_size == 3 else BY_ELEMENT + BY_TENSOR[:1]
@@ -130,6 +131,7 @@ def many_ways():
     }
 
 
+@pytest.mark.equality("zero")
 def test_other_ways_to_the_same_ten_updates(ranks, alone):
     results = ranks(2).run(many_ways)
     for form, name in (("stage 1", "sgd"), ("stage 2", "sgd")):
@@ -166,6 +168,7 @@ def train_plainly():
     return finals(model), len(optimizer.optimizer.state)
 
 
+@pytest.mark.equality("zero")
 def test_the_plainest_way_equals_one_process(ranks, alone):
     results = ranks(3).run(train_plainly)
     assert all(difference(final, alone("adam")) <= 1e-10 for final, _ in results)

@@ -93,6 +93,7 @@ def load(directory, num_ranks, optimizer_name, units=None, *, own=False):
     return before, whole(model, optimizer)
 
 
+@pytest.mark.equality("checkpoint")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_two_three_and_one_hold_the_same_and_go_on(ranks, tmp_path, optimizer):
     """Saved by 4 ranks, loaded by 2 in other units, saved by those, loaded by 3, then by 1, then by 1 again."""
@@ -152,6 +153,7 @@ def full_both_ways(path):
     return answers
 
 
+@pytest.mark.equality("checkpoint")
 def test_the_whole_state_is_the_modules_own_and_comes_back(ranks, tmp_path):
     for world_size in (1, 2, 3, 4):
         assert ranks(world_size).run(full_both_ways, tmp_path / "whole") == [[True, True]] * world_size

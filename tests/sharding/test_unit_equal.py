@@ -112,6 +112,7 @@ def alone(dtype, optimizer_name, **options):
     return {name: parameter.detach() for name, parameter in finals.items()}
 
 
+@pytest.mark.equality("fully_shard")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, world_size):
     def both():
@@ -127,6 +128,7 @@ def test_ten_updates_in_float64_equal_one_process(ranks, world_size):
                 assert difference(finals[way], same[way]) == 0.0, f"{way}: ranks differ"
 
 
+@pytest.mark.equality("fully_shard")
 @pytest.mark.parametrize(
     "options",
     [{"accumulate": "no_sync", "clip": True}, {"accumulate": "shards"}],
@@ -139,6 +141,7 @@ def test_accumulation_and_clipping_equal_one_process(ranks, options):
         assert all(difference(finals, oracle) <= 1e-10 for finals in result.values())
 
 
+@pytest.mark.equality("fully_shard")
 def test_hybrid_sharding_equals_one_process(ranks):
     results = ranks(4).run(
         lambda: train(["default"], torch.float64, "sgd", replicas=2, accumulate="no_sync", clip=True)
@@ -149,6 +152,7 @@ def test_hybrid_sharding_equals_one_process(ranks):
         assert difference(result["default"], results[0]["default"]) == 0.0
 
 
+@pytest.mark.equality("fully_shard")
 def test_float32_equals_one_process_and_repeats_bit_for_bit(ranks):
     def twice():
         return [train(["default"], torch.float32, "sgd")["default"] for _ in range(2)]
@@ -167,6 +171,7 @@ def test_the_updates_are_not_trivial():
         assert moved > 1e-6 if parameter.requires_grad else moved == 0.0, name
 
 
+@pytest.mark.equality("fully_shard")
 def test_the_plain_way_equals_one_process(ranks):
     def modules():
         sizes = [5, 7, 3]  # nothing here is even

@@ -8,7 +8,8 @@ from torch import nn
 from distlab.clip import NotFiniteError
 from distlab.plan import Precision
 from distlab.sharding import FullyShard
-from distlab.sharding.fsdp.wrapping import assign, automatic_units, check_units
+from distlab.sharding.any_model.checks import check_units
+from distlab.sharding.fsdp.wrapping import assign, automatic_units
 
 
 def chain():
@@ -73,28 +74,6 @@ def test_bad_options_and_models_are_refused_on_every_rank(ranks):
         assert all(text.startswith("ValueError") for text in texts)
 
 
-class Reader(nn.Module):
-    """Reads a weight of a unit from outside."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.reads = True
-
-    def forward(self, x):
-        x = self.blocks[0](x)
-        return nn.functional.linear(x, self.blocks[1].weight) if self.reads else self.blocks[1](x)
-
-
-class Strange(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return type("Result", (), {"y": self.linear(x)})()
-
-
 class Failing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,11 +96,9 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
         texts = []
         x = torch.ones(2, 4)
 
-        model = FullyShard(Reader())
-        texts.append(message(lambda: model(x)))
-        texts.append(message(lambda: model.module.blocks[1].weight.sum()))
+        model = FullyShard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        texts.append(message(lambda: model.module[1].weight.sum()))
         sizes = [whole(model)]
-        model.module.reads = False
         model(x).sum().backward()
         model.synchronize()
         gradient = model.units[0].shard.grad.clone()
@@ -146,7 +123,6 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
         failing.synchronize()
         sizes += [whole(model), whole(failing)]
 
-        texts.append(message(lambda: FullyShard(Strange(), units=[])(x)))
         late = FullyShard(chain())
         late.module.add_module("late", nn.Linear(2, 2))
         texts.append(message(lambda: late(x)))
@@ -164,12 +140,10 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
     for texts, sizes, same in ranks(2).run(steps):
         assert sizes == [0, 0, 0, 0]
         assert same
-        assert "blocks.1.weight is not here now: its unit 'blocks.1'" in texts[0]
-        assert "blocks.1.weight is not here now" in texts[1]
-        assert "its shard was changed between forward and backward" in texts[2]
-        assert "returned a Result, in which tensors cannot be seen" in texts[3]
-        assert "late.weight was added after FullyShard was built" in texts[4]
-        assert texts[5] == [False, True, True]
+        assert "1.weight (unit '1') is not here now: its unit frees its parameters" in texts[0]
+        assert "its shard was changed between forward and backward" in texts[1]
+        assert "late.weight was added after FullyShard was built" in texts[2]
+        assert texts[3] == [False, True, True]
 
 
 def test_initial_values_and_buffers_are_those_of_the_first_rank(ranks):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan import Contention, Link, Precision, Protocol
+from distlab.plan import Contention, Link, Precision, Protocol, Sharding
 from simulator import Measured, all_gather_s, all_reduce_s, gpt_workload, simulate
 from simulator.gradients.fsdp_units import units_of
 from simulator.units import to_ns
@@ -277,11 +277,12 @@ def test_what_is_not_timed_is_refused():
     workload = workload_of([1, 1])
     with pytest.raises(ValueError, match="expert=2: experts and the other parameters"):
         simulate(workload, cluster_of(8), replace(plan_of(3), expert=2))
-    with pytest.raises(ValueError, match="pipeline=1, or use stage 1"):
-        simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2))
-    with pytest.raises(ValueError, match="each of 4 micro-batches would sum them over the ranks"):
-        simulate(workload, cluster_of(8), replace(plan_of(2, microbatches=4), pipeline=2))
-    assert simulate(workload, cluster_of(8), replace(plan_of(2), pipeline=2)).duration_s > 0
+    for stage in (2, 3):
+        with pytest.raises(ValueError, match=f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits"):
+            simulate(workload, cluster_of(8), replace(plan_of(stage, microbatches=4), pipeline=2, schedule="zb_h1"))
+    sharding = Sharding(stage=3, offload="all")
+    with pytest.raises(ValueError, match="simulate times offload with pipeline=1"):
+        simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2, sharding=sharding))
 
 
 def test_a_pipeline_shards_its_optimizer():

@@ -114,6 +114,7 @@ def alone(ranks):
     return oracles(ranks(1))
 
 
+@pytest.mark.equality("tensor_parallel")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process_and_repeat(ranks, alone, world_size):
     results = ranks(world_size).run(several, BY_WORLD_SIZE[world_size])
@@ -136,6 +137,7 @@ def test_the_updates_are_not_trivial(alone):
     assert min(alone["sgd"][1][10:]) > MAX_NORM, "nothing is clipped"
 
 
+@pytest.mark.equality("tensor_parallel")
 def test_a_state_goes_from_one_number_of_ranks_to_another(ranks):
     def save():
         model = parallelize(awkward_model(dist.get_rank()), sequence_parallel=True)

@@ -16,6 +16,9 @@ PEER_NOISE = re.compile(
 )
 
 
+LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
+
+
 class Failure(NamedTuple):
     """How one rank failed.
 
@@ -52,6 +55,19 @@ class RankTimeout(RankError):
     """Some ranks had not finished in time; the text says where each one stands."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; where its own __str__ fails, say so."""
+    try:
+        return well_formed(str(error))
+    except BaseException as other:  # whatever it raises, the report must go on
+        return f"(no text: its __str__ raised {type(other).__name__})"
+
+
+def well_formed(text: str) -> str:
+    """Return text that can be printed: half of a surrogate pair becomes its number."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def by_cause(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures: those with a cause of their own first, each kind by time."""
     return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
@@ -59,6 +75,10 @@ def by_cause(failures: Sequence[Failure]) -> list[Failure]:
 
 def describe_exit(exit_code: int) -> str:
     """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
+    if exit_code == LOST_CONNECTION:
+        return (
+            "closed a file descriptor that it did not open (os.close, os.closerange), so its result could not be sent"
+        )
     if exit_code >= 0:
         return f"exited with status {exit_code} before it returned (os._exit, or an exit in C code)"
     try:
@@ -71,7 +91,7 @@ def describe_exit(exit_code: int) -> str:
         "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
         "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
         "SIGTERM": " (another process asked it to end)",
-        "SIGINT": " (interrupt)",
+        "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
     }.get(name, "")
     return f"was killed by {name}{reason}"
 

@@ -69,10 +69,21 @@ class ForkServer:
             ) from error
 
     def make_folder(self) -> Path:
-        """Make a private folder that the server removes should this process die."""
-        path = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
-        self.request({"kind": "folder", "path": str(path)})  # told first, so that no moment leaves a folder behind
-        path.mkdir(mode=0o700)
+        """Make a private folder that the server removes should this process die.
+
+        Raises:
+            RuntimeError: the folder for temporary files is gone, or takes no more.
+        """
+        try:
+            path = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
+            self.request({"kind": "folder", "path": str(path)})  # told first, so that no moment leaves a folder behind
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            place = f"in {tempfile.tempdir} " if tempfile.tempdir else ""
+            raise RuntimeError(
+                f"no folder for the ranks can be made {place}({error.strerror}); make that folder again or make room "
+                "in it, or set TMPDIR to another folder before you start Python"
+            ) from error
         return path
 
     def remove_folder(self, path: Path) -> None:

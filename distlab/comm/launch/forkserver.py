@@ -169,6 +169,9 @@ class Server:
                 if os.getppid() != server_pid:
                     os._exit(code)  # the server died before the kernel knew to kill this process with it
                 code = self.serve_rank(job_fd, self.alive_r)
+            except KeyboardInterrupt:  # outside of a job; end as the signal ends a program that does not catch it
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
             except BaseException:  # the last frame of the rank: report, then exit without the server's exit code
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -225,9 +228,19 @@ class Server:
             if pid not in self.ranks and (not alive or job_of(pid) not in {*alive, None}):
                 kill_group(pid)
 
+    def take_folders(self) -> None:
+        """Read the folders that a launcher named before it died, perhaps while this process still loaded torch."""
+        self.control.setblocking(False)
+        with contextlib.suppress(OSError):
+            while (received := receive_request(self.control)) is not None:
+                request, fds = received
+                if request["kind"] in ("folder", "forget"):
+                    self.answer(request, fds)
+
     def end(self) -> None:
         """Kill every rank and every descendant, remove their folders."""
         deadline = time.monotonic() + 5
+        self.take_folders()
         for pid in self.ranks:
             kill_group(pid)
         while time.monotonic() < deadline:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distlab.comm.checks import open_file
 from distlab.comm.launch.failures import Failure
+from distlab.comm.plain import pack, unpack
 
 INLINE_BYTES = 16_000  # below, a message is one write into the socket's buffer
 
@@ -40,6 +42,7 @@ class Settings:
         environment: the launcher's environment variables.
         import_path: the launcher's sys.path.
         directory: the launcher's working directory.
+        plain: whether results go back as plain data (`distlab.comm.plain`).
     """
 
     rank: int
@@ -51,6 +54,7 @@ class Settings:
     environment: dict[str, str]
     import_path: tuple[str, ...]
     directory: str
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,15 @@ class Body:
         return cls(path=str(path))
 
     def read(self) -> bytes:
-        """Return the bytes."""
-        return self.inline if self.path is None else Path(self.path).read_bytes()
+        """Return the bytes.
+
+        Raises:
+            OSError: the file is gone, or something else stands in its place.
+        """
+        if self.path is None:
+            return self.inline
+        with open_file(self.path) as file:
+            return file.read()
 
 
 @dataclass(frozen=True)
@@ -88,10 +99,47 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """How a job went on one rank: a pickled result, or a failure."""
+    """How a job went on one rank: a pickled result, or a failure.
+
+    Attributes:
+        result: the result, pickled.
+        failure: what went wrong instead.
+        left_group: whether the rank has left the process group in which it started.
+        made_calls: whether it has made a call to torch.distributed that was recorded.
+    """
 
     result: Body | None = None
     failure: Failure | None = None
+    left_group: bool = False
+    made_calls: bool = True
+
+    def to_bytes(self) -> bytes:
+        """Write for `from_bytes`, as plain data: nothing of the rank's own runs in the launcher."""
+        body = None if self.result is None else (self.result.inline, self.result.path is not None)
+        return pack((body, None if self.failure is None else tuple(self.failure), self.left_group, self.made_calls))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, rank: int, path: Path) -> Reply:
+        """Read what a rank wrote; `path` is the file of a large result.
+
+        Raises:
+            ValueError: it is no reply.
+        """
+        try:
+            body, failure, *told = unpack(data)
+            left_group, made_calls = map(bool, told)
+            if failure is not None:
+                _, summary, text, is_noise, time_ns = failure
+                return cls(None, Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns)), left_group)
+            inline, is_in_file = body
+            return cls(Body(bytes(inline), str(path) if is_in_file else None), None, left_group, made_calls)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rank {rank} sent something that is no reply ({error})") from None
+
+
+def result_path(folder: str | Path, rank: int) -> Path:
+    """File for a result of a rank that is too large for its socket."""
+    return Path(folder) / f"rank{rank}.result"
 
 
 def sources_not_on_disk() -> dict[str, tuple[int, None, list[str], str]]:

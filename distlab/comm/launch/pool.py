@@ -16,12 +16,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from distlab.comm.checks import working_directory
 from distlab.comm.launch.failures import Failure, describe_exit, format_stack
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import STATUS
-from distlab.comm.launch.messages import Job, Reply, Settings
+from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
 from distlab.comm.launch.output import Output
 from distlab.comm.launch.worker import stack_path
+
+MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
 
 
 class Event(NamedTuple):
@@ -66,6 +69,7 @@ class Pool:
     group_timeout_s: float
     record: bool
     echo: bool
+    plain: bool = False
     ranks: list[RankProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,7 +97,8 @@ class Pool:
             folder=str(self.folder),
             environment=dict(os.environ),
             import_path=tuple(sys.path),
-            directory=os.getcwd(),
+            directory=working_directory(),
+            plain=self.plain,
         )
 
     def _start(self, rank: int) -> None:
@@ -113,9 +118,19 @@ class Pool:
             os.close(output_w)
             os.close(status_w)
 
-    def send(self, job: Job, ranks: Iterable[int]) -> None:
-        """Hand a job to some ranks; one that has died is noticed by `poll`."""
-        message = pickle.dumps(job)
+    def send(self, kind: str, data: bytes, ranks: Iterable[int]) -> None:
+        """Hand a job to some ranks; one that has died is noticed by `poll`.
+
+        Raises:
+            RuntimeError: the job is large, and its file cannot be written.
+        """
+        try:
+            message = pickle.dumps(Job(kind, Body.of(data, self.folder / "job")))
+        except OSError as error:
+            raise RuntimeError(
+                f"{len(data)} bytes for the ranks cannot be written into {self.folder} ({error.strerror}); make room "
+                "there, or set TMPDIR to another folder"
+            ) from error
         for rank in ranks:
             with contextlib.suppress(OSError):
                 self.ranks[rank].connection.send_bytes(message)
@@ -151,7 +166,9 @@ class Pool:
         try:
             if not self._is_listening(connection) or not connection.poll(0):
                 return None
-            reply: Reply = pickle.loads(connection.recv_bytes())
+            reply = Reply.from_bytes(connection.recv_bytes(MAX_REPLY_BYTES), rank, result_path(self.folder, rank))
+        except ValueError as error:
+            reply = Reply(failure=Failure(rank, str(error), "", False, time.monotonic_ns()))
         except (EOFError, OSError):
             self._forget(connection)
             return None

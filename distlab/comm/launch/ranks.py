@@ -11,14 +11,19 @@ from typing import Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
-from distlab.comm.launch.messages import Body, Job, pack_call
+from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
 from distlab.comm.launch.settled import is_settled
+from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
 from distlab.comm.record.watchdog import Watchdog, describe
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
+LEFT = (
+    "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
+    "after the last call, or leave it; `run` ends it"
+)
 NOISE_GRACE_S = 2.0  # how long to look for the cause when ranks report only that another one has gone
 
 
@@ -35,6 +40,8 @@ class Ranks:
         backend: "gloo", "nccl", or None: nccl when each rank has its own GPU, else gloo.
         record: whether calls of torch.distributed are recorded, for `records()` and to explain a hang.
         echo: whether what ranks print is shown, each line after `[rank r]`.
+        plain: whether results of `run` come back as plain data, for functions that are not trusted: numbers, text,
+            tensors and containers of them. Of any other object only the name of its class comes back.
 
     Raises:
         ValueError: the world size, the timeout or the backend cannot be.
@@ -48,11 +55,12 @@ class Ranks:
         backend: str | None = None,
         record: bool = True,
         echo: bool = True,
+        plain: bool = False,
     ) -> None:
         self.world_size = check_world_size(world_size)
         self.timeout_s = check_timeout(timeout_s)
         self.backend = check_backend(backend, self.world_size)
-        self.record, self.echo = record, echo
+        self.record, self.echo, self.plain = record, echo, plain
         self._pool: Pool | None = None
         self._failed_records: Records | None = None
         self._num_sources = 0
@@ -70,7 +78,16 @@ class Ranks:
         if not callable(fn):
             raise ValueError(f"fn is {fn!r}; pass a function that each rank calls, such as run(train, 4), not train()")
         results = self._do("call", pack_call(fn, args), range(self.world_size))
-        return [pickle.loads(result) for result in results]
+        return [self._read(rank, result) for rank, result in enumerate(results)]
+
+    def _read(self, rank: int, result: bytes) -> Any:
+        """Return a result of a rank."""
+        if not self.plain:
+            return pickle.loads(result)
+        try:
+            return unpack(result)
+        except ValueError as error:
+            raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {error}", rank) from None
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:
         """Execute source text in each rank's namespace, which keeps its variables from call to call.
@@ -148,10 +165,11 @@ class Ranks:
             self._failed_records = None
             deadline = time.monotonic() + self.timeout_s
             if self._pool is None:
-                self._pool = Pool(self.world_size, self.backend, 2 * self.timeout_s + 30, self.record, self.echo)
+                limit_s = 2 * self.timeout_s + 30
+                self._pool = Pool(self.world_size, self.backend, limit_s, self.record, self.echo, self.plain)
             this_round = _Round(self._pool, ranks, deadline, self)
             try:
-                self._pool.send(Job(kind, Body.of(data, self._pool.folder / "job")), ranks)
+                self._pool.send(kind, data, ranks)
                 return this_round.results()
             except BaseException:
                 self._keep_records()
@@ -178,6 +196,8 @@ class _Round:
         self.replies: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
+        self.left: set[int] = set()  # ranks that destroyed the process group
+        self.has_calls = False  # whether a rank that is back has made a call
         since_ns = time.monotonic_ns()
         self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=since_ns) if owner.record else None
 
@@ -194,11 +214,20 @@ class _Round:
                 next_check += POLL_S
                 self._check()
         if self.failures:
+            self._blame_who_left()
             explanation = self._explanation()
             raise error_of(self.failures, self._stacks(), sorted(self.replies), self.pool.world_size, explanation)
         if self.waiting:
             raise timeout_of(self._stacks(), self.owner.timeout_s, self.pool.world_size, self._words())
+        if self.watchdog is not None and self.has_calls and (mismatch := self.watchdog.mismatch()):
+            raise RankError(mismatch)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
+
+    def _blame_who_left(self) -> None:
+        """Put a rank that left the group first, where the others saw only that it had gone."""
+        if all(failure.is_noise for failure in self.failures):
+            now = min(failure.time_ns for failure in self.failures)
+            self.failures += [Failure(rank, LEFT, "", False, now) for rank in sorted(self.left)]
 
     def can_go_on(self, records: Records | None) -> bool:
         """Tell whether every rank is back, by its own doing, and nothing between them is half said."""
@@ -213,12 +242,17 @@ class _Round:
         if not self.failures:
             return self.deadline
         causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
+        if self.left:
+            causes = [failure.time_ns for failure in self.failures]
         if causes:
             return min(causes) / 1e9 + GRACE_S
         return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
 
     def _take(self, timeout_s: float) -> None:
         for rank, reply in self.pool.poll(timeout_s):
+            if reply is not None:
+                self.has_calls |= reply.made_calls
+                self.left |= {rank} if reply.left_group else set()
             if reply is None:
                 if rank in self.waiting or not any(failure.rank == rank for failure in self.failures):
                     self.failures.append(self.pool.failure_of_exit(rank))
@@ -240,12 +274,16 @@ class _Round:
         idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         message = self.watchdog.check(idle | set(self.replies))
         if message is not None:
-            raise RankError("\n".join([message, *standing(self._stacks(), ())]))
+            heads = [f"rank {rank} of {self.pool.world_size} {LEFT}\n" for rank in sorted(self.left)]
+            blamed = min(self.left, default=None)
+            raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)
 
     def _explanation(self) -> str:
         """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""
         try:
-            return (self.watchdog.check(self.replies) or "") if self.watchdog is not None else ""
+            if self.watchdog is None:
+                return ""
+            return self.watchdog.mismatch() or self.watchdog.check(self.replies) or ""
         except Exception as error:  # the failure itself matters more
             return f"(the recorded calls could not be read: {error})"
 

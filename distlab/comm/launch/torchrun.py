@@ -123,7 +123,7 @@ def _environment() -> dict[str, str]:
     foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
-    root = str(Path(__file__).resolve().parents[2])  # the agent finds this very distlab, whatever is installed
+    root = str(Path(__file__).resolve().parents[3])  # the agent finds this very distlab, whatever is installed
     path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 

@@ -23,10 +23,12 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from distlab.comm import device
 from distlab.comm.groups import choose_backend
-from distlab.comm.launch.failures import PEER_NOISE, Failure
+from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
-from distlab.comm.launch.messages import Body, Job, Reply, Settings
+from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
+from distlab.comm.plain import pack
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
 
@@ -51,9 +53,7 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     try:
         rank.join()
     except BaseException as error:
-        connection.send_bytes(
-            pickle.dumps(Reply(failure=failure_of(error, settings.rank, "could not join the group: ")))
-        )
+        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, "could not join the group: ")).to_bytes())
     while True:
         try:
             message = connection.recv_bytes()
@@ -63,7 +63,10 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
             break
         reply = rank.do(pickle.loads(message))
         flush_output()
-        connection.send_bytes(pickle.dumps(reply))
+        try:
+            connection.send_bytes(reply.to_bytes())
+        except OSError:  # had the launcher gone, the lifeline would have ended this process
+            return LOST_CONNECTION
     rank.leave()
     flush_output()
     stack_file.close()
@@ -103,6 +106,11 @@ def prepare_process(settings: Settings) -> TextIO:
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     return stack_file
+
+
+def own_job() -> str:
+    """Name of the private folder of this rank's set; "" in a process that is no rank."""
+    return os.environ.get(JOB_VARIABLE, "")
 
 
 def keep_freed_memory() -> None:
@@ -147,6 +155,7 @@ class _Rank:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.recorder: Recorder | None = None
+        self.world_id: int | None = None  # not the group itself: a reference would keep its connections open
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
 
     def join(self) -> None:
@@ -155,7 +164,7 @@ class _Rank:
         torch.set_num_threads(1)
         backend = settings.backend or choose_backend(settings.world_size)
         if "nccl" in backend:
-            torch.cuda.set_device(settings.rank % torch.cuda.device_count())
+            device.device_of("cuda", settings.rank)
         dist.init_process_group(
             backend,
             store=dist.FileStore(f"{settings.folder}/store", settings.world_size),  # type: ignore[attr-defined]
@@ -163,6 +172,7 @@ class _Rank:
             world_size=settings.world_size,
             timeout=datetime.timedelta(seconds=settings.group_timeout_s),
         )
+        self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)
             self.recorder.start()
@@ -176,15 +186,25 @@ class _Rank:
                 self.recorder.reset()
             result = self.call(job.body.read()) if job.kind == "call" else self.execute(job.body.read())
         except BaseException as error:
-            return Reply(failure=failure_of(error, rank))
+            return Reply(failure=failure_of(error, rank), left_group=self.has_left())
         try:
             import cloudpickle
 
-            data = cloudpickle.dumps(result)
-            return Reply(result=Body.of(data, Path(self.settings.folder) / f"rank{rank}.result"))
+            data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return Reply(failure=failure_of(error, rank, what))
+        try:
+            body = Body.of(data, result_path(self.settings.folder, rank))
+            made_calls = self.recorder is not None and self.recorder.has_calls
+            return Reply(body, left_group=self.has_left(), made_calls=made_calls)
+        except OSError as error:
+            what = f"could not write its result ({len(data)} bytes); make room there, or set TMPDIR to another folder: "
+            return Reply(failure=failure_of(error, rank, what))
+
+    def has_left(self) -> bool:
+        """Return whether the job destroyed or replaced the process group."""
+        return self.world_id is not None and id(dist.group.WORLD) != self.world_id
 
     def call(self, data: bytes) -> object:
         """Call the pickled function."""
@@ -221,21 +241,21 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
     now = time.monotonic_ns()
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in chain:
+    while link is not None and all(link is not part for part in chain):
         chain.append(link)
         link = link.__cause__ or link.__context__
-    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(str(part)) is not None for part in chain)
+    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(text_of(part)) is not None for part in chain)
     if isinstance(error, SystemExit):
-        summary = f"{what}exited with status {error.code} (sys.exit) before it returned"
+        summary = f"{what}exited with status {text_of(error) or None} (sys.exit) before it returned"
     elif isinstance(error, KeyboardInterrupt):
-        summary = f"{what}was interrupted"
+        summary = f"{what}was interrupted (SIGINT)"
     else:
         verb = "" if what else "raised "
-        summary = f"{what}{verb}{type(error).__name__}: {error}"[:MAX_TEXT]
+        summary = f"{what}{verb}{type(error).__name__}: {text_of(error)}"[:MAX_TEXT]
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
-    text = "".join(traceback.format_exception(type(error), error, start))
+    text = well_formed("".join(traceback.format_exception(type(error), error, start)))
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
     return Failure(rank, summary, text, is_noise, now)

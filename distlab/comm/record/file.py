@@ -59,9 +59,9 @@ _KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
 # a magic text, then what Header holds
-HEADER = struct.Struct("<8sQQQQqQQ")
-MAGIC = b"distrec2"
-_COUNT_AT, _ASIDE_AT, _COUNTED_AT = HEADER.size - 32, HEADER.size - 16, HEADER.size - 8
+HEADER = struct.Struct("<8sQQQQqQQQQ")
+MAGIC = b"distrec3"
+_COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (6, 4, 3, 2))
 TOTALS_AT = 128
 TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
 ROWS_AT = 1024
@@ -125,6 +125,7 @@ class Header(NamedTuple):
         start_ns: start of the job.
         aside: whether a thread that need not block the rank made a call.
         counted: number of the first row that is not in the totals.
+        groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
     """
 
     slots: int
@@ -134,6 +135,8 @@ class Header(NamedTuple):
     start_ns: int
     aside: bool
     counted: int
+    groups_begun: int
+    groups_made: int
 
 
 class RecordWriter:
@@ -161,7 +164,8 @@ class RecordWriter:
             self._numbers: defaultdict[int, int] = defaultdict(int)
             self._map[TOTALS_AT:ROWS_AT] = bytes(ROWS_AT - TOTALS_AT)
             now = time.monotonic_ns()
-            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted)
+            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted, 0, 0)
+            self._groups = [0, 0]
             HEADER.pack_into(self._map, 0, MAGIC, *numbers)
 
     def text(self, text: str) -> int:
@@ -215,12 +219,29 @@ class RecordWriter:
             struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
         self.end(n, FAILED)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a row was written since the last reset."""
+        return self._newest >= self._first
+
+    def making_group(self, *, is_made: bool) -> None:
+        """Note that the rank begins to make a group, or that it has made it."""
+        self._groups[is_made] += 1
+        _TIMES.pack_into(self._map, _GROUPS_AT, *self._groups)
+
     def wait(self, n: int, state: int) -> None:
         """Note that the rank waits for call n from now on."""
         if self._first <= n and self._newest - n < self.slots:
             at = ROWS_AT + n % self.slots * ROW_BYTES
             _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())
             self._map[at + _STATE_AT] = state
+
+    def go_on(self, n: int) -> None:
+        """Note that the rank goes on while call n still runs: only a stream of its GPU waits."""
+        if self._first <= n and self._newest - n < self.slots:
+            at = ROWS_AT + n % self.slots * ROW_BYTES
+            _COUNT.pack_into(self._map, at + _WAIT_AT, 0)
+            self._map[at + _STATE_AT] = ISSUED
 
     def end(self, n: int, state: int, open_ns: int = 0) -> None:
         """Note that call n is over now, and when it was last seen unfinished."""
@@ -234,53 +255,3 @@ class RecordWriter:
         with self._lock:
             self._first = 1 << 62
             self._names.close()  # the mapping goes with its last user: a call may be on its way in another thread
-
-
-class RecordReader:
-    """Read a rank's file from any process, at any time, without disturbing the rank."""
-
-    def __init__(self, path: Path) -> None:
-        self._bytes: NDArray[np.uint8] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        self._rows: NDArray[Any] = self._bytes[ROWS_AT:].view(ROW)
-        self._names_file = open(path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
-        self._tail = b""
-        self.names: list[str] = [""]
-        self.rank = int(path.stem.removeprefix("rank"))
-
-    @staticmethod
-    def is_ready(path: Path) -> bool:
-        """Tell whether the rank has written its header."""
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-
-    def close(self) -> None:
-        """Close the texts; the mapping goes with the reader."""
-        self._names_file.close()
-
-    def header(self) -> Header:
-        """Return the header as it stands."""
-        _, *numbers = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
-        return Header(*numbers)
-
-    def totals(self) -> NDArray[Any]:
-        """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
-        return self._bytes[TOTALS_AT : TOTALS_AT + len(OPS) * TOTALS.itemsize].view(TOTALS).copy()
-
-    def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
-        """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
-        start = max(header.first, header.newest - header.slots + 1, after + 1)
-        return self.pick(header, np.arange(start, header.newest + 1, dtype=np.uint64))
-
-    def pick(self, header: Header, numbers: NDArray[np.uint64]) -> NDArray[Any]:
-        """Copy the job's rows with these numbers, as far as they are there."""
-        rows: NDArray[Any] = self._rows[numbers % np.uint64(header.slots)]
-        now = self.header()
-        intact = (rows["n"] == numbers) & (rows["state"] > 0) & (numbers + np.uint64(header.slots) > now.newest)
-        return np.asarray(rows[intact & (now.job == header.job)])
-
-    def read_names(self) -> list[str]:
-        """Return the texts, those written since the last look included."""
-        lines = (self._tail + self._names_file.read()).split(b"\n")
-        self._tail = lines.pop()
-        self.names += [line.decode("utf-8", "replace") for line in lines]
-        return self.names

@@ -7,6 +7,7 @@ many recorders are on, and the last one to stop puts back exactly what was there
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -17,11 +18,22 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from distlab.comm import device
 from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
-from distlab.comm.record.operations import OPERATIONS, Operation, is_dense_block, refuse_layouts, tensors_in
+from distlab.comm.record.operations import (
+    OPERATIONS,
+    Operation,
+    Terms,
+    is_dense_block,
+    reduction_of,
+    refuse_layouts,
+    refuse_peer,
+    tensors_in,
+)
 
 MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
@@ -31,8 +43,11 @@ Token = tuple[RecordWriter, int]
 class Sink(Protocol):
     """What records calls: a recorder, or a throttled link."""
 
-    def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
+    def call(self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool) -> Token:
         """Write down a call that is about to be made."""
+
+    def making_group(self, *, is_made: bool) -> None:
+        """Note that the rank begins to make a group of all ranks, or that it has made it."""
 
 
 class FrontEnd:
@@ -52,6 +67,9 @@ class FrontEnd:
         self._head: Any = None
         self._looked_ns = 0
         self._real_wait = vars(dist.Work)["wait"]
+        self._has_gpu = device.is_available()
+        self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
+        self._real_new_group = c10d._new_group_with_tag
         self._libraries: list[Any] = []
 
     @classmethod
@@ -78,6 +96,7 @@ class FrontEnd:
 
     def _install(self) -> None:
         dist.Work.wait = self._wait(dist.Work.wait)  # type: ignore[method-assign]
+        c10d._new_group_with_tag = self._new_group(self._real_new_group)
         library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
@@ -91,8 +110,26 @@ class FrontEnd:
 
     def _restore(self) -> None:
         dist.Work.wait = self._real_wait  # type: ignore[method-assign]
+        c10d._new_group_with_tag = self._real_new_group
         for library in self._libraries:
             library._destroy()
+
+    def _new_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the making of a group: a rank waits in it for all ranks, and no call of a group shows that."""
+
+        @functools.wraps(real)
+        def new_group(*args: Any, **named: Any) -> Any:
+            if named.get("use_local_synchronization"):  # then only its members meet
+                return real(*args, **named)
+            for sink in self.sinks:
+                sink.making_group(is_made=False)
+            try:
+                return real(*args, **named)
+            finally:
+                for sink in self.sinks:
+                    sink.making_group(is_made=True)
+
+        return new_group
 
     def _operator(self, op: Any, operation: Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
@@ -100,6 +137,7 @@ class FrontEnd:
         group_at = arguments.index("process_group")
         root_at = next((i for i, name in enumerate(arguments) if name in ("dst", "src", "root_rank")), None)
         tag_at = arguments.index("tag") if "tag" in arguments else None
+        reduction_at = arguments.index("reduce_op") if "reduce_op" in arguments else None
         async_at = arguments.index("async_op") if "async_op" in arguments else len(arguments)
         work_is_last = len(op._schema.returns) > 1
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
@@ -107,9 +145,13 @@ class FrontEnd:
         unbox_group, unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
 
         def kernel(keys: Any, *args: Any) -> Any:
+            group, frame = unbox_group(args[group_at]), here().f_back
             peer = -1 if root_at is None else args[root_at]
-            tag = 0 if tag_at is None else args[tag_at]
-            tokens = self._begin(operation, unbox_group(args[group_at]), args, peer, tag, here().f_back)
+            if root_at is not None and not 0 <= peer < group.size():
+                refuse_peer(operation.op, peer, group.size(), frame, self.finder)
+            reduction = "" if reduction_at is None else reduction_of(frame)
+            terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
+            tokens = self._begin(operation, group, args, terms, frame)
             try:
                 result = passes_on(keys.remove(key), *args)
             except BaseException:
@@ -123,9 +165,7 @@ class FrontEnd:
 
         return kernel
 
-    def _begin(
-        self, operation: Operation, group: Any, args: Any, peer: int, tag: int, frame: FrameType | None
-    ) -> list[Token]:
+    def _begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
         data = args[operation.data] if operation.data >= 0 else ()
         if type(data) is list and len(data) == 1 and type(data[0]) is Tensor:
             data = data[0]
@@ -137,7 +177,7 @@ class FrontEnd:
             self._look()
         site = self.finder.find(frame)
         aside = threading.get_ident() != self._main and not blocks_rank()
-        return [sink.call(operation, group, data, peer, tag, site, aside) for sink in self.sinks]
+        return [sink.call(operation, group, data, terms, site, aside) for sink in self.sinks]
 
     def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
         """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
@@ -145,6 +185,8 @@ class FrontEnd:
             self._close(tokens, DONE)
             return
         self._live[work] = tokens
+        if self._has_gpu and operation.op not in ("send", "recv"):
+            self._collectives.add(work)
         if operation.op in ("send", "recv"):
             if len(self._live) > MAX_UNWAITED:
                 self._forget(next(iter(self._live)))
@@ -163,6 +205,7 @@ class FrontEnd:
             address = self._addresses.pop(work, None)
             if address is not None and self._works.get(address) is work:
                 del self._works[address]
+        self._collectives.discard(work)
         return self._live.pop(work, [])
 
     def _close(self, tokens: list[Token], state: int, open_ns: int = 0) -> None:
@@ -188,7 +231,10 @@ class FrontEnd:
             self._close(self._forget(work), DONE, self._looked_ns if work is self._head else 0)
 
     def _wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly."""
+        """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
+
+        On nccl only a stream of the GPU waits: the rank goes on, and the call is followed until it is seen to be over.
+        """
         live, main, thread = self._live, self._main, threading.get_ident
 
         def wait(work: Any, *args: Any, **named: Any) -> Any:
@@ -203,8 +249,12 @@ class FrontEnd:
                 result = real(work, *args, **named)
                 state = DONE
             finally:
-                for writer, number in self._forget(work):
-                    writer.end(number, state)
+                if state == DONE and work in self._collectives and not work.is_completed():
+                    for writer, number in tokens:
+                        writer.go_on(number)
+                    self._unwaited.append(work)
+                else:
+                    self._close(self._forget(work), state)
             return result
 
         return wait

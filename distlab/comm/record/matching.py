@@ -31,14 +31,21 @@ def channel_of(group: str, op: str, rank: int, peer: int, tag: int) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little")
 
 
-def fingerprint_of(op: str, root: int, shapes: Sequence[tuple[Sequence[int], str]]) -> int:
-    """Return a number for what must agree between calls that meet; `shapes`: shape and dtype of each tensor."""
+def fingerprint_of(op: str, root: int, shapes: Sequence[tuple[Sequence[int], str]], reduction: str = "") -> int:
+    """Return a number for what must agree between calls that meet.
+
+    Args:
+        op: the operation.
+        root: global rank of the root, or -1.
+        shapes: shape and dtype of each tensor.
+        reduction: how values are combined, such as "sum", or "".
+    """
     if op in ("send", "recv"):
         meets: object = [(math.prod(shape), dtype) for shape, dtype in shapes]
     elif op == "all_to_all":  # ranks may give and take different amounts
         meets = (op, sorted({dtype for _, dtype in shapes}))
     else:
-        meets = (op, root, [(list(shape), dtype) for shape, dtype in shapes])
+        meets = (op, root, reduction, [(list(shape), dtype) for shape, dtype in shapes])
     return zlib.crc32(repr(meets).encode())
 
 
@@ -112,7 +119,9 @@ def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str
     else:
         lines += [f"  rank {rank} has not called it yet" for rank in members if rank not in ranks]
         head = f"the ranks of group {list(members)} do not make the same call, at their call #{rows[0]['seq']}:"
-        rule = "every rank must make a group's collectives in the same order, with the same shape, dtype and root"
+        rule = (
+            "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
+        )
     return "\n".join([head, *lines, rule])
 
 

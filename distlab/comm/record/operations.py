@@ -6,6 +6,7 @@ torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,6 +15,15 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.record.call_site import SiteFinder, is_internal
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
+
+
+_REDUCTIONS = {  # torch's own members by identity: to ask one of them for its name takes microseconds
+    id(getattr(dist.ReduceOp, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
 
 
 class Operation(NamedTuple):
@@ -30,6 +40,20 @@ class Operation(NamedTuple):
     op: str
     data: int
     raw: tuple[int, ...]
+
+
+class Terms(NamedTuple):
+    """What a call says about the ranks and the way in which they meet.
+
+    Attributes:
+        peer: the root or the other end, as a rank of the group; -1 where there is none.
+        tag: of a send or a receive.
+        reduction: how values are combined, such as "max"; "" where they are not.
+    """
+
+    peer: int = -1
+    tag: int = 0
+    reduction: str = ""
 
 
 OPERATIONS = (
@@ -100,6 +124,34 @@ def describe_shapes(tensors: Sequence[torch.Tensor]) -> str:
         return ""
     first = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)}"
     return first if len(tensors) == 1 else f"{first} and {len(tensors) - 1} more"
+
+
+def reduction_of(frame: FrameType | None) -> str:
+    """Return how a call combines values ("sum", "max"), as torch's own Python function was told.
+
+    The operator gets it as an object of C++ that does not tell. C++ code that calls by itself (DDP) adds.
+    """
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_TORCH):
+        if file.startswith(_DISTRIBUTED):
+            named = frame.f_locals
+            given = named.get("op", named.get("reduceOp"))
+            if given is not None:
+                return _REDUCTIONS.get(id(given)) or str(getattr(given, "name", given)).rpartition(".")[2].lower()
+        frame = frame.f_back
+    return "sum"
+
+
+def refuse_peer(op: str, peer: int, size: int, frame: FrameType | None, finder: SiteFinder) -> None:
+    """Refuse a rank that the group does not have: gloo would crash, or wait without end.
+
+    Raises:
+        ValueError: naming rank, op, the wrong number and what is allowed.
+    """
+    site = finder.find(frame)
+    raise ValueError(
+        f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} names rank {peer}: there is no such rank, the group has "
+        f"ranks 0 to {size - 1}"
+    )
 
 
 def is_dense_block(tensor: torch.Tensor) -> bool:

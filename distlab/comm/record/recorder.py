@@ -22,7 +22,7 @@ from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import Known, RecordWriter, known_call
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.matching import channel_of, fingerprint_of
-from distlab.comm.record.operations import Operation, describe_shapes, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record.operations import Operation, Terms, describe_shapes, num_bytes_of, ring_bytes, tensors_in
 from distlab.comm.record.read import Records, read_records
 
 MAX_KNOWN = 8192
@@ -59,6 +59,11 @@ class Recorder:
         self._known.clear()
         self._writer.reset()
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the job has made a call."""
+        return self._writer.has_rows
+
     def close(self) -> None:
         """Stop, and close the files; they stay readable."""
         self.stop()
@@ -71,7 +76,7 @@ class Recorder:
         self.stop()
 
     def call(
-        self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool
+        self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool
     ) -> tuple[RecordWriter, int]:
         """Write down a call that is about to be made (called by the front end)."""
         if type(data) is Tensor:
@@ -80,19 +85,21 @@ class Recorder:
         else:
             tensors = list(tensors_in(data))
             first, shape = tensors[0] if tensors else None, tuple([(t.shape, t.dtype) for t in tensors])
-        key = (site, group.group_name, peer, tag, operation.operator, shape)
+        key = (site, group.group_name, terms, operation.operator, shape)
         known = self._known.get(key)
         sparse = first is not None and first.layout is not torch.strided  # its bytes are not a matter of its shape
         if known is None or sparse:
             if len(self._known) > MAX_KNOWN:
                 self._known.clear()
-            known = self._known[key] = self._describe(operation, group, list(tensors_in(data)), peer, tag, site)
+            known = self._known[key] = self._describe(operation, group, list(tensors_in(data)), terms, site)
         return self._writer, self._writer.begin(known, aside)
 
-    def _describe(
-        self, operation: Operation, group: Any, tensors: list[Tensor], peer: int, tag: int, site: Site
-    ) -> Known:
-        op, name, size = operation.op, group.group_name, group.size()
+    def making_group(self, *, is_made: bool) -> None:
+        """Write down that the rank begins to make a group, or that it has made it (called by the front end)."""
+        self._writer.making_group(is_made=is_made)
+
+    def _describe(self, operation: Operation, group: Any, tensors: list[Tensor], terms: Terms, site: Site) -> Known:
+        op, name, size, peer = operation.op, group.group_name, group.size(), terms.peer
         try:
             ranks = dist.get_process_group_ranks(group)
         except (KeyError, ValueError):  # a group that torch keeps no list for: number its members
@@ -102,12 +109,13 @@ class Recorder:
         shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
         num_bytes = sum(map(num_bytes_of, tensors))
         sent = ring_bytes(op, num_bytes, size, is_root=me == other, before_root=group.rank() == (peer - 1) % size)
-        what = describe_shapes(tensors) + (f", tag {tag}" if is_pair and tag else "")
+        what = describe_shapes(tensors) + (f", tag {terms.tag}" if is_pair and terms.tag else "")
+        what += f", {terms.reduction}" if terms.reduction not in ("", "sum") else ""
         text = self._writer.text
         via = text(f"{site[2]}:{site[3]}") if site[2] else 0
         return known_call(
-            channel_of(members, op, me, other, tag),
-            fingerprint_of(op, other, shapes),
+            channel_of(members, op, me, other, terms.tag),
+            fingerprint_of(op, other, shapes, terms.reduction),
             op=op,
             num_bytes=(num_bytes, sent),
             texts=(text(f"{site[0]}:{site[1]}"), via, text(what), text(members)),

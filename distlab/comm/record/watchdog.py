@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header, RecordReader
+from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header
+from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import Ledger, explain, ledger_of
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
@@ -32,6 +33,8 @@ class Standing(NamedTuple):
     unfinished: NDArray[Any]
     last: Any
     aside: bool
+    making: int = 0  # number of the group that it is making (dist.new_group), from 1; 0: none
+    num_groups: int = 0  # how many it has begun to make
 
     @property
     def blocked_in(self) -> Any:
@@ -46,8 +49,14 @@ def standings_of(records: Records) -> dict[int, Standing]:
     for rank, record in records.by_rank.items():
         unfinished = record.rows[(record.rows["end"] == 0)]
         last = record.rows[-1] if len(record.rows) else None
-        found[rank] = Standing(record.names, unfinished, last, record.header.aside)
+        found[rank] = Standing(record.names, unfinished, last, record.header.aside, *_groups_of(record.header))
     return found
+
+
+def _groups_of(header: Header) -> tuple[int, int]:
+    """Return the number of the group that a rank is making (0: none), and how many it has begun to make."""
+    begun, made = header.groups_begun, header.groups_made
+    return begun if begun > made else 0, begun
 
 
 def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int]:
@@ -78,6 +87,8 @@ def describe(records: Records, world_size: int) -> list[str]:
 
 def _line(rank: int, standings: Mapping[int, Standing], ledger: Ledger, now: int) -> str:
     standing = standings.get(rank)
+    if standing is not None and standing.making:
+        return f"rank {rank} waits in dist.new_group #{standing.making}, which every rank must call"
     if standing is None or standing.last is None:
         return f"rank {rank} has made no call to torch.distributed"
     row, names = standing.blocked_in, standing.names
@@ -115,6 +126,12 @@ def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: C
     for rank, standing in sorted(standings.items()):
         if rank in finished:
             continue
+        if standing.making:
+            absent = [r for r, other in sorted(standings.items()) if other.num_groups < standing.making]
+            if not absent:
+                return None
+            lines.append(_making_line(rank, standing.making, absent, finished))
+            continue
         row = standing.blocked_in
         if row is None:
             row = _never_met(rank, standing, ledger, finished, now)
@@ -124,7 +141,7 @@ def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: C
         if not absent:
             return None
         call, since = call_of(rank, row, standing.names), (now - int(row["wait"] or row["start"])) / 1e9
-        reasons = [f"rank {r} {'has returned without it' if r in finished else 'has not called it'}" for r in absent]
+        reasons = _absences(absent, finished)
         if row["op"] in (SEND, RECV):
             other = "recv" if row["op"] == SEND else "send"
             reasons = [reason.replace("called it", f"called the {other}") for reason in reasons]
@@ -133,6 +150,17 @@ def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: C
         return None
     done = f"; finished: ranks {sorted(finished)}" if finished else ""
     return "\n".join([f"deadlock: every rank that has not finished waits, and none can go on{done}", *lines])
+
+
+def _absences(absent: Collection[int], finished: Collection[int]) -> list[str]:
+    return [f"rank {r} {'has returned without it' if r in finished else 'has not called it'}" for r in absent]
+
+
+def _making_line(rank: int, number: int, absent: Collection[int], finished: Collection[int]) -> str:
+    return (
+        f"  rank {rank} waits in dist.new_group #{number}: {', '.join(_absences(absent, finished))}; every rank must "
+        "call new_group, also a rank outside the group"
+    )
 
 
 def _may_be_served(rank: int, row: Any, standings: Mapping[int, Standing]) -> bool:
@@ -182,7 +210,8 @@ class _Follower:
         """Return where the rank stands now."""
         unfinished = self.unfinished()
         last = self.reader.rows(self.header, self.header.newest - 1)
-        return Standing(self.reader.names, unfinished, last[-1] if len(last) else None, self.header.aside)
+        row = last[-1] if len(last) else None
+        return Standing(self.reader.names, unfinished, row, self.header.aside, *_groups_of(self.header))
 
 
 class Watchdog:
@@ -213,7 +242,8 @@ class Watchdog:
         followers = self._followers
         if not followers or any(r not in followers and r not in finished for r in range(self.world_size)):
             return None
-        signature = (frozenset(finished), tuple((r, f.read) for r, f in sorted(followers.items())), self._waits())
+        read = tuple((rank, f.read, *_groups_of(f.header)) for rank, f in sorted(followers.items()))
+        signature = (frozenset(finished), read, self._waits())
         now = time.monotonic()
         if signature != self._still[0]:
             self._still = (signature, now)

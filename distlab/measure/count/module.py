@@ -231,7 +231,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        work = _work(func, args, kwargs or {}, result)
+        work = work_of(func, args, kwargs or {}, result)
         if self.phase == "optimizer":
             self.optimizer += work
             return result
@@ -254,7 +254,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _work(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Count one operator. A view moves nothing; a list operator (foreach) is one kernel for each tensor."""
     if func.is_view:
         return Work()

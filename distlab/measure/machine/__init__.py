@@ -2,5 +2,6 @@
 
 Read `speed` (calibrate), `saved` (keep the result) and `fit` (medians, and fits without negative terms). Then `facts`
 (processor, versions), `blocks` (programs that take turns), `others` (what other processes take from the ranks) and
-`ranks` (devices, clocks, and numbers that are the same on every rank).
+`ranks` (devices, clocks, and numbers that are the same on every rank). `rates` is for one GPU: what its kernels take by
+kind and shape.
 """

@@ -67,10 +67,10 @@ def memory_bytes() -> int:
 def gpu_names() -> tuple[str, ...]:
     """Return the names of the GPUs that torch sees; none without torch."""
     try:
-        import torch
+        from distlab.comm import device
     except ImportError:
         return ()
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return tuple(device.name(index) for index in range(device.num_gpus()))
 
 
 def version_of(package: str) -> str | None:

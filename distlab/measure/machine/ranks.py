@@ -10,35 +10,21 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import group_device
+from distlab.comm.device import device_of as device_of
+from distlab.comm.device import is_gpu, synchronize
 from distlab.measure.machine.facts import num_cores
 
 Result = TypeVar("Result")
 
 
-def device_of(kind: str, rank: int) -> torch.device:
-    """Return a rank's device; ranks share GPUs in turn where there are fewer GPUs than ranks.
-
-    Raises:
-        ValueError: the caller asks for a GPU and there is none.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device {kind!r} was asked for, and torch sees no GPU here; pass --device cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def shared_cores(device: torch.device) -> int | None:
     """Return the cores that all ranks share; None on GPUs, where ranks do not compute on cores."""
-    return None if device.type == "cuda" else num_cores()
+    return None if is_gpu(device) else num_cores()
 
 
 def now(device: torch.device) -> float:
     """Return the time in seconds, after the device has finished its work so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 

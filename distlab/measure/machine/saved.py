@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.comm.command import runnable
+from distlab.comm.device import nccl_version, total_bytes
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
+from distlab.measure.machine.rates import Rates, measure_rates, precisions
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s
 
 MIN_ROUNDS = 3
+RATES_LIMIT_S = 120.0
 DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"
 
 
@@ -33,13 +37,15 @@ class Calibration:
         cluster: what the simulator takes.
         errors: signed relative error of the fit at each observation, by name.
         seconds: how long calibrating took.
-        machine: where and when.
+        machine: where and when; on GPUs with the versions of CUDA and nccl.
+        rates: on GPUs, what kernels take by kind and shape, in each precision.
     """
 
     cluster: Cluster
     errors: dict[str, float]
     seconds: float
     machine: str
+    rates: tuple[Rates, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the calibration as JSON-ready values."""
@@ -56,6 +62,10 @@ def calibrate(
 ) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
+    On GPUs one of them is measured alone first, by kind and shape of kernels. The device of the cluster then has the
+    best rate of matrix products and the rate of large copies, as data sheets state them. It has no time per kernel,
+    since a host that runs ahead hides it. The errors are those of the fit to small models.
+
     Args:
         num_ranks: ranks that compute and communicate at once.
         device: "cpu" or "cuda".
@@ -63,13 +73,30 @@ def calibrate(
         progress: called on rank 0 with the whole seconds that have passed.
     """
     start = time.monotonic()
+    rates = run(partial(_measure_rates, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0] if device != "cpu" else ()
     job = partial(_measure_rounds, device, seconds, progress)
     rounds = run(job, num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
     middle = median_round(rounds)
-    memory = memory_bytes() / num_ranks if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
     cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
     errors = {row.what: _error(row, cluster) for row in middle.observations}
-    return Calibration(cluster, errors, time.monotonic() - start, str(this_machine()))
+    machine = f"{this_machine()}{_software() if device != 'cpu' else ''}"
+    return Calibration(with_rates(cluster, rates), errors, time.monotonic() - start, machine, rates)
+
+
+def with_rates(cluster: Cluster, rates: Sequence[Rates]) -> Cluster:
+    """Return the cluster with the device as the last of the rates, those in half precision, measured it."""
+    if not rates:
+        return cluster
+    device = replace(
+        cluster.device,
+        matmul_flops_per_s=max(chain.from_iterable(rates[-1].matmul.values())),
+        memory_bytes_per_s=rates[-1].bytes[-1] / rates[-1].memory_s[-1],
+        kernel_s=0.0,
+        host_link_bytes_per_s=min(rates[-1].to_device_bytes_per_s, rates[-1].to_host_bytes_per_s),
+        source=f"measured by distlab calibrate in {rates[-1].precision}, the best shape found",
+    )
+    return replace(cluster, device=device)
 
 
 def load_calibration(path: Path) -> Calibration:
@@ -80,7 +107,8 @@ def load_calibration(path: Path) -> Calibration:
     """
     try:
         facts = json.loads(path.read_text())
-        return Calibration(_cluster(facts["cluster"]), facts["errors"], facts["seconds"], facts["machine"])
+        rates = tuple(_rates(row) for row in facts.get("rates", ()))
+        return Calibration(_cluster(facts["cluster"]), facts["errors"], facts["seconds"], facts["machine"], rates)
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; run {runnable('distlab calibrate')} first, or name a preset"
@@ -106,6 +134,28 @@ def _measure_rounds(device_kind: str, seconds: float, progress: Callable[[int], 
         more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < seconds)
         dist.broadcast(more, 0)  # clocks differ; one rank decides
     return rounds
+
+
+def _measure_rates(device_kind: str) -> tuple[Rates, ...]:
+    """Run on one rank: measure its device in each precision."""
+    device = device_of(device_kind, 0)
+    return tuple(measure_rates(device, dtype) for dtype in precisions(device))
+
+
+def _rates(facts: dict[str, Any]) -> Rates:
+    """Return rates as they were: JSON has lists for tuples."""
+
+    def frozen(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: frozen(part) for name, part in value.items()}
+        return tuple(value) if isinstance(value, list) else value
+
+    return Rates(**frozen(facts))
+
+
+def _software() -> str:
+    """Name what a GPU's times depend on, beyond torch."""
+    return f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, nccl_version()))}"
 
 
 def _error(row: Observation, cluster: Cluster) -> float:

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from distlab.comm.device import peak_bytes, reset_peak
 from distlab.measure.memory.hooks import MemoryLimitError, Tracker
 from distlab.measure.memory.storages import HOST, Ledger
 from distlab.sharding import ShardedOptimizer
@@ -95,18 +96,15 @@ class MeasuredMemory:
     def restart(self) -> None:
         """Forget peak and history, and go on from what is held now: before the step that is to be looked at."""
         self._ledger.restart()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._allocator_bytes = 0
+        reset_peak(self._device)
+        self._allocator_bytes = 0
 
     def close(self) -> None:
         """Read the allocator for the last time."""
         self._allocator_bytes = self._allocator_peak()
 
     def _allocator_peak(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return self._allocator_bytes or torch.cuda.max_memory_allocated(self._device)
+        return self._allocator_bytes or peak_bytes(self._device)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ sharded gradients. A plan with only the pipeline axis runs `Pipeline`; all other
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,7 +155,7 @@ def _pipeline_program(
     optimizer = make_optimizer(list(pipeline.parameters()))
 
     def update() -> None:
-        with _span_on_device(spans, "optimizer", "optimizer", device):
+        with _span(spans, "optimizer", "optimizer"):
             optimizer.step()
 
     return Program(
@@ -181,17 +181,17 @@ def _replica_program(
         total = torch.zeros((), device=device)
         for left, (part, wanted) in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
             with replica.no_sync() if left else contextlib.nullcontext():
-                with _span_on_device(spans, "forward", "F", device):
+                with _span(spans, "forward", "F"):
                     loss = model.loss(replica.model(part), wanted) / len(microbatches)
-                with _span_on_device(spans, "backward", "B", device):
+                with _span(spans, "backward", "B"):
                     loss.backward()
             total += loss.detach()
-        with _span_on_device(spans, "synchronize", "wait", device):
+        with _span(spans, "synchronize", "wait"):
             replica.synchronize()
         return total
 
     def update() -> None:
-        with _span_on_device(spans, "optimizer", "optimizer", device):
+        with _span(spans, "optimizer", "optimizer"):
             replica.update()
 
     return Program(
@@ -205,10 +205,5 @@ def _replica_program(
     )
 
 
-@contextlib.contextmanager
-def _span_on_device(spans: SpanWriter | None, name: str, kind: str, device: torch.device) -> Iterator[None]:
-    """Mark a span that ends when the device has done the work, not when the device has received it."""
-    with spans.span(name, kind=kind) if spans is not None else contextlib.nullcontext():
-        yield
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+def _span(spans: SpanWriter | None, name: str, kind: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if spans is None else spans.span(name, kind=kind)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import run as run_on_ranks
+from distlab.comm.device import span_writer
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
@@ -39,7 +40,7 @@ from distlab.measure.runs.programs import Program, make_program, program_kind, s
 from distlab.measure.runs.windows import Verdict, Window, judge, time_window, time_windows, windows_between
 from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import SpanWriter, Trace
+from distlab.trace import Trace
 from simulator import Step
 
 
@@ -163,7 +164,7 @@ def time_training(
         progress: gets the number of updates and windows that are done.
     """
     device = device_of(run.device, dist.get_rank())
-    report, spans = RankReport(), SpanWriter(dist.get_rank())
+    report, spans = RankReport(), span_writer(dist.get_rank(), device)
     if run.num_windows:
         report.workload = on_first_rank(run.count)  # before anything is trained: it may refuse
     model = make_gpt(run.model, run.seed, num_experts=run.num_experts, top_k=run.top_k)

@@ -2,12 +2,15 @@
 
 Read in this order:
 
-1. `flat_unit`: one unit. `Unit.start_gather` and `finish_gather` make its parameters whole, `Unit.free` frees them, and
+1. `options`: what all units have in common.
+2. `flat_unit`: one unit. `Unit.start_gather` and `finish_gather` make its parameters whole, `Unit.free` frees them, and
    `start_scatter` reduces their gradients.
-2. `hooks`: when. `_before` and `_after` stand around a unit's forward, `ForwardCall` around its backward.
-3. `prefetch`: which unit is gathered next.
-4. `wrapping`: which parameters belong to a unit.
-5. `fully_shard`: `FullyShard`, all of it for real models.
+3. `hooks`: when. `_before` and `_after` stand around a unit's forward, `ForwardCall` around its backward.
+4. `prefetch`: which unit is gathered next, and what happens when a rank runs another one.
+5. `host_gradient`: how an offloaded gradient gets to the host's memory.
+6. `wrapping`: which parameters belong to a unit.
+7. `fully_shard`: `FullyShard`, all of it for real models.
 
-`construct` builds a model that no rank could hold whole.
+`construct` builds a model that no rank could hold whole. What makes models of every kind work stands in
+`distlab.sharding.any_model`.
 """

@@ -12,49 +12,24 @@ backward is called when the gradients of all views exist: the unit is done, and 
 
 from __future__ import annotations
 
-import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
-from distlab.plan import FlatLayout, Precision
+from distlab.comm import device
+from distlab.comm.p2p import needs_batches
+from distlab.plan import FlatLayout
+from distlab.sharding.fsdp.host_gradient import HostGradient
+from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
-from distlab.trace import SpanWriter
+from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What all units of a model have in common.
-
-    Attributes:
-        group: ranks that hold a shard each.
-        replicas: ranks of other groups that hold the same shard, or None.
-        device: where parameters are whole.
-        precision: types to compute and to sum in; None keeps the parameters' own.
-        offload: shards and their gradients live in the host's memory.
-        spans: draws gathers and scatters, or None.
-    """
-
-    group: ProcessGroup | None
-    replicas: ProcessGroup | None
-    device: torch.device
-    precision: Precision | None
-    offload: bool
-    spans: SpanWriter | None
-
-    @property
-    def num_gradients(self) -> int:
-        """Ranks whose gradients a mean is of."""
-        num = dist.get_world_size(self.group)
-        return num if self.replicas is None else num * dist.get_world_size(self.replicas)
 
 
 class Unit:
@@ -80,9 +55,10 @@ class Unit:
         shapes = tuple(tuple(parameter.shape) for parameter in members.parameters)
         self.layout = FlatLayout(tuple(members.names), shapes, dist.get_world_size(options.group))
         host = torch.device("cpu") if options.offload else options.device
+        self._is_offloaded = options.offload and device.is_gpu(options.device)
         memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
-        if options.offload and options.device.type == "cuda":
-            memory = memory.pin_memory()
+        if self._is_offloaded:
+            memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = nn.Parameter(memory, requires_grad=members.parameters[0].requires_grad)
         self.shard.is_shard = True  # type: ignore[attr-defined]  # checkpoints refuse to take rank 0's for all
         self.reshard_after_forward = True
@@ -93,8 +69,12 @@ class Unit:
         self._parts = [*self.layout.sizes, self.layout.padded_size - self.layout.num_elements]
         self._version = -1  # of the shard that the full buffer was gathered from; -1: it is not there
         self._gathering: DirectGather | None = None
-        self._start_ns = 0
+        self._copied: Any = None  # event: the offloaded shard has been copied
+        self._call: OpenCall | None = None  # of the gather
+        self._sum_call: OpenCall | None = None
+        self._host_gradient = HostGradient(options.to_host)
         self._whole_gradient: Tensor | None = None
+        self._has_warned = False
         self._scatter: DirectScatter | None = None
         self._replica_sum: tuple[Tensor, dist.Work] | None = None
 
@@ -122,19 +102,28 @@ class Unit:
             return
         self.finish_gather()
         self._full.untyped_storage().resize_(self._full_bytes)
-        shard = self.shard.detach()
-        source = shard.to(self._full.device, self.compute_dtype, non_blocking=True)
         self._version = self.shard._version
-        self._start_ns = time.monotonic_ns() if self.options.spans is not None else 0
-        self._gathering = DirectGather(self._full.detach(), source, self.options.group)
+        self._call = self._started_call()
+        if self._is_offloaded:
+            with self.options.to_gpu.after_current():
+                self._gather(self.options.to_gpu.to_gpu(self.shard.detach()))
+                self._copied = device.event(self.options.device)
+        else:
+            self._gather(self.shard.detach())
+
+    def _gather(self, shard: Tensor) -> None:
+        self._gathering = DirectGather(self._full.detach(), shard.to(self.compute_dtype), self.options.group)
+        if self._call is not None:
+            self._call.follow(self._gathering.work)
 
     def finish_gather(self) -> None:
         """Wait for a gather that was started."""
         if self._gathering is None:
             return
         self._gathering.finish()
-        self._gathering = None
-        self._draw("all_gather", "gather", self._start_ns)
+        device.wait_in_stream(self._copied, self.options.device)
+        self._gathering = self._copied = None
+        self._draw("all_gather", "gather", self._call)
 
     def free(self) -> None:
         """Free the whole parameters; the shard stays."""
@@ -154,9 +143,9 @@ class Unit:
         return self._make_views()
 
     def _make_views(self) -> tuple[Tensor, ...]:
-        # Of an alias with a version of its own: autograd must not take a gather for a change of the parameters.
-        parts = self._full.detach().data.split(self._parts)[:-1]
-        return tuple([part.view(shape) for part, shape in zip(parts, self.layout.shapes, strict=True)])
+        # `data`: autograd must not take a gather for a change of the parameters, nor a change of one for one of all.
+        parts = self._full.split(self._parts)[:-1]
+        return tuple([part.view(shape).data for part, shape in zip(parts, self.layout.shapes, strict=True)])
 
     @property
     def buffer(self) -> Tensor:
@@ -174,6 +163,15 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
+        left_out = [name for name, one in zip(self.layout.names, gradients, strict=True) if one is None]
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
+                "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum move "
+                "what one process would leave alone; freeze what is not used with requires_grad_(False)",
+                stacklevel=2,
+            )
         rows = [
             torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
             for one, size in zip(gradients, self.layout.sizes, strict=True)
@@ -198,8 +196,10 @@ class Unit:
         self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
             flat.div_(self.options.num_gradients)
-        self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
+        self._sum_call = self._started_call()
         self._scatter = DirectScatter(flat, self.options.group)
+        if self._sum_call is not None:
+            self._sum_call.follow(self._scatter.work)
 
     @torch.no_grad()
     def finish_scatter(self) -> None:
@@ -208,13 +208,16 @@ class Unit:
             return
         total = self._scatter.finish()
         self._scatter = None
-        self._draw("reduce_scatter", "scatter", self._scatter_ns)
+        self._draw("reduce_scatter", "scatter", self._sum_call)
         if self.options.replicas is None:
             self._keep(total)
             return
         total = total.contiguous()
-        self._scatter_ns = time.monotonic_ns() if self.options.spans is not None else 0
-        self._replica_sum = total, dist.all_reduce(total, group=self.options.replicas, async_op=True)
+        self._sum_call = self._started_call()
+        work = dist.all_reduce(total, group=self.options.replicas, async_op=True)
+        self._replica_sum = total, work
+        if self._sum_call is not None and needs_batches(total, self.options.replicas):
+            self._sum_call.follow(work)
 
     @torch.no_grad()
     def finish_replica_sum(self) -> None:
@@ -224,14 +227,28 @@ class Unit:
         total, work = self._replica_sum
         work.wait()
         self._replica_sum = None
-        self._draw("all_reduce", "scatter", self._scatter_ns)
+        self._draw("all_reduce", "scatter", self._sum_call)
         self._keep(total)
 
     def _keep(self, total: Tensor) -> None:
         """Divide, once, and add to the shard's gradient."""
         if self.reduce_dtype is not torch.float16:
             total.div_(self.options.num_gradients)
-        total = total.to(self.shard.device, self.shard.dtype)
+        total = total.to(self.shard.dtype)
+        if self._is_offloaded:
+            self.finish_host_copy()
+            self._host_gradient.start(total, self.shard.grad)
+        else:
+            self._add(total)
+
+    @torch.no_grad()
+    def finish_host_copy(self) -> None:
+        """Let the host wait for an offloaded gradient that is on its way."""
+        arrived = self._host_gradient.finish()
+        if arrived is not None:
+            self._add(arrived)
+
+    def _add(self, total: Tensor) -> None:
         if self.shard.grad is None:
             self.shard.grad = total
         else:
@@ -241,20 +258,17 @@ class Unit:
         """Drop what was accumulated, also what is on its way."""
         self.finish_scatter()
         self.finish_replica_sum()
+        self._host_gradient.finish()
         self.shard.grad = self._whole_gradient = None
 
-    def _draw(self, kind: str, lane: str, start_ns: int) -> None:
-        if self.options.spans is not None:
+    def _started_call(self) -> OpenCall | None:
+        return None if self.options.spans is None else self.options.spans.call()
+
+    def _draw(self, kind: str, lane: str, call: OpenCall | None) -> None:
+        if call is not None:
             dtype = self.compute_dtype if kind == "all_gather" else self.reduce_dtype
             size = self.layout.shard_size if kind == "all_reduce" else self.layout.padded_size
-            self.options.spans.add(
-                f"{kind} unit {self.index}",
-                kind,
-                start_ns,
-                time.monotonic_ns(),
-                lane=lane,
-                num_bytes=size * dtype.itemsize,
-            )
+            call.draw(f"{kind} unit {self.index}", kind, lane=lane, num_bytes=size * dtype.itemsize)
 
 
 class _Whole(torch.autograd.Function):

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,12 +19,17 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.comm.device import CopyStream
 from distlab.plan import Precision
-from distlab.replicate import agree_on_parameters, broadcast_each
-from distlab.sharding.fsdp.flat_unit import Options, Unit
-from distlab.sharding.fsdp.hooks import WatchedModule, put
-from distlab.sharding.fsdp.prefetch import Order
-from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, check_options, check_units
+from distlab.replicate import agree_on_parameters
+from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
+from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
+from distlab.sharding.any_model.freed import check_nothing_added
+from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.hooks import Running, WatchedModule
+from distlab.sharding.fsdp.options import Options
+from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
+from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units
 from distlab.trace import SpanWriter
 
 
@@ -40,8 +44,13 @@ class FullyShard(nn.Module):
         optimizer.step()
 
     The optimizer works on flat shards: element-wise ones only (SGD, Adam, AdamW, ...). A parameter that a unit's
-    backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks must run the
-    same units in the same order.
+    backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks run the same
+    units in the same order.
+
+    Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
+    unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
+    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled (torch.compile). A graph ends
+    where a unit begins or ends, so fullgraph=True is refused there.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -54,7 +63,9 @@ class FullyShard(nn.Module):
         prefetch: units gathered ahead of the one that computes.
         replicas: hybrid sharding: the ranks with the same shard in other groups; gradients are averaged over both.
         precision: types of parameters in use, of the sums and of the shards.
-        offload: keep shards, gradients and so the optimizer's state in the host's memory.
+        offload: keep shards, gradients and so the optimizer's state in the host's memory. With a GPU that memory is
+            pinned; copies run next to kernels, the host waits for gradients in `synchronize()`, and the next step
+            writes its gradients to the same memory.
         spans: draws "all_gather unit i" and "reduce_scatter unit i".
 
     Attributes:
@@ -62,8 +73,9 @@ class FullyShard(nn.Module):
         step: number of the next `synchronize()`, from 0.
 
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
-        reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation.
-        With r replicas and a ring: 2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
+        reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation. Each forward
+        sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring: 2 (r-1)/r of a shard
+        more. Memory: shards, and 1 + prefetch whole units.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -87,6 +99,7 @@ class FullyShard(nn.Module):
         spans: SpanWriter | None = None,
     ) -> None:
         super().__init__()
+        check_parameters(module)
         named = list(module.named_parameters())
         options = [units if units is None else list(units), reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):
@@ -98,23 +111,22 @@ class FullyShard(nn.Module):
         found = assign(module, names, automatic=units is None)
         self.module = module
         self.group, self.replicas, self.precision = group, replicas, precision
-        device = named[0][1].device
-        self._options = Options(
-            group, replicas, group_device(group) if device.type == "meta" else device, precision, offload, spans
-        )
+        device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
+        copies = CopyStream(device), CopyStream(device)
+        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
         self.step = 0
         self.is_summoned = False
         self.units: list[Unit] = []
-        watched = [self._wrap(module.get_submodule(name), name, found) for name in (ROOT, *names)]
-        self._watched = watched
-        self.order = Order(list(watched), prefetch)
+        self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
+        self.order = Order(list(self._watched), prefetch, group)
+        self.running: list[Running] = []
+        self.finished: list[WatchedModule] = []
+        self._has_buffers = False  # whether all have values is looked at before the first pass
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
-        for unit in self.units:
-            unit.reshard_after_forward = reshard_after_forward
-        _broadcast_buffers(module, group, replicas)
+        broadcast_buffers(module, group, replicas)
 
-    def _wrap(self, module: nn.Module, name: str, found: dict[tuple[str, bool], Members]) -> WatchedModule:
+    def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
         units = []
         for frozen in (False, True):
@@ -122,16 +134,17 @@ class FullyShard(nn.Module):
             if members is None:
                 continue
             unit = Unit(len(self.units), f"{name} (frozen)".strip() if frozen else name, members, self._options)
-            _fill_from_first(unit, members.parameters)
-            for place in members.places:
-                del place.module._parameters[place.attribute]
+            unit.reshard_after_forward = frees
+            fill_from_first(unit, members.parameters)
             members.parameters.clear()
             units.append(unit)
             self.units.append(unit)
-        return WatchedModule(name, module, units, self)
+        return WatchedModule(name, model.get_submodule(name), units, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. An error in it leaves nothing gathered."""
+        if self.running:  # what an error in a part of the module left, which was called by itself
+            self._free_all()
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -140,24 +153,30 @@ class FullyShard(nn.Module):
 
     def start_pass(self) -> None:
         """Begin a forward pass: free what an abandoned one left whole."""
-        if next(self.module.parameters(), None) is not None:
-            name = next(name for name, _ in self.module.named_parameters())
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: {name} was added after FullyShard was built, so it is in no shard and ranks "
-                "do not average its gradient; add it before, or build another FullyShard"
-            )
+        self.running.clear()
         for one in self._watched:
-            if one.open:
+            if one.is_busy:
                 one.abandon()
+        if not self._has_buffers:
+            check_buffers(self.module)
+            self._has_buffers = True
+        check_nothing_added(self.module)
+        self.free_finished(root=True)
         self.order.start_pass()
 
     def end_pass(self) -> None:
         """End a forward pass: ranks must have run the same units, or their gathers do not belong together."""
-        if self.order.end_pass():
-            agree([one.name for one in self.order.begun], self.group, what="units run in this forward pass, in order")
+        self.lend([])
+        self.order.end_pass()
         for one in self._watched:  # gathered ahead, and not used
-            if one not in self.order.begun:
+            if one not in self.order.begun and not one.stays:
                 one.free()
+
+    def lend(self, watched: Sequence[SubmoduleUnits]) -> None:
+        """Free the units that were whole for code outside of them, but for these."""
+        for one in self._watched:
+            if one.is_lent and one not in watched:
+                one.settle()
 
     def take_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         """Reduce a unit's gradients; the one before it must be over, so that one flat gradient is on its way."""
@@ -169,16 +188,52 @@ class FullyShard(nn.Module):
     def synchronize(self) -> None:
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self._free_all()
-        for unit in self.units:
-            unit.finish_scatter()
-        for unit in self.units:
-            unit.finish_replica_sum()
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy):
+            for unit in self.units:
+                finish(unit)
         self._last = None
         self.step += 1
 
+    def free_finished(self, *, root: bool = False) -> None:
+        """Free units whose gradients exist, once another begins: backward has passed their inputs. The root stays."""
+        for one in self.finished:
+            if one.open == 0 and (one.name or root):
+                one.free()
+        self.finished = [one for one in self.finished if not one.name and not root]
+
     def _free_all(self) -> None:
+        self.running.clear()
+        self.finished.clear()
         for one in self._watched:
             one.abandon()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the shards, which optimizers update; the parameters of the module are freed."""
+        return self.shards.named_parameters(f"{prefix}.shards" if prefix else "shards")
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules; to a module around this one, those whose parameters are its own: the shards."""
+        if memo is None:
+            yield from super().named_modules(None, prefix, remove_duplicate)
+        elif self not in memo:
+            memo.add(self)
+            yield prefix, self
+            yield f"{prefix}.shards" if prefix else "shards", self.shards
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FullyShard:
+        """Refuse .to(), .double(), ... where they would change anything: what units gather into stays as it is."""
+        for name, one in (*self.named_parameters(), *self.named_buffers()):
+            changed = fn(one)
+            if (changed.dtype, changed.device) != (one.dtype, one.device):
+                raise RuntimeError(
+                    f"{name} would become {changed.dtype} on {changed.device}, from {one.dtype} on {one.device}; move "
+                    "and convert the module before FullyShard is built"
+                )
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those that no_sync keeps whole; `set_to_none` is always meant."""
@@ -221,31 +276,21 @@ class FullyShard(nn.Module):
             write: keep what the block writes to the parameters; the same on every rank.
         """
         self._free_all()
-        for unit in self.units:
-            unit.start_gather()
-        for unit in self.units:
-            unit.finish_gather()
+        for gather in (Unit.start_gather, Unit.finish_gather):
+            for unit in self.units:
+                gather(unit)
         self.is_summoned = True
-        whole = [[nn.Parameter(view, requires_grad=False) for view in unit.views()] for unit in self.units]
-        self._place(whole)
+        whole = {unit: [nn.Parameter(view, requires_grad=False) for view in unit.views()] for unit in self.units}
+        for one in self._watched:
+            one.show([whole[unit] for unit in one.units])
         try:
             yield self.module
             if write:
-                for unit, tensors in zip(self.units, whole, strict=True):
+                for unit, tensors in whole.items():
                     unit.fill(tensors)
         finally:
             self.is_summoned = False
-            for unit in self.units:
-                for place in unit.members.places:
-                    place.module._parameters.pop(place.attribute, None)
             self._free_all()
-
-    def _place(self, whole: list[list[nn.Parameter]]) -> None:
-        for unit, tensors in zip(self.units, whole, strict=True):
-            for place in unit.members.places:
-                put(place.module, place.attribute, tensors[place.tensor])
-                place.module.__dict__.pop(place.attribute, None)
-                place.module._parameters[place.attribute] = tensors[place.tensor]
 
     def close(self) -> None:
         """Remove the hooks and free everything; the shards stay."""
@@ -253,30 +298,3 @@ class FullyShard(nn.Module):
         for one in self._watched:
             for hook in one.hooks:
                 hook.remove()
-
-
-@torch.no_grad()
-def _fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
-    """Take this rank's part of what the first rank of all holds.
-
-    Cost: a broadcast of the unit in the group, and of a shard to the replicas.
-    """
-    if parameters[0].device.type == "meta":
-        return
-    options = unit.options
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-    broadcast_each([flat], options.group)
-    unit.fill(flat.split(list(unit.layout.sizes)))
-    if options.replicas is not None:
-        values = unit.shard.detach().to(options.device)
-        broadcast_each([values], options.replicas)
-        unit.shard.copy_(values)
-
-
-def _broadcast_buffers(module: nn.Module, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
-    """Give every rank the first rank's buffers, which stay whole."""
-    for buffer in module.buffers():
-        if buffer.device.type != "meta":
-            broadcast_each([buffer], group)
-            if replicas is not None:
-                broadcast_each([buffer], replicas)

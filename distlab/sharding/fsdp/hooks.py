@@ -13,58 +13,41 @@ before backward; it stays whole until the last call whose backward has begun is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from distlab.sharding.any_model.freed import FreedParameter
+from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
+from distlab.sharding.any_model.structures import find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
 
 if TYPE_CHECKING:
     from distlab.sharding.fsdp.fully_shard import FullyShard
 
-
-class FreedParameter:
-    """Stands in a module for a parameter that was freed: using it says so, and reads no freed memory."""
-
-    def __init__(self, name: str, unit: str) -> None:
-        self.__dict__["_text"] = (
-            f"{name} is not here now: its unit {unit or 'root'!r} frees its parameters outside its own forward. Call "
-            "the unit's module instead of reading its parameters, name another unit that holds all who read them "
-            "(units=[...]), or look at them inside `with model.summon():`"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python itself asks of any object
-            raise AttributeError(name)
-        raise RuntimeError(self._text)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = tree_flatten((list(args), kwargs or {}))[0]
-        raise RuntimeError(next(one._text for one in given if isinstance(one, FreedParameter)))
+Views = list[tuple[Tensor, ...]]
 
 
 class ForwardCall:
     """One run of a unit's forward, and what of its backward is still to come."""
 
-    __slots__ = ("ended", "watched", "remaining", "place", "running", "versions")
+    __slots__ = ("ended", "watched", "outer", "remaining", "place", "running", "versions", "task")
 
-    def __init__(self, watched: WatchedModule) -> None:
-        self.watched = watched
+    def __init__(self, watched: WatchedModule, outer: Running | None) -> None:
+        self.watched, self.outer = watched, outer
         self.running = False
+        self.task = -1  # the backward pass in which it ran last
         self.remaining: set[object] = set()
         self.versions = [unit.shard._version for unit in watched.units]
         self.ended: list[SubmoduleUnits] = []
         self.place = 0
 
-    def begin_backward(self, views: list[tuple[Tensor, ...]]) -> None:
+    def begin_backward(self, views: Views) -> None:
         """Gather the unit: a gradient of its output exists, so its backward begins now."""
-        if self.running:
+        task = torch._C._current_graph_task_id()
+        if self.running or self.task == task:
             return
         watched = self.watched
         if self.versions != [unit.shard._version for unit in watched.units]:
@@ -72,9 +55,12 @@ class ForwardCall:
                 f"unit {watched.name or 'root'!r}: its shard was changed between forward and backward, so backward "
                 "would use other parameters than forward; update after backward"
             )
-        self.running = True
+        self.running, self.task = True, task
+        if self.outer is not None:  # a loss of what an inner unit made may reach the outer one through no other tensor
+            self.outer.call.begin_backward(self.outer.views)
         self.remaining = {unit for unit in watched.units if unit.shard.requires_grad} | (self.remaining & {"inputs"})
         watched.open += 1
+        watched.model.free_finished()
         watched.finish_gather()
         watched.show(views)
         for one in Order.before(self.ended, self.place, watched.model.order.prefetch):
@@ -90,14 +76,22 @@ class ForwardCall:
         self._done("inputs")
 
     def _done(self, what: object) -> None:
-        """Note that a part of backward is done; free the unit after the last part of the last call."""
+        """Note that a part of backward is done; after the last part of the last call the unit may be freed."""
         self.remaining.discard(what)
         if self.running and not self.remaining:
             self.running = False
             self.watched.open -= 1
             if self.watched.open == 0:
                 self.watched.hide()
-                self.watched.free()
+                self.watched.model.finished.append(self.watched)
+
+
+class Running(NamedTuple):
+    """A call that runs, the whole parameters that it uses, and how often they had been changed when it began."""
+
+    call: ForwardCall
+    views: Views
+    versions: list[int]
 
 
 class WatchedModule(SubmoduleUnits):
@@ -105,19 +99,34 @@ class WatchedModule(SubmoduleUnits):
 
     Attributes:
         open: calls whose backward has begun and is not done.
+        is_lent: code outside of its forward reads its parameters, which stay until other units are read.
+        stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit], model: FullyShard) -> None:
         super().__init__(name, units)
         self.module, self.model = module, model
         self.open = 0
-        self._calls: list[tuple[ForwardCall, list[tuple[Tensor, ...]]]] = []
-        self._freed = [[FreedParameter(name_, unit.name) for name_ in unit.layout.names] for unit in units]
+        self.is_lent = self.stays = False
+        self._calls: list[Running] = []
+        self._before_call: list[dict[int, Any]] = []  # tensors that the containers among the inputs held, per call
+        self._freed = [
+            [FreedParameter(unit, self, (number, tensor)) for tensor in range(len(unit.layout.names))]
+            for number, unit in enumerate(units)
+        ]
+        why = "FullyShard gathers and frees parameters, which no compiled graph can do"
         self.hooks = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._after),
+            module.register_forward_pre_hook(
+                torch.compiler.disable(self._before, reason=why), with_kwargs=True, prepend=True
+            ),
+            module.register_forward_hook(torch.compiler.disable(self._after, reason=why), with_kwargs=True),
         ]
         self.hide()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of the unit runs, forward or backward."""
+        return bool(self._calls or self.open)
 
     def show(self, views: Sequence[Sequence[Any]]) -> None:
         """Put tensors where the modules look for their parameters."""
@@ -129,94 +138,129 @@ class WatchedModule(SubmoduleUnits):
         """Put a `FreedParameter` where the modules look for each parameter."""
         self.show(self._freed)
 
+    def settle(self) -> None:
+        """Free the units after a forward, unless another call of them runs or they are to stay."""
+        if self._calls or self.stays or runs_in_backward():
+            return
+        self.is_lent = False
+        self.hide()
+        if not torch.is_grad_enabled() or any(unit.reshard_after_forward for unit in self.units):
+            self.free()
+
     def abandon(self) -> None:
         """Free everything, after an error or at the end of a step."""
         self._calls.clear()
+        self._before_call.clear()
         self.open = 0
+        self.is_lent = self.stays = False
         self.hide()
         self.free()
+
+    def begin_call(self, *, reads: bool = False) -> Running:
+        """Make the units whole for a call, or for code that reads a parameter; begin to gather those that come next."""
+        running = self.model.running
+        if self._calls and self._calls[-1] in running:  # a tensor that was taken before its unit ran, and is read now
+            return self._calls[-1]
+        is_next = not runs_in_backward() and not (reads and self.is_lent)
+        self.is_lent |= reads
+        ahead = self.model.order.begin(self) if is_next else []
+        self.finish_gather()
+        for one in ahead:
+            one.start_gather()
+        call = ForwardCall(self, running[-1] if running else None)
+        views = [unit.views(call.on_gradients) for unit in self.units]
+        return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
+
+    def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
+        """Return the output, after which backward gathers the units.
+
+        Args:
+            running: the call.
+            output: what it returns; parts of parameters in it become copies, as their memory is freed.
+            left: tensors that it left in containers among its inputs.
+        """
+        if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
+            raise RuntimeError(
+                f"unit {self.name or 'root'!r}: its forward changed a parameter in place (an Embedding with "
+                "max_norm does). The change would be lost when the unit is freed; compute with a changed copy instead"
+            )
+        buffers = {unit.buffer.untyped_storage()._cdata for unit in self.units}
+        found, is_hidden = find(output)
+        if any(_memory_of(one) in buffers for one in found):
+            output = replace(output, lambda one: one.clone() if _memory_of(one) in buffers else one)
+            found, is_hidden = find(output)
+            if any(_memory_of(one) in buffers for one in found):
+                raise RuntimeError(
+                    f"unit {self.name or 'root'!r} returns a parameter inside a {type(output).__name__}, and its "
+                    "memory is freed now; return a copy: parameter.clone()"
+                )
+        if torch.is_grad_enabled():
+            made = [one for one in (*found, *left) if not isinstance(one, FreedParameter)]
+            bases = [one._base for one in made if one._base is not None]  # where a change of a view in place leads
+            for one in (*made, *bases):
+                if one.requires_grad and not one.is_leaf:
+                    one.register_hook(lambda _: running.call.begin_backward(running.views))
+            self.stays |= is_hidden
+        return output
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         model = self.model
         if model.is_summoned:
             return None
-        again = runs_in_backward()
-        if self.name == "" and not again:
+        if self.name == "" and not self._calls and not runs_in_backward():
             model.start_pass()
-        ahead = model.order.begin(self) if not again else []
-        self.finish_gather()
-        for one in ahead:
-            one.start_gather()
-        call = ForwardCall(self)
-        views = [unit.views(call.on_gradients) for unit in self.units]
-        self._calls.append((call, views))
-        self.show(views)
-        if model.precision is not None:
-            dtype = self.units[0].compute_dtype if self.units else None
-            args, kwargs = _cast((args, kwargs), dtype)
-        if torch.is_grad_enabled() and any(not unit.shard.requires_grad for unit in self.units):
-            args, kwargs = self._watch_inputs(call, args, kwargs)
+        self._refuse_others()
+        running = self.begin_call()
+        self._calls.append(running)
+        model.running.append(running)
+        self.show(running.views)
+        if model.precision is not None and self.units:
+            args, kwargs = cast_inputs((args, kwargs), self.units[0].compute_dtype)
+        if torch.is_grad_enabled():
+            if any(not unit.shard.requires_grad for unit in self.units):
+                is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+                running.call.remaining |= {"inputs"} if is_watched else set()
+            self._before_call.append({id(one): one.grad_fn for one in kept_in(args, kwargs)})
         return args, kwargs
 
-    def _watch_inputs(self, call: ForwardCall, args: Any, kwargs: Any) -> Any:
-        """Learn when backward has passed the inputs: frozen parameters are needed until then, and get no gradient."""
-        found = [one for one in tree_flatten((args, kwargs))[0] if _wants_gradient(one)]
-        if not found:
-            return args, kwargs
-        call.remaining.add("inputs")
-        watched = dict(zip(map(id, found), _Inputs.apply(call, *found), strict=True))  # type: ignore[no-untyped-call]
-        return tree_map(lambda one: watched.get(id(one), one), (args, kwargs))
+    def _refuse_others(self) -> None:
+        """Refuse another tensor in the place of a parameter: this unit would put its own there."""
+        if self._calls or self.open or self.stays:
+            return
+        for unit in self.units:
+            for place in unit.members.places:
+                if not isinstance(place.module._parameters.get(place.attribute), FreedParameter):
+                    raise RuntimeError(
+                        f"{unit.layout.names[place.tensor]} was replaced by another tensor (by functional_call?), and "
+                        "FullyShard computes with its own shards; give the tensor to forward, or leave its module to "
+                        "no unit: name others in units=[...]"
+                    )
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         model = self.model
         if model.is_summoned:
-            return
-        call, views = self._calls.pop()
-        leaves = tree_flatten(output)[0]
-        if torch.is_grad_enabled():
-            self._watch_outputs(call, views, leaves)
+            return None
+        running = self._calls.pop()
+        model.running.remove(running)
+        left: list[Tensor] = []
+        if torch.is_grad_enabled() and self._before_call:
+            before = self._before_call.pop()
+            left = [one for one in kept_in(args, kwargs) if before.get(id(one), before) is not one.grad_fn]
+        output = self.end_call(running, output, left)
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
-            return
-        call.ended, call.place = model.order.ended, model.order.end(self)
-        if not self._calls:
-            self.hide()
-            if not torch.is_grad_enabled() or any(unit.reshard_after_forward for unit in self.units):
-                self.free()
-        if self.name == "":
+            return output
+        running.call.ended, running.call.place = model.order.end(self)
+        self.settle()
+        if self.name == "" and not self._calls:
             model.end_pass()
-
-    def _watch_outputs(self, call: ForwardCall, views: list[tuple[Tensor, ...]], leaves: list[Any]) -> None:
-        strange = [type(one).__name__ for one in leaves if not isinstance(one, (Tensor, int, float, str, type(None)))]
-        if strange:
-            raise RuntimeError(
-                f"unit {self.name or 'root'!r} returned a {strange[0]}, in which tensors cannot be seen, so backward "
-                "could not gather the unit; return tensors in tuples, lists, dicts or named tuples"
-            )
-        for one in leaves:
-            if _wants_gradient(one):
-                one.register_hook(lambda _: call.begin_backward(views))
+        return output
 
 
-class _Inputs(torch.autograd.Function):
-    """Return the inputs unchanged, and say when backward has computed their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tuple(one.view_as(one) for one in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.on_inputs()
-        return None, *gradients
-
-
-def put(module: nn.Module, attribute: str, value: object) -> None:
-    """Put a plain tensor, or something else that is not a parameter, where a module looks for its parameter."""
-    if isinstance(module, nn.RNNBase) and isinstance(value, Tensor):
-        setattr(module, attribute, value)  # it also keeps a list of its weights
-    else:
-        module.__dict__[attribute] = value
+def put(module: nn.Module, attribute: str, value: Any) -> None:
+    """Put a tensor where a module looks for its parameter, which need not be a parameter for torch."""
+    module._parameters[attribute] = value
+    if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(attribute)] = value
 
 
 def runs_in_backward() -> bool:
@@ -224,11 +268,7 @@ def runs_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _wants_gradient(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.requires_grad
-
-
-def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return inputs
-    return tree_map(lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one, inputs)
+def _memory_of(one: Tensor) -> int | None:
+    if isinstance(one, FreedParameter) or not torch._C._has_storage(one):
+        return None
+    return int(one.untyped_storage()._cdata)

@@ -1,12 +1,18 @@
 """Which unit comes next, so that its gather is on the wire while the one before it computes.
 
 A model does not say in which order it calls its units, so the order is noted while it happens. Forward: as in the last
-pass (in the first: as the units were registered). Backward: the reverse of this pass's forward. A wrong guess costs a
-gather that is not used; the numbers stay right.
+pass (in the first: as the units were registered). Backward: the reverse of this pass's forward.
+
+A gather takes all ranks, so all must run the same units in the same order. A rank that leaves the order of the last
+pass cannot know whether the others leave it too. So it first gathers what the old order has left, as ranks do that keep
+to it. Then the ranks compare how they go on. Where one rank alone skips a block, all of them say so, and none waits.
 """
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
+
+from distlab.comm import agree
 from distlab.sharding.fsdp.flat_unit import Unit
 
 
@@ -37,6 +43,10 @@ class SubmoduleUnits:
         for unit in self.units:
             unit.free()
 
+    def settle(self) -> None:
+        """Free the units, unless they are still in use."""
+        self.free()
+
 
 class Order:
     """The order of a model's units, as far as it is known.
@@ -47,34 +57,66 @@ class Order:
         ended: units whose forward has ended in this pass, in order; backward takes them from the end.
     """
 
-    def __init__(self, wrapped: list[SubmoduleUnits], prefetch: int) -> None:
-        self.prefetch = prefetch
+    def __init__(self, wrapped: list[SubmoduleUnits], prefetch: int, group: ProcessGroup | None) -> None:
+        self.prefetch, self.group = prefetch, group
         self.begun: list[SubmoduleUnits] = []
         self.ended: list[SubmoduleUnits] = []
+        self._in_pass = False
         self._expected = wrapped
+        self._ahead: list[SubmoduleUnits] = []  # of the units expected in this pass, those that have not begun
 
     def start_pass(self) -> None:
         """Begin a forward pass."""
-        self.begun, self.ended = [], []
+        self.begun, self.ended, self._in_pass, self._ahead = [], [], True, [*self._expected]
 
     def begin(self, one: SubmoduleUnits) -> list[SubmoduleUnits]:
-        """Note that a unit's forward begins; return those to gather ahead."""
-        place = len(self.begun)
-        self.begun.append(one)
-        if place >= len(self._expected) or self._expected[place] is not one:
+        """Note that a unit's forward begins; return those to gather ahead.
+
+        Sends nothing while the order is that of the last pass. After the first difference: what the old order has left
+        is gathered, and 40 bytes per rank are compared before each unit.
+
+        Raises:
+            ValueError: on every rank: ranks go on with different units.
+        """
+        if not self._in_pass:
             return []
-        return self._expected[place + 1 : place + 1 + self.prefetch]
+        if not self._ahead or self._ahead[0] is not one:
+            self._gather_rest()
+            self._compare(one.name or "root")
+        self.begun.append(one)
+        del self._ahead[:1]
+        return self._ahead[: self.prefetch]
 
-    def end(self, one: SubmoduleUnits) -> int:
-        """Note that a unit's forward ends; return its place among those that ended."""
+    def end(self, one: SubmoduleUnits) -> tuple[list[SubmoduleUnits], int]:
+        """Note that a unit's forward ends; return the list of those that ended, and its place there."""
+        if not self._in_pass:
+            return [], 0
         self.ended.append(one)
-        return len(self.ended) - 1
+        return self.ended, len(self.ended) - 1
 
-    def end_pass(self) -> bool:
-        """End a forward pass; return whether its order was another one than expected."""
-        changed = self.begun != self._expected
+    def end_pass(self) -> None:
+        """End a forward pass: compare 40 bytes per rank.
+
+        Raises:
+            ValueError: on every rank: ranks ran different units.
+        """
+        self._gather_rest()
+        self._in_pass = False
+        self._compare("the end")
         self._expected = self.begun
-        return changed
+
+    def _gather_rest(self) -> None:
+        """Gather and free what the old order has left, when and as ranks do that run it."""
+        while self._ahead:
+            one = self._ahead.pop(0)
+            one.finish_gather()
+            for other in self._ahead[: self.prefetch]:
+                other.start_gather()
+            one.settle()
+
+    def _compare(self, coming: str) -> None:
+        names = [one.name or "root" for one in self.begun]
+        agree([*names, coming], self.group, what="the units that this forward pass runs, in order")
 
     @staticmethod
     def before(ended: list[SubmoduleUnits], place: int, prefetch: int) -> list[SubmoduleUnits]:

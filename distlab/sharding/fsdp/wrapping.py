@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distlab.plan import Precision
-
 ROOT = ""
 
 
@@ -48,61 +46,25 @@ class Members:
     places: list[Place] = field(default_factory=list)
 
 
-def automatic_units(module: nn.Module, prefix: str = "") -> list[str]:
-    """Return the items of every ModuleList and Sequential, outermost first, that own a parameter."""
+def automatic_units(module: nn.Module) -> list[str]:
+    """Return the items of every ModuleList and Sequential, outermost first, that own a parameter.
+
+    What stands in the model under several names counts under the first one.
+    """
+    names = {path for path, _ in module.named_modules()}
+    return [path for path in _items(module, "") if path in names]
+
+
+def _items(module: nn.Module, prefix: str) -> list[str]:
     found = []
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if not is_list:
-            found += automatic_units(child, f"{path}.")
+            found += _items(child, f"{path}.")
         elif next(child.parameters(), None) is not None:
             found.append(path)
     return found
-
-
-def check_units(module: nn.Module, units: Sequence[str]) -> None:
-    """Refuse names that cannot be units.
-
-    Raises:
-        ValueError: a name that comes twice, that no submodule has, or whose submodule owns no parameter.
-    """
-    known = dict(module.named_modules())
-    for name in units:
-        if name == ROOT or name not in known:
-            near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
-            raise ValueError(f"units: {name!r} is not a submodule; there are {', '.join(near)}, ...")
-        if next(known[name].parameters(), None) is None:
-            raise ValueError(
-                f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
-                "leave it out"
-            )
-    twice = sorted({name for name in units if list(units).count(name) > 1})
-    if twice:
-        raise ValueError(f"units: {', '.join(twice)} named twice; name each submodule once")
-
-
-def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precision: Precision | None) -> None:
-    """Refuse options and parameters that no units can be made of.
-
-    Raises:
-        ValueError: no parameters, parameters on several devices, a prefetch that is not a count, or types that clash.
-    """
-    if not named:
-        raise ValueError("the module has no parameters; there is nothing to shard")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
-    devices = {str(parameter.device) for _, parameter in named}
-    if len(devices) > 1:
-        raise ValueError(f"parameters lie on {', '.join(sorted(devices))}; move the module to one device")
-    if precision is None:
-        return
-    kept = "float32" if precision.master else precision.compute
-    if precision.gradients != kept:
-        raise ValueError(
-            f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
-            f"type; pass gradients={kept!r} or another master"
-        )
 
 
 def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], Members]:
@@ -151,7 +113,7 @@ def dtype_of(unit: str, members: Members) -> torch.dtype:
     """
     first = members.parameters[0].dtype
     for name, parameter in zip(members.names, members.parameters, strict=True):
-        if parameter.dtype != first or not parameter.dtype.is_floating_point:
+        if parameter.dtype != first:
             raise ValueError(
                 f"unit {unit or 'root'!r}: {members.names[0]} is {first} and {name} {parameter.dtype}; a flat shard "
                 "has one floating point type: convert the module with .to(dtype), or give them different units"

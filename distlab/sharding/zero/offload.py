@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.comm.device import event, host_memory_for, is_gpu, wait_for_event
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -33,7 +35,7 @@ def to_host(tensor: Tensor) -> Tensor:
         RuntimeError: the host has no room for it; the text says how much was wanted.
     """
     try:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        host = host_memory_for(tensor)
     except RuntimeError as error:
         wanted = tensor.numel() * tensor.element_size()
         raise RuntimeError(
@@ -46,7 +48,8 @@ def to_host(tensor: Tensor) -> Tensor:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Make an optimizer's update in the host's memory.
 
-    A step copies gradients to the host, updates the host's copy of the parameters, and copies those back. Groups and
+    A step copies gradients to the host, updates the host's copy of the parameters, and copies those back. The host
+    waits once in a step: for the gradients. Groups and
     their options (`param_groups`) are those of any optimizer, so schedules of the learning rate work.
 
     Args:
@@ -81,7 +84,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "build it of the parameters that it is called with"
             )
         self._pairs = [(device, host) for device, host in zip(mine, self._host, strict=True)]
-        self._gradients = [torch.empty_like(host, pin_memory=device.is_cuda) for device, host in self._pairs]
+        self._gradients = [host_memory_for(device) for device, _ in self._pairs]
+        self._returned: list[Any] = []  # events: the host's copies have been read by the last step
         groups = [
             {**_options(group), "params": [mine[index] for index in indices if index is not None]}
             for group, indices in zip(self.inner.param_groups, taken, strict=True)
@@ -105,18 +109,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("OffloadedOptimizer: step takes no closure; compute the loss before the step")
         for (device, host), room in zip(self._pairs, self._gradients, strict=True):
             host.grad = None if device.grad is None else room.copy_(device.grad, non_blocking=True)
-        self._wait()  # the host must not read what has not arrived
+        # The host must not read what has not arrived, nor write what the last step's copies may still read.
+        for reached in (*self._returned, *self._events()):
+            wait_for_event(reached)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))  # a schedule may have changed the learning rate
         self.inner.step()
         for device, host in self._pairs:
             if host.grad is not None:
                 device.copy_(host, non_blocking=True)
-        self._wait()  # the host's copy changes again in the next step
+        self._returned = self._events()
 
-    def _wait(self) -> None:
-        for device in {device.device for device, _ in self._pairs if device.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+    def _events(self) -> list[Any]:
+        return [event(place) for place in {device.device for device, _ in self._pairs if is_gpu(device)}]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer that does the work: in the form that it would have without offload."""

@@ -20,7 +20,6 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -223,13 +222,15 @@ class ShardedOptimizer(SavesShards):
         if closure is not None:
             raise ValueError("ShardedOptimizer.step takes no closure: call backward and synchronize() before it")
         self.optimizer.step()
-        started = [(bucket, time.monotonic_ns(), bucket.gather()) for bucket in self.buckets]
-        for bucket, start_ns, works in started:
+        spans = self.spans
+        started = [(bucket, None if spans is None else spans.call(), bucket.gather()) for bucket in self.buckets]
+        for bucket, call, works in started:
             for work in works:
+                if call is not None and isinstance(work, DirectGather):
+                    call.follow(work.work)
                 work.finish() if isinstance(work, DirectGather) else work.wait()
-            if self.spans is not None:
-                name, end_ns = f"all_gather bucket {bucket.index}", time.monotonic_ns()
-                self.spans.add(name, "all_gather", start_ns, end_ns, lane="gather", num_bytes=bucket.num_bytes)
+            if call is not None:
+                call.draw(f"all_gather bucket {bucket.index}", "all_gather", lane="gather", num_bytes=bucket.num_bytes)
         self.step_number += 1
 
     def clip_gradients_(self, max_norm: float) -> Tensor:

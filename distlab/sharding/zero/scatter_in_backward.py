@@ -47,7 +47,7 @@ class ScatterInBackward:
         self.buckets, self.stage, self.spans, self._on_second = buckets, stage, spans, on_second
         self._accumulating = self._ends_with_backward = False
         self._num_finished = 0
-        self._sending = SendInBackward(buckets, ShardBucket.start, self._on_gradient)
+        self._sending = SendInBackward(buckets, lambda bucket: bucket.start(spans), self._on_gradient)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class ScatterInBackward:
 
     def _finish(self, end: int) -> None:
         while self._num_finished < end:
-            self.buckets[self._num_finished].finish(self.spans)
+            self.buckets[self._num_finished].finish()
             self._num_finished += 1
 
 

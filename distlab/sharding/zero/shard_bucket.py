@@ -11,7 +11,6 @@ its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -143,20 +142,22 @@ class ShardBucket(GradientSlots):
             torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
         parameter.grad = None
 
-    def start(self) -> None:
-        """Begin to sum the bucket over the ranks; do not wait."""
+    def start(self, spans: SpanWriter | None) -> None:
+        """Begin to sum the bucket over the ranks, and to draw that; do not wait."""
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
-        self.start_ns = time.monotonic_ns()
+        self._call = None if spans is None else spans.call()
         if self.equal:
             self._landing = self.lent.landings.lend(self.kind)
             whole = buffer[: self.whole.numel()]
             self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
+            if self._call is not None:
+                self._call.follow(self._scatter.work)
             return
         for owner, part in self._parts(buffer):
             self._reduces.append(started(dist.reduce(part, group_dst=owner, group=self.group, async_op=True)))
 
-    def finish(self, spans: SpanWriter | None) -> None:
+    def finish(self) -> None:
         """Wait for the sum, add it to what `shard` holds, and give the buffers back."""
         buffer = self._buffer
         assert buffer is not None, "a bucket finishes once after each start"
@@ -164,9 +165,9 @@ class ShardBucket(GradientSlots):
         total = own if self._scatter is None else self._scatter.finish()
         for work in self._reduces:
             work.wait()
-        if spans is not None:
-            name, end_ns = f"reduce_scatter bucket {self.index}", time.monotonic_ns()
-            spans.add(name, "reduce_scatter", self.start_ns, end_ns, lane="scatter", num_bytes=self.num_bytes)
+        if self._call is not None:
+            name = f"reduce_scatter bucket {self.index}"
+            self._call.draw(name, "reduce_scatter", lane="scatter", num_bytes=self.num_bytes)
         if self._carried is not None:
             torch.add(total, self._carried, out=self.shard)
             self._carried = None

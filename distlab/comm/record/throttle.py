@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
-from distlab.comm.record.operations import Operation, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record.operations import Operation, Terms, num_bytes_of, ring_bytes, tensors_in
 
 PAIRS = ("send", "recv")
 OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -70,7 +70,7 @@ class ThrottledLink:
         self._ends: dict[int, float] = {}  # of calls whose end was not seen
         self._guard = threading.Lock()
 
-    def call(self, operation: Operation, group: Any, data: Any, peer: int, tag: int, site: Site, aside: bool) -> Token:
+    def call(self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool) -> Token:
         """Give a call its place on the link, behind those before (called by the front end).
 
         Raises:
@@ -90,6 +90,9 @@ class ThrottledLink:
             self._ends[self.num_calls] = self._free_s
             # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
             return cast(RecordWriter, self), self.num_calls
+
+    def making_group(self, *, is_made: bool) -> None:
+        """Do nothing: the link carries calls only."""
 
     def is_over(self, number: int) -> bool:
         """Tell whether a call's bytes are through the link."""

@@ -1,0 +1,88 @@
+"""The blocks of a model: the parts that are recomputed, or sharded, one by one.
+
+Most models hold their blocks in a list: `model.layers`, or deeper, as `model.encoder.layer`. So the items of the
+outermost lists are the first guess. Models with lists in lists (a stage of blocks in a list of stages) need a choice:
+
+    find_blocks(model)                                            # the items of each outermost ModuleList or Sequential
+    find_blocks(model, Block)                                     # of this class, wherever they are
+    find_blocks(model, "stages.*.blocks.*")                       # by a pattern of names
+    find_blocks(model, lambda name, module: name.endswith("mlp")) # by a function
+    find_blocks(model, ["encoder", Block])                        # by any of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from torch import nn
+
+Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Choice]"
+
+
+def find_blocks(model: nn.Module, choice: Choice | None = None) -> dict[str, nn.Module]:
+    """Return a model's blocks by name, in the order of `named_modules()`; never the model itself.
+
+    Args:
+        model: any module.
+        choice: a class; a pattern of names, part by part between the dots ("layers.*" is not "layers.0.mlp"); a
+            function of name and module; a sequence of these. None: the items of each outermost ModuleList and
+            Sequential, of the model itself if it is one.
+
+    Raises:
+        ValueError: the choice is none of these, or nothing in the model is chosen.
+    """
+    if choice is None:
+        return _items_of_lists(model)
+    chosen = {name: module for name, module in model.named_modules() if name and _is_chosen(choice, name, module)}
+    if not chosen:
+        classes = sorted({type(module).__name__ for name, module in model.named_modules() if name})
+        lists = ", ".join(f"{name}.*" for name in _parents(_items_of_lists(model))) or "none"
+        raise ValueError(
+            f"{type(model).__name__} has no part that {_said(choice)} chooses; its lists are {lists} and its classes "
+            f"{', '.join(classes[:12])}"
+        )
+    return chosen
+
+
+def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out the blocks that lie in others."""
+    return {
+        name: module
+        for name, module in blocks.items()
+        if not any(name.startswith(f"{other}.") for other in blocks if other != name)
+    }
+
+
+def _items_of_lists(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            found[f"{prefix}{name}"] = child
+        else:
+            found |= _items_of_lists(child, f"{prefix}{name}.")
+    return found
+
+
+def _is_chosen(choice: Choice, name: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        parts, patterns = name.split("."), choice.split(".")
+        return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    if isinstance(choice, Sequence):
+        return any(_is_chosen(one, name, module) for one in choice)
+    if callable(choice):
+        return bool(choice(name, module))
+    raise ValueError(
+        f"blocks are chosen by {choice!r}; pass a class, a pattern of names, a function, or a list of these"
+    )
+
+
+def _parents(names: dict[str, nn.Module]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
+
+
+def _said(choice: Choice) -> str:
+    return choice.__name__ if isinstance(choice, type) else repr(choice)

@@ -1,0 +1,93 @@
+"""EarlierBuffers: what a function's modules remembered before it ran, for a second run that must compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SMALL = 65_536  # elements of a buffer that is kept whether it was written or not
+
+
+class EarlierBuffers:
+    """The buffers of a function's modules as they were before its first run.
+
+    A buffer that was written has another version, but batch norm's kernel writes without telling. So small buffers are
+    kept in any case.
+
+    Args:
+        function: a module, one of its methods, or a function that names modules.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._before = [
+            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in modules_of(function)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def forget_unwritten(self) -> None:
+        """Keep only what the second run must begin with."""
+        self._before = [
+            one
+            for one in self._before
+            if _is_replaced(*one[:3]) or one[2]._version != one[4] or one[2].numel() <= SMALL
+        ]
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Give the modules the buffers that the first run began with; put today's back afterwards."""
+        today = {id(module): (module, dict(module._buffers.items())) for module, *_ in self._before}
+        values = [(buffer, buffer.detach().clone()) for _, _, buffer, _, _ in self._before]
+        try:
+            for module, name, buffer, before, _ in self._before:
+                buffer.data.copy_(before)  # .data: autograd need not hear of a change that is undone
+                if _is_replaced(module, name, buffer):
+                    module._buffers[name] = buffer
+            yield
+        finally:
+            for buffer, value in values:
+                buffer.data.copy_(value)
+            for module, buffers in today.values():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module._buffers.clear()
+                    module._buffers.update(buffers)
+
+
+def _is_replaced(module: nn.Module, name: str, buffer: Tensor) -> bool:
+    """Return whether a module has another tensor under this name now; scripted modules keep theirs."""
+    return not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return all modules that a function is, belongs to, is given in advance, or names; with those inside of them."""
+    found: dict[int, nn.Module] = {}
+    todo, seen = [function], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module):
+            found |= {id(module): module for module in one.modules()}
+        elif isinstance(one, partial):
+            todo += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            todo += [one.__self__] if isinstance(one.__self__, nn.Module) else [one.__self__, one.__func__]
+        elif isinstance(one, FunctionType):
+            with suppress(ValueError):  # a name that has no value yet
+                todo += [value for value in _known_to(one) if isinstance(value, nn.Module | MethodType | partial)]
+    return list(found.values())
+
+
+def _known_to(function: FunctionType) -> list[Any]:
+    """Return what a function remembers (closure, defaults) and the global variables that it names."""
+    closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [*closure, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

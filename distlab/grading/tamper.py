@@ -1,0 +1,166 @@
+"""What an answer may not touch while it is checked: torch's functions, the frames of the check, and its files.
+
+A check's drive runs in the same process as the answer. It compares with `torch.equal` and holds values that the answer
+should work out by itself. So a replaced function is put back and named, and a look into the check is refused. The
+verdict is never made here: the process that started the ranks judges plain data.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import os
+import sys
+import sysconfig
+import time
+from operator import is_, itemgetter
+from types import FrameType
+from typing import Any
+
+from distlab.grading.exercise import Refused
+
+_LOOKS = {
+    "sys._getframe",
+    "sys._current_frames",
+    "sys._current_exceptions",
+    "sys.settrace",
+    "sys.setprofile",
+    "sys.addaudithook",
+    "gc.get_objects",
+    "gc.get_referrers",
+    "gc.get_referents",
+}
+_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+_FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
+_MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
+_WALKERS = ("walk_tb", "walk_stack")
+_STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSPECT = f"{os.sep}inspect.py"
+
+
+class Untouched:
+    """Functions and classes that must stay what they are; `check` puts back what was replaced, and refuses."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        from distlab.comm.record import file, intercept, recorder
+        from distlab.grading import traffic, values
+
+        places: tuple[Any, ...] = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module)
+        places += (torch.autograd, dist, c10d)
+        places += (dist.Work, dist.ProcessGroup, math, time, values, traffic, torch.nn.Parameter)
+        places += (file.RecordWriter, intercept.FrontEnd, recorder.Recorder)
+        self._places = [_Place(place) for place in places]
+        self._builtins = dict(vars(builtins))
+
+    def check(self) -> None:
+        """Put back what was replaced.
+
+        Raises:
+            Refused: something was replaced.
+        """
+        replaced, now = [], builtins.__dict__
+        for name, value in self._builtins.items():  # first, and with none of them: all() may be replaced too
+            if now.get(name) is not value:
+                now[name] = value
+                replaced += [f"builtins.{name}"]
+        replaced += [name for place in self._places for name in place.restore()]
+        if replaced:
+            raise Refused(
+                "replaced",
+                f"it replaced {', '.join(sorted(replaced))}, which everything else in the program uses too: give a "
+                "function of your own another name",
+            )
+
+
+class _Place:
+    """A module or class, with the functions and classes in it."""
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+        found = {name: value for name, value in vars(place).items() if _acts(value) and name not in _MOVES}
+        self.names, self.values = tuple(found), tuple(found.values())
+        self._get = itemgetter(*self.names)
+        self._size = len(vars(place))
+
+    def restore(self) -> list[str]:
+        """Put back what was replaced, and return its names."""
+        now, replaced = vars(self.place), []
+        grew = isinstance(self.place, type) and len(now) != self._size  # what a class inherits can be covered
+        try:
+            if all(map(is_, self._get(now), self.values)) and not grew:
+                return []
+        except KeyError:  # one was deleted
+            pass
+        for name in [name for name, value in now.items() if grew and _acts(value) and name not in self.names]:
+            delattr(self.place, name)
+            replaced.append(f"{self.place.__name__}.{name}")
+        for name, value in zip(self.names, self.values, strict=True):
+            if now.get(name) is not value:
+                setattr(self.place, name, value)
+                replaced.append(f"{self.place.__name__}.{name}")
+        return replaced
+
+
+def _acts(value: Any) -> bool:
+    return callable(value) or issubclass(type(value), property)  # an instance's __class__ may warn or lie
+
+
+class Fence:
+    """An audit hook that refuses a look into the check, by the answer's own lines, while the answer runs."""
+
+    def __init__(self, private: str) -> None:
+        self.is_up = False
+        self._private = private  # name of the folder with the records of this run
+        self._busy = False
+        self._frame = sys._getframe
+
+    def hook(self, event: str, args: tuple[Any, ...]) -> None:
+        """Refuse the event where the answer itself causes it (called by Python for every audit event)."""
+        if not self.is_up or self._busy:
+            return
+        if event in _LOOKS or (event == "object.__getattr__" and args[1] in _FRAMES):
+            message = f"it looks into the running check ({event}); work the result out from the arguments"
+        elif event in _FILES and self._is_closed(args[0]):
+            message = f"it opens a file of the check ({event}); work the result out from the arguments"
+        else:
+            return
+        self._busy = True
+        try:
+            own = is_answers(self._frame(1))
+        finally:
+            self._busy = False
+        if own:
+            raise Refused("looked", message)
+
+    def _is_closed(self, path: Any) -> bool:
+        """Return whether a path leads to the records of this run, or to the checks and solutions of a lesson."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        parts = os.path.abspath(os.fsdecode(path)).split(os.sep)
+        if self._private in parts:
+            return True
+        return "lessons" in parts and ("checks" in parts or parts[-1] == "solutions.py")
+
+
+def is_answers(frame: FrameType | None) -> bool:
+    """Return whether a frame's code is the answer's; where `inspect` or a walk over frames asks, its caller counts."""
+    while frame is not None and (
+        frame.f_code.co_filename.endswith(_INSPECT) or frame.f_code.co_name in _WALKERS or _opens(frame)
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    if "site-packages" in file or "dist-packages" in file:
+        return False
+    return not file.startswith((_STANDARD, _PACKAGE, "<frozen"))
+
+
+def _opens(frame: FrameType) -> bool:
+    """Return whether a frame only opens a file for its caller."""
+    return frame.f_code.co_filename.endswith((f"{os.sep}pathlib.py", f"{os.sep}tokenize.py", f"{os.sep}linecache.py"))

@@ -1,0 +1,34 @@
+"""What every rank begins with: the parameters and buffers of the first rank of all."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.replicate import broadcast_each
+from distlab.sharding.fsdp.flat_unit import Unit
+
+
+@torch.no_grad()
+def fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
+    """Take this rank's part of what the first rank of all holds: broadcast it in the group, and shards to replicas."""
+    if parameters[0].device.type == "meta":
+        return
+    options = unit.options
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    broadcast_each([flat], options.group)
+    unit.fill(flat.split(list(unit.layout.sizes)))
+    if options.replicas is not None:
+        values = unit.shard.detach().to(options.device)
+        broadcast_each([values], options.replicas)
+        unit.shard.copy_(values)
+
+
+def broadcast_buffers(module: nn.Module, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
+    """Give every rank the first rank's buffers, which stay whole."""
+    for buffer in module.buffers():
+        if buffer.device.type != "meta":
+            broadcast_each([buffer], group)
+            if replicas is not None:
+                broadcast_each([buffer], replicas)

@@ -1,0 +1,44 @@
+"""Options: what all units of a model have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distlab.comm.device import CopyStream
+from distlab.plan import Precision
+from distlab.trace import SpanWriter
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all units of a model have in common.
+
+    Attributes:
+        group: ranks that hold a shard each.
+        replicas: ranks of other groups that hold the same shard, or None.
+        device: where parameters are whole.
+        precision: types to compute and to sum in; None keeps the parameters' own.
+        offload: shards and their gradients live in the host's memory.
+        spans: draws gathers and scatters, or None.
+        to_gpu: stream of the copies of offloaded shards.
+        to_host: stream of the copies of their gradients.
+    """
+
+    group: ProcessGroup | None
+    replicas: ProcessGroup | None
+    device: torch.device
+    precision: Precision | None
+    offload: bool
+    spans: SpanWriter | None
+    to_gpu: CopyStream
+    to_host: CopyStream
+
+    @property
+    def num_gradients(self) -> int:
+        """Ranks whose gradients a mean is of."""
+        num = dist.get_world_size(self.group)
+        return num if self.replicas is None else num * dist.get_world_size(self.replicas)

@@ -1,0 +1,45 @@
+"""What sharding stages 1 and 2 (ZeRO) add to the end of a step.
+
+The ranks tell one another of faulty gradients, and each updates its own part of the parameters; then each bucket's
+parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from simulator.stage.stage import Stage
+from simulator.stage.step_times import Timing, call_of
+
+
+def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
+    """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters."""
+    updates, calls = [], []
+    for rank, own in enumerate(timing.finishing):
+        begin, free, added = timing.optimizer[rank][0], 0, []
+        for faults in (stages[stage].faults for stage in own):
+            if faults is not None:
+                added.append(call_of("scatter", "all_reduce faults", faults, (begin, begin + faults.duration_ns)))
+                begin += faults.duration_ns
+        buckets = [bucket for stage in own for bucket in stages[stage].buckets]
+        for bucket, times in zip(buckets, timing.buckets_of(rank), strict=True):
+            if bucket.save is not None:
+                free = max(free, times.unpack[1]) + bucket.save.duration_ns
+                name = bucket.name.replace("reduce_scatter", "to host", 1)
+                added.append(call_of("host", name, bucket.save, (free - bucket.save.duration_ns, free)))
+        update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
+        wire = up = started = update[1]
+        for bucket in buckets:
+            started += bucket.start_ns  # all are started before the first is waited for
+            what = bucket.name.removeprefix(f"{bucket.kind} ")
+            if bucket.load is not None:
+                added.append(call_of("host", f"to device {what}", bucket.load, (up, up + bucket.load.duration_ns)))
+                up += bucket.load.duration_ns
+            if bucket.gather is not None:
+                at = max(wire, up, started)
+                wire = at + bucket.gather.duration_ns
+                added.append(call_of("gather", f"all_gather {what}", bucket.gather, (at, wire)))
+        updates.append(update)
+        calls.append((*(timing.calls[rank] if timing.calls else ()), *added))
+    return replace(timing, optimizer=tuple(updates), calls=tuple(calls))

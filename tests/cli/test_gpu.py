@@ -1,0 +1,250 @@
+"""The GPU command: its parts die, hang and run out of memory alone; what it does without a GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gpu import command, run
+from gpu.facts import Facts, Gpu
+from gpu.job import PARTS, Part, choose
+from gpu.results import resume
+
+from distlab.cli import main
+from distlab.cli.progress import progress_file, report
+
+GIB = 2**30
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (9, 0))
+GOOD = Facts(torch="2.13.0", torch_cuda="13.0", driver="580.1", driver_cuda="13.0", gpus=(H100,), usable=1)
+NO_GPU = Facts(torch="2.13.0+cpu")
+
+
+@pytest.fixture
+def use_fakes(monkeypatch):
+    """Make `use_fakes(choices)` put fake parts in the place of all, and a CPU in that of this machine."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setattr("gpu.command.read_facts", lambda: replace(NO_GPU, machine="a fake"))
+
+    def use(*choices, seconds=40.0):
+        parts = tuple(Part(choice.replace(" ", "_"), seconds, "fake_part", choice) for choice in choices)
+        for module in ("job", "results", "report"):
+            monkeypatch.setattr(f"gpu.{module}.PARTS", parts)
+
+    return use
+
+
+def gpu(out, *arguments):
+    return main(["gpu", "--device", "cpu", "--out", str(out), *arguments])
+
+
+def kept(out):
+    return json.loads((out / "gpu.json").read_text())
+
+
+def test_a_part_that_raises_dies_or_runs_out_of_memory_costs_itself_alone(use_fakes, tmp_path, capsys):
+    use_fakes("raise", "segfault", "memory", "memory in a rank", "rows")
+    assert gpu(tmp_path) == 1
+    parts = kept(tmp_path)["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "raise": "failed",
+        "segfault": "killed",
+        "memory": "done",
+        "memory_in_a_rank": "out of memory",
+        "rows": "done",
+    }
+    assert all(part["findings"][0]["row"]["claim"].endswith("on cpu") for part in parts.values())
+    assert [part["shrunk"] for part in parts.values()] == [False, False, True, True, False]
+    assert "RuntimeError: the wire is cut" in parts["raise"]["output"]
+    assert parts["segfault"]["reason"] == "it was ended by SIGSEGV"
+    report = (tmp_path / "GPU.md").read_text()
+    for words in (
+        "5 of 6 bars hold; 2 of 5 parts done. Small runs on the CPU",
+        "| rows | a bar that is missed | 3 s |  |  | 3 to 3 | <= 2 s | **no** |  |",
+        "- memory: ran out of memory once, so all its sizes are halved",
+        "![what it shows](picture.png)",
+        "- rows: nothing travels",
+        "- raise: failed; it ended with status 1",
+        "## Output of raise",
+        "RuntimeError: the wire is cut",
+        "torch 2.13.0+cpu",
+    ):
+        assert words in report, words
+    assert "rows: done after" in capsys.readouterr().out
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_stood(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    seen = []
+    monkeypatch.setattr(run, "marked", lambda mark, real=run.marked: seen.append(real(mark)) or seen[-1])
+    job = command.job_of(NO_GPU, "cpu", tmp_path)
+    begin = time.monotonic()
+    outcome = run.run_part(Part("hang", 6.0, "fake_part", "hang"), replace(job, seconds=6.0))
+    assert outcome.status == "out of time"
+    assert time.monotonic() - begin < 30
+    assert len(outcome.findings) == 1
+    assert "fake_part.py" in outcome.output
+    assert "in findings" in outcome.output
+    assert len(seen[0]) == 1, "the process that the part had started, in a session of its own"
+    assert seen[-1] == []
+
+
+def test_a_second_run_goes_on_where_the_first_ended(use_fakes, tmp_path, capsys):
+    use_fakes("rows", "raise")
+    assert gpu(tmp_path, "--minutes", "0.001") == 0
+    assert kept(tmp_path)["not_run"].keys() == {"rows", "raise"}
+    assert "- rows: no time was left" in (tmp_path / "GPU.md").read_text()
+    assert gpu(tmp_path, "--only", "rows") == 0
+    first = kept(tmp_path)["parts"]["rows"]
+    capsys.readouterr()
+    assert gpu(tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "1 parts are done (rows)" in said
+    assert "raise: up to" in said
+    assert "rows: up to" not in said
+    assert kept(tmp_path)["parts"]["rows"] == first
+    assert kept(tmp_path)["not_run"] == {}
+
+
+def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path, monkeypatch, capsys):
+    use_fakes("rows")
+    assert gpu(tmp_path) == 0
+    newer = replace(NO_GPU, machine="a fake", torch="2.14.0")
+    assert resume(tmp_path, newer, "cpu")[1].endswith("was measured with torch '2.13.0+cpu' (now '2.14.0').")
+    assert resume(tmp_path, newer, "cpu")[0].parts == {}
+    assert "gpus" in resume(tmp_path, GOOD, "cuda")[1]
+    capsys.readouterr()
+    (tmp_path / "gpu.json").write_text("[1, 2]")
+    assert gpu(tmp_path) == 2
+    assert "is not what this command writes; pass another folder" in capsys.readouterr().err
+
+
+def test_the_running_part_ends_with_the_command(tmp_path):
+    token = f"DISTLAB_TEST={uuid.uuid4().hex}"
+    environment = (
+        os.environ
+        | dict([token.split("=")])
+        | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
+    )
+    code = (
+        "from pathlib import Path; from gpu import command, run; from gpu.job import Job, Part\n"
+        "with command._ended_by_signals():\n"
+        "    run.run_part(Part('hang', 99, 'fake_part', 'hang'), Job('cpu', 0, 99.0, Path('.')))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    found = tmp_path / "parts" / "hang.jsonl"
+    deadline = time.monotonic() + 60
+    while not (found.exists() and found.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    marks = [
+        dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry).get(run.MARK.encode())
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if token.encode() in (block := _bytes(path))
+    ]
+    marks = {mark.decode() for mark in marks if mark}
+    assert len(marks) == 1
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    assert not run.marked(marks.pop())
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_without_a_gpu_it_says_what_it_would_run_and_loads_every_part(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("gpu.command.read_facts", lambda: NO_GPU)
+    out = tmp_path / "new"
+    assert main(["gpu", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{part.name} " in said for part in PARTS)
+    assert "no GPU: no driver of NVIDIA is loaded on this machine" in said
+    assert not out.exists()
+    assert main(["gpu", "--device", "cuda", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+ONLY_TORCH = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {blocked} else find(name, *rest)
+"""
+BLOCKED = {
+    *(
+        "IPython",
+        "ipykernel",
+        "ipywidgets",
+        "anywidget",
+        "jupyterlab",
+        "jupyter_client",
+        "nbformat",
+        "nbclient",
+        "psutil",
+    ),
+    *("tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright", "jupytext"),
+}
+
+
+def run_with_little_installed(tmp_path, monkeypatch, *arguments):
+    """Run the command where Python finds none of the blocked packages; return what it kept."""
+    (tmp_path / "sitecustomize.py").write_text(ONLY_TORCH.format(blocked=BLOCKED))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out"
+    command_line = [sys.executable, "-m", "distlab", "gpu", "--device", "cpu", "--out", str(out), *arguments]
+    done = subprocess.run(command_line, cwd=run.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr + (out / "GPU.md").read_text()
+    return kept(out)["parts"]
+
+
+def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib(tmp_path, monkeypatch):
+    found = run_with_little_installed(
+        tmp_path, monkeypatch, "--minutes", "40", "--only", "machine", "--only", "recompute"
+    )
+    assert {name: part["status"] for name, part in found.items()} == {"machine": "done", "recompute": "done"}
+    rows = [entry["row"] for part in found.values() for entry in part["findings"] if "row" in entry]
+    claims = " ".join(row["claim"] for row in rows)
+    assert "matrix product [256, 256] x [256, 256] in float32" in claims
+    assert "recomputes every block" in claims
+    assert all(row["holds"] is None for row in rows), "a small run claims nothing about speed"
+
+
+@pytest.mark.soak
+def test_every_part_runs_small_with_nothing_else(tmp_path, monkeypatch):
+    found = run_with_little_installed(tmp_path, monkeypatch, "--minutes", "60")
+    assert set(found) == {part.name for part in PARTS}
+    assert (tmp_path / "out" / "tour" / "timeline.png").is_file()
+    rows = [entry["row"] for part in found.values() for entry in part["findings"] if "row" in entry]
+    assert not [row["claim"] for row in rows if row["holds"] is False]
+
+
+def test_without_tqdm_there_is_no_bar_and_the_work_is_done(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress_file(3, "work") as path:
+        report(path, 2)
+        assert path.read_text() == "2"
+    assert not path.exists()
+
+
+def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("distlab.cli.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
+    assert main(["gpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "clone the repository and run `python -m distlab gpu` in it" in said
+
+
+def test_the_list_has_every_part_in_the_order_of_worth(capsys):
+    assert main(["gpu", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
+    assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
+    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 900

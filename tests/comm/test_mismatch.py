@@ -1,0 +1,135 @@
+"""Calls that do not fit are told before results are handed out, also when they end at once with a wrong number."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, Ranks
+
+
+def dtypes(rank):
+    x = torch.ones(4, dtype=torch.float32 if rank == 0 else torch.int32)
+    dist.all_reduce(x)
+    return x
+
+
+def halves(rank):
+    x = torch.ones(4, dtype=torch.float16 if rank == 0 else torch.bfloat16)
+    dist.all_reduce(x)
+    return x
+
+
+def sizes(rank):
+    x = torch.ones(4 + 2 * rank)
+    dist.all_reduce(x)
+    return x
+
+
+def reductions(rank):
+    x = torch.ones(4)
+    dist.all_reduce(x, op=dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX)
+    return x
+
+
+def reductions_of_a_reduce(rank):
+    x = torch.ones(4)
+    dist.reduce(x, 0, dist.ReduceOp.PRODUCT if rank == 0 else dist.ReduceOp.SUM)
+    return x
+
+
+def order(rank):
+    a, b = torch.ones(2, 3), torch.ones(6)
+    for x in (a, b) if rank == 0 else (b, a):
+        dist.all_reduce(x)
+    return a
+
+
+def collectives(rank):
+    x = torch.ones(4)
+    (dist.all_reduce if rank == 0 else dist.broadcast)(x, **({} if rank == 0 else {"src": 0}))
+    return x
+
+
+def roots(rank):
+    x = torch.ones(4)
+    dist.broadcast(x, src=rank)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (dtypes, r"float32\[4\].*int32\[4\]"),
+        (halves, r"float16\[4\].*bfloat16\[4\]"),
+        (sizes, r"float32\[4\].*float32\[6\]"),
+        (reductions, r"float32\[4\], group .*float32\[4\], max, group"),
+        (reductions_of_a_reduce, r"float32\[4\], product, group .*float32\[4\], group"),
+        (order, r"float32\[2, 3\].*float32\[6\]"),
+        (collectives, "rank 0: all_reduce #1.*rank 1: broadcast #1"),
+        (roots, "root 0.*root 1"),
+    ],
+)
+def test_a_mismatch_that_ends_at_once_is_told(fn, says):
+    with (
+        Ranks(2, timeout_s=20) as ranks,
+        pytest.raises(RankError, match=f"(?s)ranks of group .* do not make the same call.*{says}") as caught,
+    ):
+        ranks.run(lambda: fn(dist.get_rank()))
+    assert "test_mismatch.py:" in str(caught.value)
+
+
+def test_what_fits_passes():
+    def fits(again):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x = torch.ones(4)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            dist.all_reduce(x, op) if rank else dist.all_reduce(x, op=op)  # by place and by name
+        splits = [[1, 2], [3, 4]]  # row r: what rank r sends to each
+        dist.all_to_all_single(
+            torch.empty(splits[0][rank] + splits[1][rank]),
+            torch.ones(sum(splits[rank])),
+            output_split_sizes=[row[rank] for row in splits],
+            input_split_sizes=splits[rank],
+        )
+        for turn in range(size):  # ranks take turns in two lines of code
+            if turn == rank:
+                dist.broadcast(x, src=turn)
+            else:
+                dist.broadcast(torch.empty(4), src=turn)
+        gathered = [None] * size
+        dist.all_gather_object(gathered, "a" * (1 + 30 * rank))
+        return x[0].item() + again
+
+    with Ranks(2, timeout_s=20) as ranks:
+        for again in range(2):
+            assert ranks.run(fits, again) == [2.0 + again] * 2
+
+
+def test_a_rank_that_the_group_lacks_is_refused():
+    def past_the_end():
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(2), dst=2)
+
+    with (
+        Ranks(2, timeout_s=20) as ranks,
+        pytest.raises(RankError, match=r"send at .*test_mismatch.py:\d+ names rank 2: there is no such rank"),
+    ):
+        ranks.run(past_the_end)
+
+
+def test_new_group_on_one_rank_is_named():
+    def alone():
+        if dist.get_rank() == 0:
+            dist.new_group([0, 1])
+
+    def in_a_circle():
+        dist.new_group([0, 1])
+        if dist.get_rank() == 0:
+            dist.new_group([0, 1])
+        dist.barrier()
+
+    for fn, says in ((alone, "rank 1 has returned without it"), (in_a_circle, "rank 1 has not called it")):
+        with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match="deadlock: ") as caught:
+            ranks.run(fn)
+        number = 1 if fn is alone else 2
+        assert f"rank 0 waits in dist.new_group #{number}: {says}" in str(caught.value), str(caught.value)

@@ -1,0 +1,111 @@
+"""The equality tests can run on another device, without pytest: each technique has some, and the runner judges them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from on_device import TECHNIQUES
+from on_device.mode import OnDevice
+
+from distlab import comm, data
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator
+
+TESTS = Path(__file__).resolve().parents[1]
+RUN = [sys.executable, str(TESTS / "on_device" / "run.py")]
+META = torch.device("meta")  # the only other device that every machine has
+
+WRONG = """
+import pytest, torch
+import torch.distributed as dist
+
+def total(summand):
+    x = torch.full((2,), float(summand))
+    dist.all_reduce(x)
+    return x.tolist()
+
+@pytest.mark.equality("collectives")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sum(ranks, world_size, tmp_path):
+    assert ranks(world_size).run(total, 1) == [[2.0, 2.0]] * world_size
+
+@pytest.mark.equality("zero")
+def test_that_breaks(ranks):
+    ranks(1).run(dist.reduce_scatter, None, None)
+
+@pytest.mark.equality("pipeline")
+def test_that_cannot_be():
+    raise RuntimeError("ProcessGroupGloo: unsupported device type cuda")
+"""
+
+
+def run(*options, code=0):
+    done = subprocess.run([*RUN, *options], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_technique_has_a_program():
+    listed = run("--list")
+    assert {row["technique"] for row in listed} == set(TECHNIQUES)
+    sizes = {size for row in listed for size in row["world_sizes"]}
+    assert {1, 2, 3, 4} <= sizes
+    assert len({row["program"] for row in listed}) == len(listed), "a name is one program's"
+
+
+def test_verdicts(tmp_path):
+    """What is equal, what differs, what breaks and what a backend cannot do are four things."""
+    copy = tmp_path / "tests"
+    (copy / "on_device").mkdir(parents=True)
+    for name in ("__init__.py", "mode.py", "ranks.py", "run.py", "stand_in"):
+        (copy / "on_device" / name).symlink_to(TESTS / "on_device" / name)
+    (copy / "test_wrong.py").write_text(WRONG)
+    code = "import sys, pathlib; from on_device import run; run.TESTS = pathlib.Path(sys.argv[1]); sys.argv[1:] = []; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(run.main())", str(copy)],
+        capture_output=True, text=True, timeout=110, cwd=TESTS, check=False,
+    )  # fmt: skip
+    *rows, status = done.stdout.splitlines()
+    found = {row["program"].split("::")[1]: (row["verdict"], row["words"]) for row in map(json.loads, rows)}
+    assert {name: verdict for name, (verdict, _) in found.items()} == {
+        "test_sum[1]": "differs",
+        "test_sum[2]": "equal",
+        "test_that_breaks": "failed",
+        "test_that_cannot_be": "not available",
+    }, done.stderr
+    assert "unsupported device type cuda" in found["test_that_cannot_be"][1]
+    assert status == "1"
+
+
+def test_a_users_tensors_lie_on_the_device_and_a_techniques_stay_where_it_puts_them():
+    config = GPTConfig(vocab_size=11, context=4, num_layers=1, num_heads=1, hidden_size=4)
+    with OnDevice(META):
+        mine = [torch.zeros(2), torch.tensor([1.0]), torch.randn(3, requires_grad=True), torch.arange(4)]
+        model, layer = GPT(config, generator(0, 0, "weights")), torch.nn.Linear(2, 2)
+        batch = data.ByteCorpus(data.python_documentation(), 4).batch(0, 2, seed=1)
+        theirs = torch.ones(2, device="cpu")
+        technique = comm.agree.__globals__["all_gather_bytes"]  # any function of a technique
+        frame = compile("made = torch.zeros(3)", "technique.py", "exec")
+        namespace = {**technique.__globals__, "torch": torch}
+        exec(frame, namespace)
+    assert all(tensor.device == META for tensor in [*mine, *model.parameters(), *layer.parameters(), *batch])
+    assert mine[2].is_leaf
+    assert mine[2].requires_grad
+    assert theirs.is_cpu
+    assert namespace["made"].is_cpu
+    assert torch.zeros(1).is_cpu, "outside the block nothing is moved"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: random numbers are compared on it")
+def test_random_numbers_are_the_same_on_every_device():
+    def draw():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 2).weight.detach(), torch.empty(4).normal_(generator=generator(0, 0, "x"))
+
+    expected = draw()
+    with OnDevice(torch.device("cuda", 0)):
+        found = draw()
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))

@@ -1,0 +1,201 @@
+"""The order of work on a GPU, proved by a double of torch.cuda: no race, memory kept long enough, no needless wait."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import fake_gpu
+from torch import nn
+
+from distlab.comm import device
+from distlab.comm.device import CopyStream, GpuClock
+from distlab.data_parallel import DataParallel
+from distlab.pipeline import Pipeline
+from distlab.plan import one_f_one_b
+from distlab.sharding import FullyShard, OffloadedOptimizer, ShardedOptimizer
+from distlab.sharding.fsdp import host_gradient
+from distlab.trace import SpanWriter
+
+NUM_STEPS = 3
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+
+
+def steps(gpu, forward, synchronize, update, zero_grad):
+    """Run some steps; return what the double saw in the last one, after those that warm up."""
+    for _ in range(NUM_STEPS):
+        gpu.forget()
+        forward().backward()
+        synchronize()
+        update()
+        zero_grad()
+    return {"races": gpu.races, "waits": gpu.waits, "pinned": gpu.pinned, "launched": gpu.launched}
+
+
+def data_parallel(gpu, **options):
+    model = net()
+    replicas = DataParallel(model, bucket_bytes=200, first_bucket_bytes=200, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 6)
+    found = steps(
+        gpu, lambda: model(x).square().mean(), replicas.synchronize, optimizer.step, lambda: optimizer.zero_grad()
+    )
+    return found | {"buckets": replicas.num_buckets}
+
+
+def fully_shard(gpu, *, zero=True, **options):
+    model = FullyShard(net(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 6)
+    zero_grad = optimizer.zero_grad if zero else lambda: None
+    found = steps(gpu, lambda: model(x).square().mean(), model.synchronize, optimizer.step, zero_grad)
+    return found | {"units": len(model.units)}
+
+
+def sharded_optimizer(gpu, **options):
+    model = net()
+    optimizer = ShardedOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1), bucket_bytes=200, **options)
+    x = torch.randn(5, 6)
+    return steps(gpu, lambda: model(x).square().mean(), optimizer.synchronize, optimizer.step, optimizer.zero_grad)
+
+
+def offloaded_optimizer(gpu):
+    model = net()
+    optimizer = OffloadedOptimizer(model.parameters(), lambda p: torch.optim.SGD(p, lr=0.1))
+    x = torch.randn(5, 6)
+    return steps(gpu, lambda: model(x).square().mean(), lambda: None, optimizer.step, optimizer.zero_grad)
+
+
+def pipeline(gpu):
+    rank = dist.get_rank()
+    schedule = one_f_one_b(dist.get_world_size(), 4)
+    run = Pipeline({rank: net()[rank]}, schedule, loss=nn.functional.mse_loss)
+    x = torch.randn(8, 6)
+    for _ in range(NUM_STEPS):
+        gpu.forget()
+        run.step(x, x)
+        run.zero_grad()
+    return {"races": gpu.races, "waits": gpu.waits, "launched": gpu.launched}
+
+
+def seen(program, fault=None, **options):
+    """Run on each rank: a program on the double, perhaps with a fault, or without the waits for a call of c10d."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault in FAULTS:
+            patch.setattr(*FAULTS[fault])
+        with fake_gpu(deaf_to=fault or "") as gpu:
+            return program(gpu, **options)
+
+
+FAULTS = {
+    "copies do not wait for what makes their source": (
+        CopyStream,
+        "after_current",
+        lambda stream: device.cuda.stream(stream._stream),
+    ),
+    "the allocator is told nothing": (CopyStream, "keep", lambda stream, tensor: None),
+    "the host does not wait": (host_gradient, "wait_for_event", lambda event: None),
+}
+
+
+def all_of(programs):
+    """Run on each rank: several programs, by name."""
+    return {name: seen(*call[:2], **(call[2] if len(call) > 2 else {})) for name, call in programs.items()}
+
+
+def test_data_parallel_waits_for_its_flag_alone_or_for_nothing(ranks):
+    programs = {
+        "checked": (data_parallel, None),
+        "unchecked": (data_parallel, None, {"check_finite": False}),
+        "faulty": (data_parallel, "allreduce_"),
+    }
+    for found in ranks(2).run(all_of, programs):
+        checked, unchecked, faulty = (found[name] for name in programs)
+        assert checked["races"] == unchecked["races"] == []
+        assert checked["waits"] == ["_local_scalar_dense"]
+        assert unchecked["waits"] == []
+        assert [op for _, op in checked["launched"]] == ["allreduce_"] * checked["buckets"]
+        assert any("writes" in race and "nccl" in race for race in faulty["races"]), faulty["races"]
+
+
+def test_fully_shard_never_makes_the_host_wait(ranks):
+    programs = {
+        "plain": (fully_shard, None),
+        "far ahead": (fully_shard, None, {"prefetch": 3, "reshard_after_forward": False}),
+        "faulty": (fully_shard, "_allgather_base_"),
+    }
+    for found in ranks(2).run(all_of, programs):
+        for name in ("plain", "far ahead"):
+            assert found[name]["races"] == found[name]["waits"] == [], name
+        assert found["faulty"]["races"]
+
+
+def test_offloaded_shards_are_copied_next_to_the_kernels_and_waited_for_at_the_end(ranks):
+    programs = {
+        "offloaded": (fully_shard, None, {"offload": True}),
+        "adding up": (fully_shard, None, {"offload": True, "zero": False}),
+        "late source": (fully_shard, "copies do not wait for what makes their source", {"offload": True}),
+        "not kept": (fully_shard, "the allocator is told nothing", {"offload": True}),
+        "no wait": (fully_shard, "the host does not wait", {"offload": True}),
+    }
+    for found in ranks(2).run(all_of, programs):
+        offloaded, adding = found["offloaded"], found["adding up"]
+        assert offloaded["races"] == adding["races"] == []
+        assert len(offloaded["waits"]) == offloaded["units"], "once for each unit's gradient, when backward is over"
+        assert offloaded["pinned"] == 2 * offloaded["units"], "a shard and a gradient each, made once"
+        assert adding["pinned"] == 3 * adding["units"]
+        streams = {stream for stream, op in offloaded["launched"] if op == "copy"}
+        assert len(streams) == 2
+        assert "compute" not in streams, "one stream for each direction, apart from the one that computes"
+        assert any("writes" in race for race in found["late source"]["races"])
+        assert any("freed" in race for race in found["not kept"]["races"])
+        assert any("in host uses what copy_" in race for race in found["no wait"]["races"])
+
+
+def test_zero_and_an_offloaded_optimizer(ranks):
+    programs = {
+        "stage 1": (sharded_optimizer, None, {"stage": 1}),
+        "stage 2": (sharded_optimizer, None, {"stage": 2}),
+        "offloaded": (offloaded_optimizer, None),
+        "faulty": (sharded_optimizer, "_reduce_scatter_base_", {"stage": 2}),
+    }
+    for found in ranks(2).run(all_of, programs):
+        assert found.pop("faulty")["races"]
+        assert all(one["races"] == [] for one in found.values()), found
+        assert len(found["offloaded"]["waits"]) == 2, "for this step's gradients, and the end of the last step's copies"
+        assert found["offloaded"]["pinned"] == 2 * 8, "each parameter and each gradient once"
+
+
+def test_messages_of_a_pipeline_are_used_when_they_are_here(ranks):
+    programs = {"right": (pipeline, None), "faulty": (pipeline, "recv_")}
+    for found in ranks(2).run(all_of, programs):
+        assert found["right"]["races"] == []
+        assert found["faulty"]["races"]
+
+
+def test_spans_of_a_gpu_end_when_its_events_do(ranks):
+    """A call that is waited for late: its span ends when its own stream is done with it, so the overlap is seen."""
+
+    def draw():
+        with fake_gpu() as gpu:
+            clock = GpuClock(torch.device("cpu"))
+            spans = SpanWriter(dist.get_rank(), clock)
+            call = spans.call()
+            work = dist.all_reduce(x := torch.ones(3), async_op=True)
+            call.follow(work)
+            with spans.span("compute", kind="B"):
+                for _ in range(5):
+                    y = torch.ones(2) + 1
+            work.wait()
+            call.draw("all_reduce", "all_reduce", lane="communication", num_bytes=12)
+            assert gpu.waits == ["device, compute"] + 5 * ["event of compute"], "only when the clock is made"
+            assert not gpu.races
+            streams = {moment._event.stream for row in spans._rows for moment in row[4:6]}
+            return streams, {span.lane: span for span in spans.trace()}, x.sum() + y.sum()
+
+    for streams, drawn, _ in ranks(2).run(draw):
+        assert streams == {"compute", "stream 1"}, "the end of the call is seen in a stream that waits for it alone"
+        call, compute = drawn["communication"], drawn["compute"]
+        assert call.start_ns < call.end_ns < compute.end_ns

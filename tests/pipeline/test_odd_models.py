@@ -1,0 +1,242 @@
+"""Stages that cache, count, share, hook and read numbers: every schedule trains them like one process; torch, too."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.pipeline import Pipeline, split_sequential
+from distlab.plan import SCHEDULES, make_schedule
+from distlab.rng import generator
+
+UPDATES, MICROBATCHES, SIZE = 6, {2: 4, 3: 5, 4: 4}, 3
+NAMES = [name for name, family in SCHEDULES.items() if family.placement != "copies"]  # those hold a model twice
+REAL = torch.float64
+
+
+def linear(dtype=REAL):
+    return nn.Linear(4, 4, dtype=dtype)
+
+
+class TwoNames(nn.Module):
+    """One submodule under two names, one parameter under a third, and a buffer that is cut out of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = linear()
+        self.again = nn.ModuleList([self.first])
+        self.weight = self.first.weight
+        self.register_buffer("table", torch.arange(8, dtype=REAL))
+        self.register_buffer("part", self.table[:4])
+
+    def forward(self, x):
+        return torch.tanh(self.again[0](self.first(x)) @ self.weight) + self.part
+
+
+class Caches(nn.Module):
+    """Fills caches at its first forward: an attribute, a buffer, a dict, a list and a class attribute."""
+
+    shared = {}
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask, self.by_length, self.calls = linear(), None, {}, []
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1, 4, dtype=x.dtype, device=x.device)
+            self.register_buffer("more", self.mask * 2, persistent=False)
+            self.by_length[4] = self.mask + 1
+        shared = self.shared.setdefault(4, torch.ones(4, dtype=x.dtype, device=x.device))
+        self.calls.append(len(x))
+        return torch.tanh(self.layer(x * self.mask + self.more)) / self.by_length[4] * shared
+
+
+class Normed(nn.Module):
+    """Batch norm of a micro-batch, spectral norm both ways, weight norm by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=REAL)
+        self.old = nn.utils.spectral_norm(linear())
+        self.new = nn.utils.parametrizations.spectral_norm(linear())
+        self.weight = nn.utils.parametrizations.weight_norm(linear())
+
+    def forward(self, x):
+        return self.weight(self.new(torch.tanh(self.old(self.norm(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(4, 4, dtype=REAL), nn.GRU(4, 4, dtype=REAL)
+
+    def forward(self, x):
+        return self.gru(self.lstm(x)[0])[0]
+
+
+class Slopes(nn.Module):
+    """Adds the gradient of a scalar of its input: backward inside of forward, differentiated again."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.scale = (
+            nn.Sequential(linear(), nn.Tanh(), linear()),
+            nn.Parameter(torch.tensor(0.3, dtype=REAL)),
+        )
+
+    def forward(self, x):
+        inner = x if x.requires_grad else x.detach().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.energy(inner).square().sum(), inner, create_graph=True)
+        return x + self.scale * force
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank update, called by keyword, with a hook that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = linear().requires_grad_(False), linear(), linear()
+        self.seen = []
+        self.down.register_forward_hook(lambda module, inputs, output: self.seen.append(output.shape))
+
+    def forward(self, x):
+        return self.base(input=x) + self.up(input=self.down(input=x))
+
+
+class Waves(nn.Module):
+    """Complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(torch.complex128)
+
+    def forward(self, x):
+        return torch.view_as_real(self.layer(torch.complex(x, x * 0.5))).prod(-1)
+
+
+class ReadsNumbers(nn.Module):
+    """Cannot run on the meta device; counts its calls, draws from two generators and leaves them as they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = linear(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        state = random.getstate()
+        noise = random.Random(0).random() + torch.rand(1, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+        random.setstate(state)
+        if x.abs().sum().item() > 1e9 or self.calls > UPDATES * 5:
+            raise ArithmeticError("called too often")
+        return self.layer(x) * noise
+
+
+KINDS = [TwoNames, Caches, Normed, Recurrent, Slopes, Adapted, Waves, ReadsNumbers]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for kind in KINDS))
+
+
+def batch(step, num_microbatches):
+    draw = generator(step, 0, "batch")
+    inputs = torch.randn(SIZE * num_microbatches, 4, dtype=REAL, generator=draw)
+    return inputs, torch.randn(SIZE * num_microbatches, 4, dtype=REAL, generator=draw)
+
+
+def one_process(num_microbatches):
+    model = make_model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(UPDATES):
+        optimizer.zero_grad()
+        for x, y in zip(*(part.split(SIZE) for part in batch(step, num_microbatches)), strict=True):
+            (nn.functional.mse_loss(model(x), y) / num_microbatches).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def train(names):
+    found = {}
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for name in names:
+        num_microbatches = MICROBATCHES[world_size]
+        schedule = make_schedule(name.removesuffix(", recompute"), world_size, num_microbatches)
+        stages = split_sequential(make_model(), schedule.num_stages)
+        mine = {number: stages[number] for number, home in enumerate(schedule.home) if home == rank}
+        pipeline = Pipeline(mine, schedule, loss=nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(UPDATES):
+            pipeline.zero_grad()
+            pipeline.step(*batch(step, num_microbatches))
+            optimizer.step()
+        found[name] = {name: value.detach() for stage in mine.values() for name, value in stage.state_dict().items()}
+        for module in (module for stage in mine.values() for module in stage.modules()):
+            if isinstance(module, Caches | Adapted):
+                calls = module.calls if isinstance(module, Caches) else module.seen
+                assert len(calls) == UPDATES * num_microbatches, "the trial is not counted"
+            if isinstance(module, ReadsNumbers):
+                assert module.calls == UPDATES * num_microbatches
+        pipeline.close()
+    return found
+
+
+def differing(state, expected, tolerance=1e-10):
+    """Names of tensors that differ, or are on the meta device."""
+    return [
+        name
+        for name, value in state.items()
+        if value.is_meta or not torch.allclose(value, expected[name], rtol=0, atol=tolerance)
+    ]
+
+
+def check(ranks, world_size, names):
+    expected = one_process(MICROBATCHES[world_size])
+    results = ranks(world_size).run(train, names)
+    for name in names:
+        whole = {key: value for found in results for key, value in found[name].items()}
+        assert whole.keys() == expected.keys()
+        assert not differing(whole, expected), name
+
+
+def test_odd_stages_train_like_one_process(ranks):
+    check(ranks, 2, ["one_f_one_b", "zb_v"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_schedule_trains_odd_stages_like_one_process(ranks, world_size):
+    check(ranks, world_size, NAMES)
+
+
+def with_torch(kind):
+    """Two stages of this kind under torch's own pipeline: what differs from one process after the updates."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind())
+    plain, rank = copy.deepcopy(model), dist.get_rank()
+    stage = PipelineStage(model[rank], rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    x, y = batch(0, 4)
+    try:
+        schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    for part, wanted in zip(x.split(SIZE), y.split(SIZE), strict=True):
+        (nn.functional.mse_loss(plain(part), wanted) / 4).backward()
+    return [
+        name
+        for (name, mine), theirs in zip(model[rank].named_parameters(), plain[rank].parameters(), strict=True)
+        if theirs.grad is not None and not torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10)
+    ]
+
+
+def test_torchs_own_pipeline_runs_them_too(ranks):
+    for kind in (TwoNames, Caches, Recurrent, Adapted, Waves):
+        assert ranks(2).run(with_torch, kind) == [[], []], kind

@@ -1,0 +1,151 @@
+"""torch.compile with every technique but sharding: the same numbers as without it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.data_parallel import DataParallel
+from distlab.models import GPT, GPTConfig
+from distlab.pipeline import Pipeline, split_sequential
+from distlab.plan import make_schedule
+from distlab.recompute import recompute_blocks
+from distlab.rng import generator
+from distlab.tensor_parallel import full_state_dict, parallelize, vocabulary_parallel_cross_entropy
+
+UPDATES, BACKEND = 3, "aot_eager"
+CONFIG = GPTConfig(vocab_size=13, context=6, num_layers=2, num_heads=2, hidden_size=8)
+
+
+def layers():
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4)) for _ in range(4)]
+    return nn.Sequential(*made).double()
+
+
+def batch(step, size=12):
+    draw = generator(step, 0, "batch")
+    inputs = torch.randn(size, 4, dtype=torch.float64, generator=draw)
+    return inputs, torch.randn(size, 4, dtype=torch.float64, generator=draw)
+
+
+def compiled(model, how):
+    """Compile all of a model, each of its blocks, in place, or their forward."""
+    if how == "whole":
+        return torch.compile(model, backend=BACKEND)
+    for number, block in enumerate(model):
+        if how == "blocks":
+            model[number] = torch.compile(block, backend=BACKEND)
+        elif how == "in place":
+            block.compile(backend=BACKEND)
+        elif how == "forward":
+            block.forward = torch.compile(block.forward, backend=BACKEND)
+    return model
+
+
+WAYS = ["whole", "blocks", "in place", "forward"]
+
+
+def plain_names(state):
+    return {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in state.items()}
+
+
+def data_parallel(how):
+    torch._dynamo.reset()
+    model = compiled(layers(), how)
+    replicas = DataParallel(model, bucket_bytes=100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(UPDATES):
+        inputs, targets = (part.chunk(size)[rank] for part in batch(step))
+        replicas.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        replicas.synchronize()
+        optimizer.step()
+    return plain_names(model.state_dict())
+
+
+def pipeline(how, name, recompute=False):
+    torch._dynamo.reset()
+    schedule = make_schedule(name, dist.get_world_size(), 4)
+    stages = split_sequential(layers(), schedule.num_stages)
+    mine = {n: compiled(stages[n], how) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
+    runs = Pipeline(mine, schedule, loss=nn.functional.mse_loss, recompute=recompute)
+    optimizer = torch.optim.AdamW(runs.parameters(), lr=1e-2)
+    for step in range(UPDATES):
+        runs.zero_grad()
+        runs.step(*batch(step))
+        optimizer.step()
+    kept = [reason for split in runs.splits.values() for _, reason in split.kept]
+    runs.close()
+    if how not in ("not", "forward") and name.startswith("zb"):
+        assert "it is compiled" in kept
+    return plain_names({n: v for stage in mine.values() for n, v in stage.state_dict().items()})
+
+
+def tensor_parallel(how):
+    torch._dynamo.reset()
+    model = GPT(CONFIG, generator(0, 0, "weights")).double()
+    model = parallelize(model, dist.group.WORLD)
+    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile(backend=BACKEND)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(UPDATES):
+        tokens = torch.randint(13, (2, 6), generator=generator(step, 0, "tokens"))
+        optimizer.zero_grad()
+        vocabulary_parallel_cross_entropy(called(tokens), tokens, dist.group.WORLD, vocab_size=13).backward()
+        optimizer.step()
+    return full_state_dict(model, dist.group.WORLD)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
+
+
+def run(cases):
+    return {case: CASES[case[0]](*case) for case in cases}
+
+
+CASES = {
+    "data parallel": lambda _, how: data_parallel(how),
+    "one_f_one_b": lambda name, how: pipeline(how, name),
+    "zb_h1": lambda name, how: pipeline(how, name),
+    "recompute": lambda _, how: pipeline(how, "one_f_one_b", recompute=True),
+    "tensor parallel": lambda _, how: tensor_parallel(how),
+}
+
+
+def check(ranks, names, ways):
+    for name in names:
+        for found in ranks(2).run(run, [(name, how) for how in ("not", *ways)]):
+            for how in ways:
+                assert same(found[name, how], found[name, "not"]), (name, how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_models_train_as_they_do_without(ranks, name):
+    check(ranks, [name], ["blocks"] if name == "tensor parallel" else WAYS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["whole", "blocks", "in place"])
+def test_compile_and_recompute_in_one_process(how):
+    torch._dynamo.reset()
+    plain = layers()
+    model = copy.deepcopy(plain)
+    recompute_blocks(model)
+    called = compiled(model, how)
+    for step in range(2):
+        x, y = batch(step)
+        for one in (plain, called):
+            nn.functional.mse_loss(one(x), y).backward()
+    assert same(
+        {n: p.grad for n, p in plain.named_parameters()},
+        {n.replace("_orig_mod.", ""): p.grad for n, p in called.named_parameters()},
+    )
+    assert same(dict(plain.named_buffers()), {n.replace("_orig_mod.", ""): b for n, b in called.named_buffers()})

@@ -1,0 +1,50 @@
+"""Models of every kind that people bring: each technique trains them as one process does, or refuses them in words."""
+
+import re
+
+import pytest
+from zoo_kinds import KINDS
+from zoo_techniques import OURS, one_process, outcomes
+
+from distlab.comm import run
+
+REFUSED = {
+    ("FullyShard", "BERT"): r"and says so: rank \d: pooler.weight, pooler.bias got no gradient",
+    ("FullyShard", "complex parameters"): "view_as_real",
+    ("FullyShard", "parameter in a plain list"): "nn.ParameterList",
+}
+
+
+def refusal(technique, name):
+    return REFUSED.get((technique.removesuffix(", offload"), name))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: one_process(kind) for name, kind in KINDS.items()}
+
+
+def check(technique, num_ranks, expected, kinds=KINDS):
+    said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=120)
+    wrong = []
+    for name in kinds:
+        wanted = refusal(technique, name)
+        for rank, each in enumerate(said):
+            right = re.search(wanted, each[name]) if wanted else re.match("equal|not tried", each[name])
+            if not right:
+                wrong.append(f"{name} on rank {rank}: {each[name]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("technique", OURS)
+def test_each_model_is_trained_as_by_one_process_or_refused_in_words(technique, expected):
+    check(technique, 2, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("technique", [name for name in OURS if not name.startswith("pipeline")])
+def test_on_more_ranks(technique, num_ranks, expected):
+    check(technique, num_ranks, expected)

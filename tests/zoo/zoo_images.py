@@ -1,0 +1,182 @@
+"""Models of images and of sequences, small: written as people write them, not for this package."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+CLASSES, SIDE, WIDTH = 5, 8, 8
+
+
+class ViT(nn.Module):
+    """Patches, a class token and positions as bare parameters, blocks that a class makes."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.1)
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, WIDTH) * 0.1)
+        self.blocks = nn.Sequential(*(ViTBlock() for _ in range(depth)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images):
+        x = self.patch_embed(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        return self.head(self.blocks(x)[:, 0])
+
+
+class ViTBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class Swin(nn.Module):
+    """Windows that are rolled in every other block; a table of biases looked up by a buffer of whole numbers."""
+
+    def __init__(self, depth=2, window=2):
+        super().__init__()
+        self.window = window
+        self.embed = nn.Conv2d(3, WIDTH, 2, stride=2)
+        places = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
+        apart = places[:, :, None] - places[:, None] + window - 1
+        self.register_buffer("index", apart[0] * (2 * window - 1) + apart[1], persistent=False)
+        self.tables = nn.ParameterList(torch.zeros((2 * window - 1) ** 2) for _ in range(depth))
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images):
+        x = self.embed(images).permute(0, 2, 3, 1)  # [B, 4, 4, C]
+        side, w = x.shape[1], self.window
+        for number, (table, qkv) in enumerate(zip(self.tables, self.qkv, strict=True)):
+            shift = (number % 2) * w // 2
+            y = x.roll((-shift, -shift), (1, 2)).unflatten(2, (-1, w)).unflatten(1, (-1, w))
+            y = y.transpose(2, 3).flatten(3, 4).flatten(0, 2)  # [windows, w * w, C]
+            query, key, value = qkv(y).chunk(3, -1)
+            y = (query @ key.transpose(1, 2) / WIDTH**0.5 + table[self.index]).softmax(-1) @ value
+            y = y.unflatten(0, (len(x), side // w, side // w)).unflatten(3, (w, w)).transpose(2, 3).flatten(3, 4)
+            x = x + y.flatten(1, 2).roll((shift, shift), (1, 2))
+        return self.head(x.mean((1, 2)))
+
+
+class ConvNeXt(nn.Module):
+    """Depthwise convolutions and a scale for each layer's channels."""
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.stages = nn.ModuleList(nn.ModuleDict({"block": ConvNeXtBlock()}) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images):
+        x = self.stem(images)
+        for stage in self.stages:
+            x = stage["block"](x)
+        return self.head(x.mean((2, 3)))
+
+
+class ConvNeXtBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.norm = nn.GroupNorm(1, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.gamma = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(self.norm(self.conv(x)).permute(0, 2, 3, 1))))
+        return x + (self.gamma * y).permute(0, 3, 1, 2)
+
+
+class ResNet(nn.Module):
+    """Residual blocks with BatchNorm; one changes the size, and its way around does, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.layer1 = nn.Sequential(Residual(6, 6), Residual(6, 6))
+        self.layer2 = nn.Sequential(Residual(6, 10, stride=2))
+        self.fc = nn.Linear(10, CLASSES)
+
+    def forward(self, images):
+        x = self.layer2(self.layer1(self.bn1(self.conv1(images)).relu()))
+        return self.fc(x.mean((2, 3)))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels, out, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.around = None
+        if stride > 1:
+            self.around = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        around = x if self.around is None else self.around(x)
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + around)
+
+
+class MobileNet(nn.Module):
+    """Inverted residuals with squeeze and excitation, all in one Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(inplace=True)),
+            Inverted(6, 12),
+            Inverted(6, 12),
+        )
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(6, 9), nn.Hardswish(), nn.Linear(9, CLASSES))
+
+    def forward(self, images):
+        return self.classifier(F.adaptive_avg_pool2d(self.features(images), 1))
+
+
+class Inverted(nn.Module):
+    def __init__(self, channels, inner):
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6())
+        self.depthwise = nn.Sequential(nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False), nn.ReLU6())
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(inner, inner, 1), nn.Hardsigmoid())
+        self.project = nn.Sequential(nn.Conv2d(inner, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x):
+        y = self.depthwise(self.expand(x))
+        return x + self.project(y * self.squeeze(y))
+
+
+class Recurrent(nn.Module):
+    """An LSTM or a GRU of two layers in both directions; the last output decides."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.rnn = kind(3, 6, num_layers=2, bidirectional=True, batch_first=True)
+        self.fc = nn.Linear(12, CLASSES)
+
+    def forward(self, images):
+        output, _ = self.rnn(images.flatten(2).transpose(1, 2)[:, ::8])
+        return self.fc(output[:, -1])
+
+
+class Translate(nn.Module):
+    """torch's own Transformer: encoder and decoder, a mask made by a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(3, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images):
+        x = self.inputs(images.flatten(2).transpose(1, 2)[:, ::8])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.head(self.transformer(x, x.flip(1), tgt_mask=mask, tgt_is_causal=True)[:, -1])

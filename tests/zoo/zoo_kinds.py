@@ -1,0 +1,126 @@
+"""The zoo: models of every kind that people bring, each with its batches, its loss and how it can be cut in stages."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import zoo_images as images
+import zoo_odd as odd
+import zoo_text as text
+from torch import nn
+
+from distlab.rng import generator
+
+BATCH = 12  # for 1, 2, 3 and 4 ranks
+TIED = "its head is tied to its embedding, in another stage"
+ALL_STAGES = "its penalty needs the parameters of all stages"
+EACH_FORWARD = "it changes at each forward, and each micro-batch is one"
+BATCH_NORM = "BatchNorm sees micro-batches"
+
+
+class Kind(NamedTuple):
+    """A model and its task.
+
+    Attributes:
+        make: builds the module; called after torch.manual_seed.
+        reads: "tokens" or "images".
+        loss: of the callable model, inputs and targets; the mean over samples.
+        apart: whether samples do not see each other: then every rank takes its part of the batch, else all take all.
+        stages: cuts a model in two stages for a pipeline; None where it cannot be, and `alone` says why.
+        unused: whether some parameters get no gradient.
+        alone: why there is no pipeline of it that equals one process.
+    """
+
+    make: Callable[[], nn.Module]
+    reads: str
+    loss: Callable[..., torch.Tensor]
+    apart: bool = True
+    stages: Callable[[nn.Module], list[nn.Module]] | None = None
+    unused: bool = False
+    alone: str = ""
+
+    def batch(self, step, rank=0, num_ranks=1):
+        """Return a rank's part of a step's batch, or all of it where samples see each other."""
+        draw = generator(step, 0, "zoo")
+        if self.reads == "tokens":
+            tokens = torch.randint(text.VOCAB, (BATCH, text.LENGTH + 1), generator=draw)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        else:
+            inputs = torch.randn(BATCH, 3, images.SIDE, images.SIDE, dtype=torch.float64, generator=draw)
+            targets = torch.randint(images.CLASSES, (BATCH,), generator=draw)
+        if not self.apart:
+            return inputs, targets
+        return inputs.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank]
+
+    def build(self, seed=0):
+        """Return the model in float64 with values drawn from a seed."""
+        torch.manual_seed(seed)
+        return self.make().double()
+
+
+def of_logits(call, inputs, targets):
+    return F.cross_entropy(call(inputs).flatten(0, -2), targets.flatten())
+
+
+def own_loss_second(call, inputs, targets):
+    return call(inputs, targets)[1]
+
+
+def own_loss_by_name(call, inputs, targets):
+    return call(input_ids=inputs, labels=targets).loss
+
+
+class Front(nn.Module):
+    """All of a model but its head: the first stage of a pipeline of two."""
+
+    def __init__(self, model, head, logits):
+        super().__init__()
+        setattr(model, head, nn.Identity())
+        self.model, self.logits = model, logits
+
+    def forward(self, inputs):
+        return self.logits(self.model(inputs))
+
+
+def cut_before(head, logits=lambda output: output):
+    """Return a function that cuts a model in two stages: all of it but the head, and the head."""
+
+    def cut(model):
+        last = getattr(model, head)
+        return [Front(model, head, logits), last]
+
+    return cut
+
+
+KINDS = {
+    "nanoGPT": Kind(text.TiedGPT, "tokens", own_loss_second, alone=TIED),
+    "Llama": Kind(text.Llama, "tokens", own_loss_by_name, stages=cut_before("lm_head", lambda output: output.logits)),
+    "BERT": Kind(text.Bert, "tokens", of_logits, unused=True, stages=cut_before("decoder")),
+    "T5": Kind(text.T5, "tokens", of_logits, alone=TIED),
+    "Mixtral": Kind(text.Mixture, "tokens", of_logits, unused=True, stages=cut_before("head")),
+    "ViT": Kind(images.ViT, "images", of_logits, stages=cut_before("head")),
+    "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
+    "ConvNeXt": Kind(images.ConvNeXt, "images", of_logits, stages=cut_before("head")),
+    "ResNet": Kind(images.ResNet, "images", of_logits, apart=False, alone=BATCH_NORM),
+    "MobileNet": Kind(images.MobileNet, "images", of_logits, apart=False, alone=BATCH_NORM),
+    "LSTM": Kind(images.Recurrent, "images", of_logits, stages=cut_before("fc")),
+    "GRU": Kind(lambda: images.Recurrent(nn.GRU), "images", of_logits, stages=cut_before("fc")),
+    "nn.Transformer": Kind(images.Translate, "images", of_logits, stages=cut_before("head")),
+    "block under two names": Kind(odd.TwoNames, "images", of_logits, stages=cut_before("head")),
+    "0-dim parameter": Kind(odd.Scalar, "images", of_logits, stages=cut_before("head")),
+    "mask made at first forward": Kind(odd.CachesMask, "images", of_logits, stages=cut_before("head")),
+    "penalty over parameters": Kind(
+        odd.Penalised, "images", of_logits, alone="its penalty needs the parameters of all stages"
+    ),
+    "penalty over a block's parameters": Kind(odd.BlockPenalty, "images", of_logits, stages=cut_before("head")),
+    "LoRA": Kind(odd.Lora, "images", of_logits, stages=cut_before("head")),
+    "complex parameters": Kind(odd.Complex, "images", of_logits, stages=cut_before("head")),
+    "spectral and weight norm": Kind(odd.Spectral, "images", of_logits, alone=EACH_FORWARD),
+    "checkpointed blocks": Kind(odd.Recomputes, "images", of_logits, stages=cut_before("head")),
+    "own autograd function": Kind(odd.OwnFunction, "images", of_logits, stages=cut_before("head")),
+    "nested outputs": Kind(odd.Nested, "images", of_logits, stages=cut_before("head")),
+    "blocks left out at times": Kind(odd.SometimesUnused, "images", of_logits, unused=True, alone=EACH_FORWARD),
+    "parameter in a plain list": Kind(odd.InList, "images", of_logits, stages=cut_before("head")),
+    "gradient penalty": Kind(odd.Odd, "images", odd.with_gradient_penalty, alone="its loss calls the model"),
+}

@@ -1,0 +1,76 @@
+"""Real models, made small from their configurations: nothing is downloaded. They need `make test-zoo`'s environment."""
+
+import torch
+import transformers
+from zoo_kinds import Kind, of_logits
+from zoo_text import LENGTH, VOCAB
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+GROUPED = {"intermediate_size": 32, "num_key_value_heads": 1}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the fast kernels have no float64
+
+
+def causal(name, **sizes):
+    """Return a function that makes `nameForCausalLM` from its configuration."""
+
+    def make():
+        config = getattr(transformers, f"{name}Config")(**{**SMALL, **sizes}, **EAGER)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return make
+
+
+def gpt2():
+    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, **EAGER))
+
+
+def bert():
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=32, **quiet, **EAGER))
+
+
+def t5():
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def own_loss(call, inputs, targets):
+    """Return the loss that the model computes itself."""
+    return call(input_ids=inputs, labels=targets.clone()).loss
+
+
+def vision(name, **options):
+    """Return a function that makes a model of timm for images of 8 x 8."""
+
+    def make():
+        import timm
+
+        return timm.create_model(name, num_classes=5, **options)
+
+    return make
+
+
+KINDS = {
+    "transformers Llama": Kind(causal("Llama", intermediate_size=32, num_key_value_heads=1), "tokens", own_loss),
+    "transformers Mixtral": Kind(
+        causal("Mixtral", intermediate_size=32, num_key_value_heads=1, num_local_experts=4),
+        "tokens",
+        own_loss,
+        unused=True,
+    ),
+    "transformers GPT-2": Kind(gpt2, "tokens", own_loss),
+    "transformers BERT": Kind(bert, "tokens", own_loss),
+    "transformers T5": Kind(t5, "tokens", own_loss),
+}
+try:
+    import timm  # noqa: F401 (it needs torchvision, which is not built for each torch)
+except (ImportError, RuntimeError) as error:
+    WITHOUT_TIMM = f"timm cannot be loaded: {error}"
+else:
+    WITHOUT_TIMM = ""
+    VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    KINDS |= {"timm ViT": Kind(vision("vit_tiny_patch16_224", **VIT), "images", of_logits)}
+torch.set_num_threads(1)

@@ -1,0 +1,160 @@
+"""Train a model of the zoo by a technique, or by torch's own, and say what became of it."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from zoo_kinds import Kind
+
+from distlab.data_parallel import DataParallel
+from distlab.pipeline import Pipeline
+from distlab.plan import make_schedule
+from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
+
+UPDATES, RATE = 6, 0.01
+CLOSE = 1e-9
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1)
+
+
+def one_process(kind: Kind):
+    """Train on the whole batch; return the state."""
+    model = kind.build()
+    optimizer = adamw(model.parameters())
+    for step in range(UPDATES):
+        optimizer.zero_grad()
+        kind.loss(model, *kind.batch(step)).backward()
+        optimizer.step()
+    return states(model)
+
+
+def states(model):
+    """Names and values of parameters: those that tie are there under each name."""
+    return {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def train(kind: Kind, call, optimizer, *, between=lambda: None, zero=None):
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(UPDATES):
+        (zero or optimizer.zero_grad)()
+        kind.loss(call, *kind.batch(step, rank, num_ranks)).backward()
+        between()
+        optimizer.step()
+
+
+def data_parallel(kind):
+    model = kind.build(dist.get_rank())
+    replicas = DataParallel(
+        model, bucket_bytes=2000, first_bucket_bytes=500, unused="zeros" if kind.unused else "error"
+    )
+    train(kind, model, adamw(model.parameters()), between=replicas.synchronize)
+    return states(model)
+
+
+def zero(stage):
+    def technique(kind):
+        model = kind.build(dist.get_rank())
+        optimizer = ShardedOptimizer(
+            model, adamw, stage=stage, bucket_bytes=2000, unused="zeros" if kind.unused else "error"
+        )
+        train(kind, model, optimizer, between=optimizer.synchronize)
+        return states(model)
+
+    return technique
+
+
+def fully(**options):
+    def technique(kind):
+        model = kind.build(dist.get_rank())
+        sharded = FullyShard(model, **options)
+        optimizer = adamw(sharded.parameters())
+        train(kind, sharded, optimizer, between=sharded.synchronize, zero=sharded.zero_grad)
+        return {name: value.clone() for name, value in full_state_dict(sharded).items()}
+
+    return technique
+
+
+def torch_ddp(kind):
+    model = kind.build(0)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=kind.unused)
+    train(kind, wrapped, adamw(model.parameters()))
+    return states(model)
+
+
+def torch_fsdp2(kind):
+    model = kind.build(0)
+    for child in reversed(list(model.modules())):
+        if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential) and child is not model:
+            for block in child:
+                if any(True for _ in block.parameters()) and not isinstance(block, torch.nn.ModuleList):
+                    fully_shard(block)
+    fully_shard(model)
+    train(kind, model, adamw(model.parameters()))
+    return {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
+
+
+def loss(logits, targets):
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def pipeline(family):
+    def technique(kind):
+        rank, model = dist.get_rank(), kind.build()
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        stage = kind.stages(model)[rank]
+        lost = [name for parameter, name in names.items() if not any(parameter is one for one in stage.parameters())]
+        schedule = make_schedule(family, 2, 3)
+        pipeline = Pipeline(
+            {rank: stage}, schedule, loss=lambda y, wanted: cross_entropy(y.flatten(0, -2), wanted.flatten())
+        )
+        optimizer = adamw(stage.parameters())
+        for step in range(UPDATES):
+            pipeline.zero_grad()
+            pipeline.step(*kind.batch(step))
+            optimizer.step()
+        return {name: parameter.detach() for parameter, name in names.items() if name not in lost}
+
+    return technique
+
+
+OURS: dict[str, Callable] = {
+    "DataParallel": data_parallel,
+    "ZeRO-1": zero(1),
+    "ZeRO-2": zero(2),
+    "FullyShard": fully(),
+    "FullyShard, offload": fully(offload=True),
+    "pipeline 1F1B": pipeline("one_f_one_b"),
+    "pipeline ZB-H1": pipeline("zb_h1"),
+}
+PEERS: dict[str, Callable] = {"torch DDP": torch_ddp, "torch FSDP2": torch_fsdp2}
+
+
+def outcome(kind: Kind, name: str, expected) -> str:
+    """Return "equal", "differs by ...", the error's class and first line, or why this is not tried."""
+    if name.startswith("pipeline") and kind.stages is None:
+        return f"not tried: {kind.alone}"
+    if name.startswith("pipeline") and dist.get_world_size() != 2:
+        return "not tried: it has two stages"
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            got = (OURS | PEERS)[name](kind)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
+    shared = [name for name in expected if name in got]
+    if not shared:
+        return "nothing to compare"
+    worst = max(float((got[name] - expected[name]).abs().max()) for name in shared)
+    told = [str(one.message) for one in warned if "got no gradient" in str(one.message)]
+    return "equal" if worst < CLOSE else f"differs by {worst:.1e}{', and says so: ' + told[0] if told else ''}"
+
+
+def outcomes(technique: str, kinds, states_of) -> dict[str, str]:
+    """Run on every rank: what becomes of each kind of model, by name."""
+    return {name: outcome(kind, technique, states_of[name]) for name, kind in kinds.items()}
