@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.cli import main
+from distlab.comm.launch.forkserver import JOB_VARIABLE
 from distlab.grading import Exercise
 from distlab.grading.check import examine
 
@@ -139,7 +140,7 @@ def reads_the_solution(tensor):
 
 
 def empties_the_records(tensor):
-    for path in glob.glob(f"{tempfile.gettempdir()}/distlab-*/*.rec"):
+    for path in glob.glob(f"{tempfile.gettempdir()}/{os.environ[JOB_VARIABLE]}/*.rec"):  # not those of other tests
         os.truncate(path, 0)
     return wrong(tensor)
 
