@@ -45,8 +45,8 @@ class RecordReader:
         data = os.pread(self._file.fileno(), size, at)
         if len(data) < size:
             raise RuntimeError(
-                f"the record of rank {self.rank}'s calls, {self._file.name}, was truncated while the ranks ran; find what "
-                "writes into the launcher's folder, and stop it"
+                f"the record of rank {self.rank}'s calls, {self._file.name}, was truncated while the ranks ran; find "
+                "what writes into the launcher's folder, and stop it"
             )
         return data
 
