@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.grading import load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.lesson import load_lesson
 from distlab.grading.plain_errors import in_words
 
 ONES, LEAF = torch.ones(7), torch.ones(2, requires_grad=True)
@@ -72,8 +72,6 @@ def test_a_value_that_the_budget_cannot_use_is_told():
     answer = load_lesson("01").exercise("01.fit")
 
     def in_lists(sizes_bytes, times_s):
-        from distlab.grading.lesson import reference_of
-
         alpha_s, beta = reference_of(answer)(sizes_bytes, times_s)
         return str(alpha_s), str(beta)
 
