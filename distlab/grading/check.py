@@ -121,12 +121,10 @@ def _run_worlds(
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
             outcome = run_world(exercise, fn, ranks)
-            fault = outcome if isinstance(outcome, Fault) else judge(exercise, outcome)
+            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome)
             if fault is not None:
                 return fault, right, ()
             right.append(ranks.world_size)
-            if exercise.budget is not None and not isinstance(outcome, Fault):
-                budget = tuple(exercise.budget(outcome))
     return None, right, budget
 
 

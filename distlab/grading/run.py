@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distlab.grading.blame import fault_of, place_in
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
+from distlab.grading.plain_errors import in_words
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -59,18 +60,23 @@ def _why_not_sent(fn: Callable[..., Any]) -> str:
     return ""
 
 
-def judge(exercise: Exercise, evidence: Evidence) -> Fault | None:
-    """Return the first fault that the exercise's judge finds, or None."""
+def judge(exercise: Exercise, evidence: Evidence) -> tuple[Fault | None, tuple[str, ...]]:
+    """Return the first fault that the judge finds, or None; and the lines of the budget where the answer is right."""
     try:
-        return next(iter(exercise.judge(evidence)), None)
+        fault = next(iter(exercise.judge(evidence)), None)
+        if fault is not None or exercise.budget is None:
+            return fault, ()
+        return None, tuple(exercise.budget(evidence))
     except Exception as error:  # the judge met a value that no answer returns on purpose
         from distlab.grading.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
+        meaning = in_words(str(error))
+        words = f": {meaning}" if meaning else ""
         return Fault(
             "returned",
-            f"what it returned cannot be judged ({type(error).__name__}: {error}); the check got {shown}",
-        )
+            f"what it returned cannot be judged{words} ({type(error).__name__}: {error}); the check got {shown}",
+        ), ()
 
 
 @contextlib.contextmanager

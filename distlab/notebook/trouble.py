@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
+ENDED_TOO = "They have ended."
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)

@@ -235,10 +235,17 @@ def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook):
     assert notebook.lines("%%ranks\nrank") == ["[rank 0] 0", "[rank 1] 1"]
 
 
-def test_an_interrupt_of_run_is_short_and_of_anything_else_as_ever(notebook):
-    told = interrupted(notebook, "import time\nrun(time.sleep, 2, args=(60,))")
-    assert told.splitlines()[0] == "You stopped the ranks; they have ended."
-    assert told.splitlines()[-1].startswith("called in line 2 of your cell")
+def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_as_ever(notebook):
+    source = (
+        "import time\ndef wait(first):\n    if dist.get_rank() == first:\n        time.sleep(60)\n    dist.barrier()"
+    )
+    told = interrupted(notebook, f"{source}\nrun(wait, 2, args=(0,))")
+    assert told.splitlines()[0] == "You stopped the ranks. This is where each one stood:"
+    assert "rank 1 waits in barrier" in told
+    assert '--- rank 0 stands here (innermost call last) ---\n  File "your cell", line 4, in wait' in told
+    assert "They have ended." in told
+    assert "/distlab/" not in told
+    assert told.splitlines()[-1].startswith("called in line 6 of your cell")
     assert "KeyboardInterrupt" in interrupted(notebook, "time.sleep(60)")
 
 

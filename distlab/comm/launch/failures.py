@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
@@ -154,6 +155,16 @@ def standing(stacks: Mapping[int, str], words: Sequence[str]) -> list[str]:
     for rank, stack in sorted(stacks.items()):
         lines += ["", f"--- rank {rank} stands here (innermost call last) ---", stack.rstrip()]
     return lines
+
+
+@contextlib.contextmanager
+def noting_interrupt(stand: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Add to a KeyboardInterrupt of the block a note with the lines of `stand`, which says where each rank stands."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note("\n".join(stand()).lstrip("\n"))
+        raise
 
 
 def _ranks(ranks: Sequence[int]) -> str:
