@@ -1,0 +1,96 @@
+"""The page of `distlab validate`: scores in tables, scatter plots, and why families fall short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from simulator.hardware.presets import stack
+from simulator.validation.exact import Derived
+from simulator.validation.report import FITTED, MODES, Family, verdict
+
+# Why a family is as far off as it is, where that is known.
+WHY = {
+    "Megatron-LM SC21": "The 7.5B row is 10 % too long: its exchange of gradients behind the last backward counts 10 "
+    "GB/s a card, which the others need. Micro-batches are those of its published scripts.",
+    "Korthikanti": "175B is 5 to 8 % too long: the interleaved order with messages waits for 2pv - 2 hops, the paper's "
+    "own for p fewer.",
+    "BLOOM": "Steps with 2 samples in a micro-batch are 10 % too short: the fixed time of a kernel does not grow with "
+    "the model. One row (dp=8, 1,568 samples) is 18 % slower than its neighbours, which no plan explains.",
+    "vTrain, 8 nodes": "Three rows are outliers of their source: 64 samples take twice the time of 32. Tensor ranks "
+    "over two nodes depend on a wire that the source does not name.",
+    "vTrain, 1 node": "Models 1,024 wide wait for the host in most rows: one launch time for all kernels misses which "
+    "ones are launched together. Rows with 8 tensor ranks are up to 30 % slower than with 4, in no order.",
+    "MosaicML": "The two rows that recompute nothing are 11 to 14 % too short; they fill the memory, and what the "
+    "allocator costs is not modelled.",
+    "Llama 3": "One row, whose constants are then those of Megatron-Core alone.",
+    "torchtitan": "Every other product runs again there, which is not modelled: the rate of products holds it.",
+    "nanotron": "1.34B on 128 and 256 GPUs is 18 % too short: a step of 0.2 s has parts that no longer step tells.",
+}
+
+
+def write_page(path: Path, families: Sequence[Family], tables: dict[str, list[Derived]]) -> None:
+    """Write the page as Markdown, and its scatter plot as a PNG next to it."""
+    picture = path.with_name(f"{path.stem}.png")
+    draw(picture, families)
+    path.write_text(page(families, tables, picture.name), encoding="utf-8")
+
+
+def page(families: Sequence[Family], tables: dict[str, list[Derived]], picture: str) -> str:
+    """Return the page."""
+    rows = sum(len(family.cases) for family in families)
+    lines = [
+        "# How near the simulator comes to published measurements",
+        "",
+        f"`distlab validate --page FILE` writes this page: {rows} published steps and {len(tables)} tables, predicted.",
+        "",
+        "*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with",
+        "constants fitted without its structure (a size, a cluster, a schedule), which is what a new model meets.",
+        "*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of",
+        "|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the",
+        "shortest prediction takes in addition to the fastest measured plan, for one model and batch.",
+        "",
+        f"![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})",
+        "",
+        "| steps | rows | calibrated: error, bias | left out: error, bias | data sheet: error, bias | choice | tau |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in families:
+        scores = [family.score(mode) for mode in MODES]
+        cells = [f"{each.error:.1%}, {each.bias:+.1%}" for each in scores]
+        left = scores[1]
+        choice = "" if left.choice_cost is None else f"{left.choice_cost:.1%}"
+        tau = left.choice_tau if left.choice_tau is not None else left.tau
+        row = [family.name, str(len(family.cases)), *cells, choice, "" if tau is None else f"{tau:.2f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "| table | rows | mean error | largest error |", "|---|---|---|---|"]
+    for name, found in tables.items():
+        relative = np.abs([row.predicted / row.published - 1 for row in found])
+        lines.append(f"| {name} | {len(found)} | {relative.mean():.2%} | {relative.max():.2%} |")
+    lines += ["", "## Bars, and which family falls short", ""]
+    for family in families:
+        why = f" {WHY[family.name]}" if family.name in WHY else ""
+        lines.append(f"- {verdict(family)}.{why}")
+    lines += ["", "## Constants", ""]
+    for name, fields in FITTED.items():
+        own = stack(name)
+        values = ", ".join(f"{field} {getattr(own, field):.3g}" for field in fields)
+        lines.append(f"- `{name}`: {values}. {own.source}.")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, families: Sequence[Family]) -> None:
+    """Draw predicted over measured against measured time, one panel for each way to predict."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for panel, mode in zip(figure.subplots(1, len(MODES), sharey=True), MODES, strict=True):
+        panel.axhspan(0.95, 1.05, color="0.9")
+        for family in families:
+            measured = np.array([case.measured_s for case in family.cases])
+            panel.semilogx(measured, np.array(family.predicted[mode]) / measured, ".", label=family.name, ms=4)
+        panel.set(title=f"{mode}: predicted over measured", xlabel="measured step (s)", ylim=(0, 1.6))
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=120)
