@@ -206,7 +206,7 @@ class FakeGPU:
         self.launched.append((stream.name, op))
         self.run(stream, op, *((tensors, []) if op.startswith("send") else ([], tensors)))
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        if boxed is not None and op != self.deaf_to:
+        if boxed is not None and op not in self.deaf_to.split():
             self._works[dist.Work.unbox(boxed)] = by_host, Clock(stream.clock)
 
     def wait(self, work: Any, *, look: bool = False) -> None:
@@ -268,7 +268,7 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_gpu(deaf_to: str = "") -> Iterator[FakeGPU]:
-    """Take the CPU for a GPU and gloo for nccl here; the waits for `deaf_to`, an operator of c10d, are not seen."""
+    """Take the CPU for a GPU and gloo for nccl here; the waits for `deaf_to`, operators of c10d, are not seen."""
     gpu = FakeGPU(deaf_to)
     real = dist.Work.wait, dist.Work.synchronize, torch.UntypedStorage.resize_
     before = device.cuda, device.GPU_TYPES, device.pinned_empty, p2p._backend

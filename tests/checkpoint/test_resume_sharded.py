@@ -70,19 +70,21 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
     return final
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.soak)])
-def test_ten_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "kills"), [(3, 3), *(pytest.param(stage, 10, marks=pytest.mark.soak) for stage in (2, 3))]
+)
+def test_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, stage, kills):
     run = partial(train, end=24, **({} if stage == 3 else {"stage": stage}))
     expected = ranks(2).run(run, tmp_path / "uninterrupted")
     chance = random.Random(0)
     num_kills = num_runs = num_while_saving = 0
-    while num_kills < 10:
+    while num_kills < kills:
         num_runs += 1
         directory = tmp_path / f"run {num_runs}"
         final = None
         while final is None:
             steps, saves = (None, chance.randrange(3)) if chance.random() < 0.5 else (chance.randrange(12), None)
-            victim = None if num_kills == 10 else chance.randrange(2)
+            victim = None if num_kills == kills else chance.randrange(2)
             try:
                 final = ranks(2).run(run, directory, victim, steps, saves, chance.uniform(0, 0.02))
             except RankError as error:

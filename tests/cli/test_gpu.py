@@ -205,6 +205,7 @@ def run_with_little_installed(tmp_path, monkeypatch, *arguments):
     return kept(out)["parts"]
 
 
+@pytest.mark.soak
 def test_parts_run_small_with_nothing_but_torch_numpy_cloudpickle_and_matplotlib(tmp_path, monkeypatch):
     found = run_with_little_installed(
         tmp_path, monkeypatch, "--minutes", "40", "--only", "machine", "--only", "recompute"

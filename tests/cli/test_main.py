@@ -144,6 +144,7 @@ def test_simulate_says_what_fills_the_memory_and_what_to_change(capsys):
 
 def test_simulate_counts_memory_where_it_gives_no_time(capsys, tmp_path):
     split = ["simulate", "--model", "gpt-3-175b", "--tensor", "8", "--pipeline", "8", "--data", "2", "--sharding", "3"]
+    split += ["--schedule", "zb_h1"]
     assert main([*split, "--sequence-parallel", "--memory", str(tmp_path / "memory.png")]) == 0
     said = capsys.readouterr().out
     assert "2 (data) x 8 (pipeline) x 8 (tensor)" in said

@@ -1,7 +1,9 @@
+import os
+
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record.file import DONE, ROWS_AT, RecordWriter, known_call
+from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter, known_call
 from distlab.comm.record.file_reader import RecordReader
 
 
@@ -63,7 +65,7 @@ def test_half_written_rows_are_left_out(tmp_path):
         writer.begin(known(writer), False)
     reader = RecordReader(tmp_path / "rank0.rec")
     with open(tmp_path / "rank0.rec", "r+b") as file:  # the second row without its state
-        file.seek(ROWS_AT + 2 * reader._rows.itemsize + reader._rows.itemsize - 8)
+        file.seek(ROWS_AT + 3 * ROW.itemsize - 8)
         file.write(bytes(8))
     assert [row["n"] for row in reader.rows(reader.header())] == [1]
     reader.close()
@@ -77,6 +79,17 @@ def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path)
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
     reader.close()
+
+
+def test_a_truncated_record_is_told_in_words(tmp_path):
+    """A read of a mapped file would end the reader with SIGBUS."""
+    RecordWriter(tmp_path, 3, 8)
+    reader = RecordReader(tmp_path / "rank3.rec")
+    os.truncate(tmp_path / "rank3.rec", 0)
+    with pytest.raises(
+        RuntimeError, match=r"record of rank 3's calls, .*rank3\.rec, was truncated while the ranks ran"
+    ):
+        reader.header()
 
 
 def test_trace_has_the_calls_and_the_time_blocked_in_wait(tmp_path):

@@ -1,6 +1,7 @@
 """DataParallel with what real models bring: unused, tied, frozen and sparse parameters, accumulation, groups."""
 
 import time
+import uuid
 
 import pytest
 import torch
@@ -328,6 +329,7 @@ def test_two_groups_average_apart_and_two_groups_of_one_rank_together(ranks):
 
 def test_communication_starts_before_backward_ends(ranks):
     """Layers that sleep in backward: the first buckets must be under way while the last layers still sleep."""
+    meeting = uuid.uuid4().hex
 
     class Sleep(torch.autograd.Function):
         @staticmethod
@@ -339,13 +341,25 @@ def test_communication_starts_before_backward_ends(ranks):
             time.sleep(0.03)
             return gradient
 
+    class Meet(Sleep):
+        """Sleep once both ranks are here: on a busy machine one rank may begin backward when the other has ended it."""
+
+        @staticmethod
+        def backward(context, gradient):
+            store, key = dist.distributed_c10d._get_default_store(), meeting
+            store.add(key, 1)
+            while store.add(key, 0) < 2:
+                time.sleep(0.001)
+            time.sleep(0.1)
+            return gradient
+
     def train():
         layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
         spans = SpanWriter(dist.get_rank())
         replicas = DataParallel(layers, bucket_bytes=16_640, first_bucket_bytes=16_640, spans=spans)
         x = torch.randn(2, 64)
-        for layer in layers:
-            x = Sleep.apply(layer(x))
+        for index, layer in enumerate(layers):
+            x = (Sleep if index else Meet).apply(layer(x))
         with spans.span("backward", kind="B"):
             x.sum().backward()
         replicas.synchronize()

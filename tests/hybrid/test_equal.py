@@ -115,7 +115,10 @@ def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
 
 
 @pytest.mark.equality("hybrid")
-@pytest.mark.parametrize(("world_size", "runs"), [(8, TRIPLES), (4, PAIRS)], ids=["triples", "pairs"])
+@pytest.mark.parametrize(
+    ("world_size", "runs"),
+    [pytest.param(8, TRIPLES, marks=pytest.mark.soak, id="triples"), pytest.param(4, PAIRS, id="pairs")],
+)
 def test_every_combination(ranks, alone, world_size, runs):
     for name, (plan, options) in runs.items():
         options = options | {"steps": 2}  # the second begins with weights and moments that the first left

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from hybrid_gpt import DEEP, UNTIED, assert_equal_to_one_process, batch_of, make_hybrid, make_model, train, train_alone
@@ -132,15 +133,16 @@ def trained(more, options):
     return train(plan, steps=10, **options), kinds, shares
 
 
-def test_zero_bubble_with_tensor_ranks_equals_one_process(ranks):
-    for name, (more, options) in CASES.items():
-        results = ranks(4).run(trained, more, options)
-        alone = train_alone(steps=10, **options)
-        assert_equal_to_one_process([found for found, _, _ in results], alone, name)
-        for _, kinds, shares in results:
-            assert "B" not in kinds
-            num_stages = more.get("stages_per_rank", 1)
-            assert kinds.count("I") == kinds.count("W") == LATER["num_microbatches"] * num_stages
-            assert min(shares) > 0.8
-        goes_first = ("IF", "II") if "stages_per_rank" in more else ("IF",)
-        assert any(pair in kinds for _, kinds, _ in results for pair in goes_first), "a W let others go first"
+@pytest.mark.parametrize("name", ["tied", *(pytest.param(name, marks=pytest.mark.soak) for name in list(CASES)[1:])])
+def test_zero_bubble_with_tensor_ranks_equals_one_process(ranks, name):
+    more, options = CASES[name]
+    results = ranks(4).run(trained, more, options)
+    alone = train_alone(steps=10, **options)
+    assert_equal_to_one_process([found for found, _, _ in results], alone, name)
+    for _, kinds, shares in results:
+        assert "B" not in kinds
+        num_stages = more.get("stages_per_rank", 1)
+        assert kinds.count("I") == kinds.count("W") == LATER["num_microbatches"] * num_stages
+        assert min(shares) > 0.8
+    goes_first = ("IF", "II") if "stages_per_rank" in more else ("IF",)
+    assert any(pair in kinds for _, kinds, _ in results for pair in goes_first), "a W let others go first"

@@ -119,7 +119,10 @@ def test_a_module_that_exits_is_one_line(failed, tmp_path):
     assert f"{tmp_path / 'mine.py'} cannot be loaded" in told
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak), (signal.SIGKILL, -9)],
+)
 def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     process = subprocess.Popen(
         command(tmp_path, STUBBORN), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0

@@ -44,6 +44,7 @@ def run(cells, folder):
     return [cell for cell in made.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.soak  # a whole half of a notebook; its cells also run in their order in `make test`
 @pytest.mark.timeout(400)
 def test_the_second_sitting_runs_without_the_first(tmp_path):
     code = run(second_half(notebook()), tmp_path)  # raises where a cell raises

@@ -104,6 +104,7 @@ def simulated(num_ranks):
     return found, uneven
 
 
+@pytest.mark.soak
 def test_states_fall_as_the_formula_says_with_up_to_64_simulated_ranks():
     done = subprocess.run(
         [sys.executable, __file__, "8", "64"],

@@ -110,7 +110,8 @@ def train(wrap=None, backend="aot_eager"):
     return [output.detach(), *parameters]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_models_equal_one_process(ranks, backend):
     expected = train()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from distlab.comm.record.file import HEADER, MAGIC, OPS, ROW, ROWS_AT, TOTALS, T
 
 
 class RecordReader:
-    """Read a rank's file from any process, at any time, without disturbing the rank."""
+    """Read a rank's file from any process, at any time, without disturbing the rank.
+
+    It copies bytes and maps nothing: a read of a mapped file that was truncated would end the reader with SIGBUS.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._bytes: NDArray[np.uint8] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        self._rows: NDArray[Any] = self._bytes[ROWS_AT:].view(ROW)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as the reader)
         self._names_file = open(path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
         self._tail = b""
         self.names: list[str] = [""]
@@ -29,17 +32,32 @@ class RecordReader:
             return file.read(len(MAGIC)) == MAGIC
 
     def close(self) -> None:
-        """Close the texts; the mapping goes with the reader."""
+        """Close the files."""
+        self._file.close()
         self._names_file.close()
+
+    def _read(self, at: int, size: int) -> bytes:
+        """Return bytes of the file.
+
+        Raises:
+            RuntimeError: the file has become too short.
+        """
+        data = os.pread(self._file.fileno(), size, at)
+        if len(data) < size:
+            raise RuntimeError(
+                f"the record of rank {self.rank}'s calls, {self._file.name}, was truncated while the ranks ran; find "
+                "what writes into the launcher's folder, and stop it"
+            )
+        return data
 
     def header(self) -> Header:
         """Return the header as it stands."""
-        _, *numbers = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
+        _, *numbers = HEADER.unpack(self._read(0, HEADER.size))
         return Header(*numbers)
 
     def totals(self) -> NDArray[Any]:
         """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
-        return self._bytes[TOTALS_AT : TOTALS_AT + len(OPS) * TOTALS.itemsize].view(TOTALS).copy()
+        return np.frombuffer(self._read(TOTALS_AT, len(OPS) * TOTALS.itemsize), TOTALS).copy()
 
     def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
         """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
@@ -48,7 +66,10 @@ class RecordReader:
 
     def pick(self, header: Header, numbers: NDArray[np.uint64]) -> NDArray[Any]:
         """Copy the job's rows with these numbers, as far as they are there."""
-        rows: NDArray[Any] = self._rows[numbers % np.uint64(header.slots)]
+        slots = (numbers % np.uint64(header.slots)).astype(np.int64)
+        first, end = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)
+        data = self._read(ROWS_AT + first * ROW.itemsize, (end - first) * ROW.itemsize)
+        rows: NDArray[Any] = np.frombuffer(data, ROW)[slots - first]
         now = self.header()
         intact = (rows["n"] == numbers) & (rows["state"] > 0) & (numbers + np.uint64(header.slots) > now.newest)
         return np.asarray(rows[intact & (now.job == header.job)])
