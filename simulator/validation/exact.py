@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.plan import SCHEDULES, ActionTimes, Layer, Plan, Precision, Schedule, Sharding, Work, Workload
-from distlab.plan.schedules.search.automatic import zb_1p, zb_2p
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Layer,
+    Plan,
+    Precision,
+    Schedule,
+    Sharding,
+    Work,
+    Workload,
+    zb_1p,
+    zb_2p,
+)
 from simulator.hardware.cost import all_reduce_s
 from simulator.hardware.presets import link
 from simulator.memory.memory import KINDS, memory_of

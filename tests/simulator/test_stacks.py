@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
-from simulator import cluster, compute_s, device, gpt_workload, names, simulate, simulate_schedule, stack
-from simulator.hardware.presets import Stack
+from simulator import Stack, cluster, compute_s, device, gpt_workload, names, simulate, simulate_schedule, stack
 
 WORKLOAD = gpt_workload(
     hidden_size=1024, num_layers=8, num_heads=16, sequence_length=512, vocab_size=8192, microbatch_size=2
