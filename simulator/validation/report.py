@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.hardware.presets import Stack, stack
 from simulator.validation.a100 import A100_FAMILIES
@@ -14,6 +15,8 @@ from simulator.validation.exact import EXACT, Derived
 from simulator.validation.h100 import H100_FAMILIES
 from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
 from simulator.validation.score import Score, score
+
+Floats = NDArray[np.float64]
 
 # The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
 FITTED = {
@@ -25,6 +28,8 @@ FITTED = {
     "nanotron": ("matmul_fraction", "kernel_s", "network_fraction"),
 }
 BARS = {"same": 0.05, "other": 0.10, "bias": 0.02, "choice": 0.03, "tau": 0.8}
+RATES = ("zero-bubble Table 5",)
+SEARCHED = ("ZB-1p", "ZB-2p")
 MODES = ("calibrated", "left out", "data sheet")
 
 
@@ -116,20 +121,29 @@ def text(families: Sequence[Family], tables: dict[str, list[Derived]]) -> str:
         else:
             line += f"{'':>14}" + (f"{best.tau:>6.2f}" if best.tau is not None else "")
         lines.append(line)
-    lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}{'difference':>12}"]
+    lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}"]
     for name, rows in tables.items():
-        relative = np.array([row.predicted / row.published - 1 for row in rows])
-        apart = max(abs(row.predicted - row.published) for row in rows)
-        lines.append(
-            f"{name:<46}{len(rows):>5}{np.abs(relative).mean():>9.2%}{np.abs(relative).max():>9.2%}{apart:>12.4g}"
-        )
+        errors = errors_of(name, rows)
+        lines.append(f"{name:<46}{len(rows):>5}{errors.mean():>9.2%}{errors.max():>9.2%}")
     lines += ["", *map(verdict, families)]
     return "\n".join(lines)
 
 
+def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
+    """Return each row's error: of a table of rates, which are parts already, by how much ours is above the printed one.
+
+    A searched schedule with a smaller bubble than the published search found is no error.
+    """
+    ours, printed = np.array([row.predicted for row in rows]), np.array([row.published for row in rows])
+    if table in RATES:
+        searched = np.array([row.label.split()[1] in SEARCHED for row in rows])
+        return np.asarray(np.where(searched, np.maximum(ours - printed, 0), np.abs(ours - printed)), np.float64)
+    return np.asarray(np.abs(ours / printed - 1), np.float64)
+
+
 def is_same_generation(family: Family) -> bool:
     """Return whether a family ran on the generation that most constants were fitted on: A100."""
-    return family.cases[0].cluster in ("dgx-a100", "jean-zay")
+    return family.cases[0].cluster in ("dgx-a100", "jean-zay", "a100-4-cards")
 
 
 def verdict(family: Family) -> str:
