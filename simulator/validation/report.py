@@ -126,6 +126,7 @@ def text(families: Sequence[Family], tables: dict[str, list[Derived]]) -> str:
         errors = errors_of(name, rows)
         lines.append(f"{name:<46}{len(rows):>5}{errors.mean():>9.2%}{errors.max():>9.2%}")
     lines += ["", *map(verdict, families)]
+    lines += ["What sources do not say was chosen with these rows in view; --page FILE names each choice."]
     return "\n".join(lines)
 
 
