@@ -10,6 +10,8 @@ to it. Then the ranks compare how they go on. Where one rank alone skips a block
 
 from __future__ import annotations
 
+import threading
+
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
@@ -55,12 +57,14 @@ class Order:
         prefetch: units that are gathered ahead; 0 gathers each when it is needed.
         begun: units whose forward has begun in this pass, in order.
         ended: units whose forward has ended in this pass, in order; backward takes them from the end.
+        thread: in which this pass began; None outside of a pass.
     """
 
     def __init__(self, wrapped: list[SubmoduleUnits], prefetch: int, group: ProcessGroup | None) -> None:
         self.prefetch, self.group = prefetch, group
         self.begun: list[SubmoduleUnits] = []
         self.ended: list[SubmoduleUnits] = []
+        self.thread: int | None = None
         self._in_pass = False
         self._expected = wrapped
         self._ahead: list[SubmoduleUnits] = []  # of the units expected in this pass, those that have not begun
@@ -68,6 +72,7 @@ class Order:
     def start_pass(self) -> None:
         """Begin a forward pass."""
         self.begun, self.ended, self._in_pass, self._ahead = [], [], True, [*self._expected]
+        self.thread = threading.get_ident()
 
     def begin(self, one: SubmoduleUnits) -> list[SubmoduleUnits]:
         """Note that a unit's forward begins; return those to gather ahead.
@@ -101,7 +106,7 @@ class Order:
             ValueError: on every rank: ranks ran different units.
         """
         self._gather_rest()
-        self._in_pass = False
+        self._in_pass, self.thread = False, None
         self._compare("the end")
         self._expected = self.begun
 
