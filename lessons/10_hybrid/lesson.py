@@ -47,7 +47,7 @@ from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 SIZES = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "sequence_length": 2048, "vocab_size": 51200}
 MODEL = gpt_workload(**SIZES)
-MACHINE = cluster("dgx-h100", 64)
+MACHINE = cluster("dgx-h100", 64, stack="best-case")
 MONTH = 64 * 3 * 24 * 30  # dollars
 GOOD = ("pipeline", "data", "expert", "context", "tensor")  # slowest to fastest: tensor ranks are neighbours
 BAD = ("tensor", "data", "expert", "context", "pipeline")
@@ -629,7 +629,7 @@ from functools import cache
 from simulator import link
 
 SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
-FAST = cluster("dgx-h100", 512)
+FAST = cluster("dgx-h100", 512, stack="best-case")
 WIRES = {"InfiniBand": FAST, "10 Gb/s": replace(FAST, name="ethernet", inter_node=link("ethernet-10g"))}
 
 
