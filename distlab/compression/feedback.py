@@ -110,8 +110,8 @@ class FeedbackHook:
         check_real(bucket)
         if buffer.numel() >= 2**31:
             raise ValueError(
-                f"rank {rank}: bucket {bucket.index} has {buffer.numel()} elements; a compressor takes fewer than 2**31: "
-                "use smaller buckets"
+                f"rank {rank}: bucket {bucket.index} has {buffer.numel()} elements; a compressor takes fewer than "
+                "2**31: use smaller buckets"
             )
         if memory is not None and memory.numel() != buffer.numel():
             raise ValueError(
