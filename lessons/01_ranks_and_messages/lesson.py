@@ -294,12 +294,13 @@ def polite_swap():
 
 # %%
 from distlab.comm import RankError
+from distlab.notebook import in_cells
 
 swap = Ranks(2)
 try:
     swap.run(polite_swap)
 except RankError as error:
-    print(str(error).split("\n\n")[0])
+    print(in_cells(error).split("\n\n")[0])
 
 # %%
 show(draw_message_diagram(swap.records()), describe_message_diagram(swap.records()))
@@ -811,7 +812,7 @@ with Ranks(4) as ranks:
     try:
         ranks.run(four_ranks_hang)
     except RankError as error:
-        print(str(error).split("\n\n")[0])
+        print(in_cells(error).split("\n\n")[0])
     records = ranks.records()
 show(draw_message_diagram(records), describe_message_diagram(records))
 
