@@ -85,7 +85,7 @@ def in_cells(error: BaseException) -> str:
     """Return an error's text with lines of this notebook's cells in place of the kernel's files: "In[3], line 8"."""
     from IPython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     return str(error) if shell is None else name_cells(str(error), shell)
 
 

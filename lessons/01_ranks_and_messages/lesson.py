@@ -501,7 +501,7 @@ timeline = Timeline(shortest, predicted_trace(10**6, 3), title="Three rounds of 
 timeline
 
 # %%
-timeline.view = (0.0, 4 * (alpha_s + 10**6 / beta))
+timeline.view = (0.0, 2 * min(shortest.duration_s, predicted_trace(10**6, 3).duration_s))
 
 # %% [markdown]
 # Where they differ, ask what the line leaves out. It knows nothing of the operating system, which takes a core away now
