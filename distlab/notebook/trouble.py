@@ -81,5 +81,13 @@ def name_cells(text: str, shell: InteractiveShell) -> str:
     return _CELL_FILE.sub(name, text)
 
 
+def in_cells(error: BaseException) -> str:
+    """Return an error's text with lines of this notebook's cells in place of the kernel's files: "In[3], line 8"."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return str(error) if shell is None else name_cells(str(error), shell)
+
+
 def _is_foreign(file: str) -> bool:
     return "/site-packages/" in file or bool(re.search(r"/lib/python3\.\d+/", file))

@@ -78,7 +78,7 @@ guess_0.default(8)  # assumed if you gave no number above
 print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64)))
 
 # %% tags=["nbval-check-output"]
-print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs   in the end")
+print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs saves at most")
 for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parameters")):
     sizes = [adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=n) / 1e9 for n in (4, 16, 64, 1024)]
     row = " ".join(f"{size:8.1f}" for size in sizes)

@@ -65,9 +65,11 @@ print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e12:.2f}
 print(f"64 GPUs: {MONTH:,} dollars a month")
 
 # %% [markdown]
-# Each row of the two pictures is a machine, and the coloured ranks are those that rank 0 talks to. Above, its tensor
-# group is one machine. Below, which is the colleague's order, it is spread over all machines. The numbers that the
-# ranks compute are the same. What does it cost, and how do you find the order that costs least? This lesson answers it.
+# Each of the two pictures shows the 64 ranks three times, once for each axis. A row is a machine. The pictures and
+# the settings call a machine a **[node](../GLOSSARY.md#node)**. The coloured ranks with the letter A are the group of
+# rank 0 on this axis: those that it talks to. In the upper picture its tensor group is one machine. In the lower one,
+# which is the colleague's order, it is spread over all machines. The numbers that the ranks compute are the same.
+# What does it cost, and how do you find the order that costs least? This lesson answers it.
 
 # %%
 guess_0 = predict("How many times longer does a step take with tensor across the machines?", unit="x")
@@ -105,8 +107,10 @@ show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order o
 # %% [markdown]
 # ## The mesh
 #
-# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks are numbered like the digits of a
-# clock: the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
+# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks count as a
+# digital clock does: its last place, the seconds, changes with every count, and the place before it moves on by one
+# when the last is full. So the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1,
+# replica 0, tensor part 1.
 #
 # ### Exercise: where a rank stands
 #

@@ -1,6 +1,7 @@
 """%%ranks in a real kernel: ranks kept, some of them, output, errors with the cell's line, interrupt, end."""
 
 import os
+import re
 import time
 
 import pytest
@@ -281,3 +282,12 @@ def test_ranks_die_with_the_kernel():
     while any(is_alive(pid) for pid in running) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in running)
+
+
+def test_an_error_that_a_cell_catches_names_the_cell_too(notebook):
+    notebook.cell("def wait_for_other():\n    dist.recv(torch.zeros(1), 1 - dist.get_rank())")
+    caught = "try:\n    run(wait_for_other, 2)\nexcept RuntimeError as error:\n    print(in_cells(error))"
+    printed, error = notebook.cell(f"from distlab.notebook import in_cells\n{caught}")
+    assert error == ""
+    assert re.search(r"rank 0 waits in recv from 1 .* at In\[\d+\], line 2 for", printed)
+    assert "ipykernel_" not in printed
