@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.cli import main
-from distlab.comm.launch import fork_client
 from distlab.comm.launch.forkserver import JOB_VARIABLE
 from distlab.grading import Exercise
 from distlab.grading.check import examine
@@ -180,13 +179,11 @@ CASES = [
 
 @pytest.mark.parametrize(("fn", "fault", "says"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_trick_is_named(
-    mean_exercise: Exercise, monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], fault: str, says: str
+    mean_exercise: Exercise, request: pytest.FixtureRequest, fn: Callable[..., Any], fault: str, says: str
 ) -> None:
-    if fn is kills_the_fork_server:  # it gets its own: the other tests' ranks stay with theirs
-        monkeypatch.setattr(fork_client._Current, "server", None)
-    report = examine(mean_exercise, fn, worlds=(1,))
     if fn is kills_the_fork_server:
-        fork_client.shut_down()
+        request.getfixturevalue("own_fork_server")
+    report = examine(mean_exercise, fn, worlds=(1,))
     assert report.verdict == "wrong", str(report)
     assert re.fullmatch(fault, str(report.fault)), str(report)
     assert re.search(says, str(report), re.DOTALL), str(report)
@@ -230,7 +227,9 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("line", ENDINGS)
-def test_every_end_of_an_import_has_a_verdict(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_end_of_an_import_has_a_verdict(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str], own_fork_server: None
+) -> None:
     file = tmp_path / "answers.py"
     file.write_text(f"import os\n{line}\n")
     assert main(["check", "03.buckets", "--impl", str(file)]) == 1

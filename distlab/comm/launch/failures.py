@@ -74,9 +74,13 @@ def by_cause(failures: Sequence[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
 
 
-def describe_exit(exit_code: int) -> str:
-    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
-    if exit_code == LOST_CONNECTION:
+def describe_exit(exit_code: int, last_output: Sequence[str] = ()) -> str:
+    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess.
+
+    Where a rank closes every file, gloo's own thread may notice first and abort: the last output says so.
+    """
+    gloo_lost_its_files = exit_code == -signal.SIGABRT and any("nfds != -1" in line for line in last_output)
+    if exit_code == LOST_CONNECTION or gloo_lost_its_files:
         return (
             "closed a file descriptor that it did not open (os.close, os.closerange), so its result could not be sent"
         )
