@@ -148,6 +148,8 @@ class ShardBucket(GradientSlots):
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
         self.start_ns = time.monotonic_ns()
+        if not self.whole.numel():  # parameters without elements, on every rank
+            return
         if self.equal:
             self._landing = self.lent.landings.lend(self.kind)
             whole = buffer[: self.whole.numel()]
@@ -185,6 +187,8 @@ class ShardBucket(GradientSlots):
 
     def gather(self) -> list[DirectGather | dist.Work]:
         """Begin to bring every rank's part of the parameters to all, in place; return what to wait for."""
+        if not self.whole.numel():
+            return []
         if self.equal:
             return [DirectGather(self.whole, self.whole[slice(*self.bounds)], self.group)]
         return [
