@@ -1,4 +1,4 @@
-"""Optimizers, groups and schedules as programs bring them: `ShardedOptimizer` equals plain torch, and states fit both."""
+"""Optimizers, groups and schedules as programs bring them: equal to plain torch, or refused in words."""
 
 import copy
 
@@ -9,8 +9,10 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as schedules
 
+from distlab.large_batch import LAMB, LARS
+from distlab.precision import LossScaler
 from distlab.rng import generator
-from distlab.sharding import ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer
 
 
 class Small(nn.Module):
@@ -25,12 +27,13 @@ class Small(nn.Module):
         self.last = nn.Linear(5, 3)
         self.empty = nn.Linear(0, 3, bias=False)
         self.double()
+        self.kind = torch.float32
         self.empty.float()  # so that it has a bucket of its own, without elements
         for name, parameter in self.named_parameters():
             nn.init.normal_(parameter, std=0.4, generator=generator(0, 0, name))
 
     def forward(self, x):
-        return self.last(self.frozen(self.norm(self.first(x)).tanh())) + self.empty(x[:, :0].float())
+        return self.last(self.frozen(self.norm(self.first(x)).tanh())) + self.empty(x[:, :0].to(self.kind)).double()
 
 
 def batch(step, rank):
@@ -234,3 +237,55 @@ def test_what_looks_at_more_than_its_piece_is_refused(ranks):
             f'{name} looks at whole tensors, and split="elements"' in texts[name] for name in ("Adafactor", "Muon")
         )
         assert "optimizer of other parameters" in texts["other"]
+
+
+def of_one_type():
+    model = Small()
+    model.empty.double()
+    model.kind = torch.float64
+    return model
+
+
+def tools(kind):
+    """Torch's tools on gradients of shards, then the package's own, which go through."""
+    if kind == "zero":
+        model, optimizer = sharded("adamw", stage=2)
+        shards, own = [piece for _, piece in optimizer.named_pieces()], optimizer
+    else:
+        model = FullyShard(of_one_type())
+        own, shards = model, [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(shards, lr=0.02)
+    texts = {}
+
+    def attempt(name, call):
+        try:
+            call()
+            texts[name] = "taken"
+        except ValueError as error:
+            texts[name] = str(error)
+
+    torch_scaler, scaler = torch.amp.GradScaler("cpu", init_scale=8.0), LossScaler(8.0)
+    torch_scaler.scale(torch.ones(()))
+    scaler.scale(model(batch(0, dist.get_rank())).square().mean()).backward()
+    own.synchronize()
+    attempt("clip", lambda: torch.nn.utils.clip_grad_norm_(shards, 0.1))
+    attempt("scaler", lambda: torch_scaler.step(optimizer))
+    attempt("LAMB", lambda: LAMB(shards, lr=0.1))
+    attempt("LARS", lambda: LARS(shards, lr=0.1))
+    scaler.unscale_(shards)
+    norm = own.clip_gradients_(0.1)
+    scaler.step(optimizer, shards)
+    scaler.update()
+    return texts, norm.item()
+
+
+@pytest.mark.parametrize("kind", ["zero", "fsdp"])
+def test_torchs_clip_and_scaler_name_the_packages_own(ranks, kind):
+    model = Small()
+    torch.stack([model(batch(0, part)).square().mean() for part in range(2)]).mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(wanting(model), 0.1).item()
+    for texts, norm in ranks(2).run(tools, kind):
+        assert "clip_gradients_(max_norm)" in texts["clip"]
+        assert "distlab.precision.LossScaler" in texts["scaler"]
+        assert kind == "zero" or all("takes the norm of each tensor" in texts[name] for name in ("LAMB", "LARS"))
+        assert norm == pytest.approx(expected, rel=1e-12)

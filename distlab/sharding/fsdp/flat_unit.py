@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.plan import FlatLayout, Precision
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
+from distlab.sharding.shard_gradient import of_shard
 from distlab.trace import SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -233,7 +234,7 @@ class Unit:
             total.div_(self.options.num_gradients)
         total = total.to(self.shard.device, self.shard.dtype)
         if self.shard.grad is None:
-            self.shard.grad = total
+            self.shard.grad = of_shard(total)
         else:
             self.shard.grad.add_(total)
 

@@ -1,4 +1,4 @@
-"""Read the state of a plain torch optimizer of the whole model: its parameters have numbers, and here they have names."""
+"""Read the state of a plain torch optimizer of the whole model: it knows parameters by numbers, not by names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> t
     sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in names]
     if sizes != expected:
         raise ValueError(
-            f"the saved optimizer has groups of {sizes} parameters, and this one of {expected}; build it as it was when "
-            "the state was saved"
+            f"the saved optimizer has groups of {sizes} parameters, and this one of {expected}; build it as it was "
+            "when the state was saved"
         )
     places = {}
     for group, own in zip(groups, names, strict=True):

@@ -26,6 +26,7 @@ from distlab.comm.p2p import started
 from distlab.flat_gradients import GradientSlots
 from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
+from distlab.sharding.shard_gradient import of_shard
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
 
@@ -200,7 +201,8 @@ class ShardBucket(GradientSlots):
         """Set the gradients of this rank's shards; a parameter that no rank has used gets None."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for piece in self.pieces:
-            piece.parameter.grad = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+            gradient = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+            piece.parameter.grad = of_shard(gradient) if gradient is not None and self.equal else gradient
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
