@@ -145,18 +145,18 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self.optimizer = self._make(trained, make_optimizer)
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of this rank's pieces, with their learning rates."""
         return self.optimizer.param_groups
 
-    @property  # type: ignore[override]
-    def defaults(self) -> dict[str, Any]:
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Options that a group has where it sets none."""
         return self.optimizer.defaults
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
+    @property
+    def state(self) -> Any:  # type: ignore[override]
         """What the optimizer keeps of this rank's pieces."""
         return self.optimizer.state
 
