@@ -12,7 +12,8 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
+Then `groups` (the optimizer of pieces),
+`scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
