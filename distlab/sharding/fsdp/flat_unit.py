@@ -27,6 +27,7 @@ from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
+from distlab.sharding.shard_gradient import of_shard
 from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -250,7 +251,7 @@ class Unit:
 
     def _add(self, total: Tensor) -> None:
         if self.shard.grad is None:
-            self.shard.grad = total
+            self.shard.grad = of_shard(total)
         else:
             self.shard.grad.add_(total)
 

@@ -25,6 +25,7 @@ from distlab.comm.p2p import started
 from distlab.flat_gradients import GradientSlots
 from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
+from distlab.sharding.shard_gradient import of_shard
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
 
@@ -147,6 +148,8 @@ class ShardBucket(GradientSlots):
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
         self._call = None if spans is None else spans.call()
+        if not self.whole.numel():  # parameters without elements, on every rank
+            return
         if self.equal:
             self._landing = self.lent.landings.lend(self.kind)
             whole = buffer[: self.whole.numel()]
@@ -186,6 +189,8 @@ class ShardBucket(GradientSlots):
 
     def gather(self) -> list[DirectGather | dist.Work]:
         """Begin to bring every rank's part of the parameters to all, in place; return what to wait for."""
+        if not self.whole.numel():
+            return []
         if self.equal:
             return [DirectGather(self.whole, self.whole[slice(*self.bounds)], self.group)]
         return [
@@ -197,7 +202,8 @@ class ShardBucket(GradientSlots):
         """Set the gradients of this rank's shards; a parameter that no rank has used gets None."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for piece in self.pieces:
-            piece.parameter.grad = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+            gradient = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+            piece.parameter.grad = of_shard(gradient) if gradient is not None and self.equal else gradient
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
