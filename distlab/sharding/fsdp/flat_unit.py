@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
@@ -27,7 +27,7 @@ from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
-from distlab.sharding.shard_gradient import of_shard
+from distlab.sharding.shard_gradient import FlatShard, of_shard
 from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -60,8 +60,7 @@ class Unit:
         memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
-        self.shard = nn.Parameter(memory, requires_grad=members.parameters[0].requires_grad)
-        self.shard.is_shard = True  # type: ignore[attr-defined]  # checkpoints refuse to take rank 0's for all
+        self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
         self.reshard_after_forward = True
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)

@@ -12,8 +12,8 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `groups` (the optimizer of pieces),
-`scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
+Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's
+way), `state` (what is saved).
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
@@ -34,8 +34,9 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.gradient_status import find_faults
+from distlab.gradient_status import UNUSED, find_faults
 from distlab.replicate import agree_on_parameters
+from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
@@ -80,8 +81,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         optimizer.zero_grad()
 
     The group's first rank gives its parameters and buffers to all at construction. From then on parameters are views
-    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`);
-    the module's parameters have none.
+    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`).
+    Those of the module's parameters then have a shape and no values: torch's `clip_grad_norm_` is refused in words.
 
     Gradients add up until `zero_grad()`. To accumulate micro-batches either call `synchronize()` after each backward,
     or run all but the last under `no_sync()`.
@@ -132,6 +133,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self.module, self.group, self.stage, self.split = module, group, stage, split
         self.unused, self.check_finite, self.spans = unused, check_finite, spans
         self.step_number = 0
+        self._has_means = False
         named = list(module.named_parameters())
         agree_on_parameters(named, group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
@@ -161,6 +163,11 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         return self.optimizer.state
 
     @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Refuse torch.amp.GradScaler on every rank, also on one that owns no gradient: it asks for this first."""
+        raise ValueError(f"rank {dist.get_rank()}: torch.amp.GradScaler on shards: {SCALER}")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all buckets: what is scattered, and then gathered, in a step."""
         return sum(bucket.num_bytes for bucket in self.buckets)
@@ -179,10 +186,9 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `set_to_none` is always meant."""
+        self._has_means = False
         for bucket in self.buckets:
             bucket.forget()
-            for parameter in bucket.parameters:
-                parameter.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -204,6 +210,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
                 nothing of use: `zero_grad()` to go on.
         """
+        self._has_means = False
         self._scattering.finish_pass()
         try:
             if self.check_finite:
@@ -219,6 +226,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         used = iter(found)
         for bucket in self.buckets:
             bucket.hand_out(list(islice(used, len(bucket.names))))
+        self._has_means = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -226,10 +234,20 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
 
         Raises:
             ValueError: a closure was given.
+            RuntimeError: `synchronize()` has not run since backward, or since `zero_grad()`.
         """
         if closure is not None:
             raise ValueError("ShardedOptimizer.step takes no closure: call backward and synchronize() before it")
+        if not self._has_means or any(status != UNUSED for bucket in self.buckets for status in bucket.statuses):
+            raise RuntimeError(
+                f"rank {dist.get_rank(self.group)}: step {self.step_number}: expected mean gradients, and "
+                "synchronize() has not run since the last backward or zero_grad(); call synchronize() before step()"
+            )
+        for bucket in self.buckets:
+            bucket.mark_gradients(False)
         self.optimizer.step()
+        for bucket in self.buckets:
+            bucket.mark_gradients(True)
         spans = self.spans
         started = [(bucket, None if spans is None else spans.call(), bucket.gather()) for bucket in self.buckets]
         for bucket, call, works in started:
@@ -255,9 +273,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            "ShardedOptimizer cuts its buckets at construction and takes no further parameters; build it again"
-        )
+        raise ValueError("ShardedOptimizer cuts its buckets at construction, and takes no more parameters; rebuild it")
 
     def close(self) -> None:
         """Remove the hooks from the module; its backward passes are no longer watched."""

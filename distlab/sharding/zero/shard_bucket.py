@@ -25,7 +25,7 @@ from distlab.comm.p2p import started
 from distlab.flat_gradients import GradientSlots
 from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
-from distlab.sharding.shard_gradient import of_shard
+from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
 
@@ -112,6 +112,7 @@ class ShardBucket(GradientSlots):
         self.held = False
         self.has_gradient = [False] * len(named)
         self._carried: Tensor | None = None
+        self._absent = [absent(parameter) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
         lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -124,15 +125,15 @@ class ShardBucket(GradientSlots):
         """Forget gradients that were summed."""
         self.held = False
         self.has_gradient = [False] * len(self.parameters)
-        for piece in self.pieces:
-            piece.parameter.grad = None
+        for one in (*self.parameters, *(piece.parameter for piece in self.pieces)):
+            one.grad = None
 
     def pack(self, slot: int) -> None:
         """Copy a parameter's gradient to its place, divided by the ranks, and take it from the parameter."""
         if self.num_packed == 0:
             self._open()
         view, parameter = self._place(self._buffer, slot), self.parameters[slot]
-        gradient = parameter.grad
+        gradient = None if isinstance(parameter.grad, AbsentGradient) else parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             self.statuses[slot], gradient = SPARSE, None
         elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
@@ -199,11 +200,21 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the gradients of this rank's shards; a parameter that no rank has used gets None."""
+        """Set the gradients of this rank's pieces; a parameter that no rank has used gets None.
+
+        The whole parameters get an `AbsentGradient`, so that torch's tools do not silently skip them.
+        """
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
+        for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
+            parameter.grad = nothing if has_gradient else None
+        self.mark_gradients(True)
+
+    def mark_gradients(self, refusing: bool) -> None:
+        """Let the pieces' gradients refuse torch's tools, or be plain ones, for the optimizer's own step."""
         for piece in self.pieces:
-            gradient = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
-            piece.parameter.grad = of_shard(gradient) if gradient is not None and self.equal else gradient
+            if self.has_gradient[piece.slot]:
+                gradient = self.gradient_of(piece)
+                piece.parameter.grad = of_shard(gradient) if refusing else gradient
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
