@@ -38,20 +38,11 @@ REFUSED_FOR_SHARDS: dict[Any, str] = {
         f"the number of dimensions of a shard (groups for weight decay use it): {DIMENSIONS}",
     ),
 }
-METADATA = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "is_sparse",
-        "is_cuda",
-        "is_leaf",
-        "grad_fn",
-        "_backward_hooks",
-    ]
+ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "nbytes"),
+    *("requires_grad", "grad_fn", "is_leaf", "is_sparse", "is_cuda"),
 )
+METHODS = ("size", "dim", "numel", "element_size", "untyped_storage", "data_ptr")  # who counts memory asks for these
 
 
 class ShardGradient(Tensor):
@@ -107,7 +98,8 @@ class AbsentGradient(Tensor):
         Raises:
             ValueError: the function wants values.
         """
-        if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ in METADATA:
+        name = getattr(func, "__name__", "")
+        if name in METHODS or (name == "__get__" and func.__self__.__name__ in ATTRIBUTES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ValueError(

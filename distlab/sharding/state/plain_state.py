@@ -37,7 +37,10 @@ def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> t
                 raise ValueError(f"the full state has nothing for {given}; load the state of this model")
     state = {places.get(key, str(key)): dict(kept) for key, kept in state_dict["state"].items()}
     named = [
-        {**{key: group[key] for key in group if key != "params"}, "names": [places[one] for one in group["params"]]}
+        {
+            **{key: group[key] for key in group if key not in ("params", "param_names")},
+            "names": [places[one] for one in group["params"]],
+        }
         for group in groups
     ]
     return state, named

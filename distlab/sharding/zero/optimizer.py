@@ -273,7 +273,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         Raises:
             ValueError: always.
         """
-        raise ValueError("ShardedOptimizer cuts its buckets at construction, and takes no more parameters; rebuild it")
+        raise ValueError("ShardedOptimizer has fixed buckets, and takes no further parameters; build it again")
 
     def close(self) -> None:
         """Remove the hooks from the module; its backward passes are no longer watched."""
