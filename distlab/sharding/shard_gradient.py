@@ -118,13 +118,17 @@ def of_shard(gradient: Tensor) -> Tensor:
     return marked
 
 
-def absent(parameter: Tensor) -> Tensor:
-    """Return what stands for a parameter's gradient while there is none; it takes the memory of one number.
+def absent(parameter: Tensor, memory: Tensor) -> Tensor:
+    """Return what stands for a parameter's gradient while there is none; it takes no memory of its own.
 
-    Shapes: any; the same
+    Args:
+        parameter: whose gradient it is.
+        memory: a tensor of the same dtype and device; one number of it stands for all.
+
+    Shapes: any, [E]; the same as the parameter's
     """
-    one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-    nothing: Tensor = one.expand(parameter.shape).as_subclass(AbsentGradient)
+    one = memory[:1] if memory.numel() else torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    nothing: Tensor = one.as_strided(parameter.shape, [0] * parameter.dim()).as_subclass(AbsentGradient)
     return nothing
 
 

@@ -55,6 +55,7 @@ class ForwardCall:
                 f"unit {watched.name or 'root'!r}: its shard was changed between forward and backward, so backward "
                 "would use other parameters than forward; update after backward"
             )
+        watched.model.order.begin_backward()
         self.running, self.task = True, task
         if self.outer is not None:  # a loss of what an inner unit made may reach the outer one through no other tensor
             self.outer.call.begin_backward(self.outer.views)
@@ -169,6 +170,7 @@ class WatchedModule(SubmoduleUnits):
             one.start_gather()
         call = ForwardCall(self, running[-1] if running else None)
         views = [unit.views(call.on_gradients) for unit in self.units]
+        self.model.order.note_graph(self.units, views)
         return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
 
     def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:

@@ -112,7 +112,7 @@ class ShardBucket(GradientSlots):
         self.held = False
         self.has_gradient = [False] * len(named)
         self._carried: Tensor | None = None
-        self._absent = [absent(parameter) for parameter in self.parameters]
+        self._absent = [absent(parameter, self.shard) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
         lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
