@@ -1,8 +1,9 @@
 """Shards and their gradients, which refuse torch's tools that would take a part for the whole.
 
 Work by element is right on a shard. A norm, a number of dimensions or a decision about NaN is not: each rank would get
-its own answer. `FlatShard` is a unit's shard, `ShardGradient` the gradient of any shard, and `AbsentGradient` stands in
-a module's parameter while the mean gradients are in pieces. Each of them refuses such tools on the rank that calls.
+its own answer. `FlatShard` is a unit's shard. `ShardGradient` is the gradient of any shard. `AbsentGradient` stands in
+a module's parameter while the mean gradients are in pieces. Each of them refuses such tools, so every rank that calls
+them hears of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ WHOLE = (
     'ShardedOptimizer(split="tensors"), or no sharding'
 )
 DIMENSIONS = (
-    "it is flat, and parameters of all shapes lie in it; look at the whole parameters before FullyShard is built, or "
-    "use ShardedOptimizer, whose groups are made of whole parameters"
+    "it is flat, and parameters of all shapes lie in it. FullyShard cannot make such groups; use ShardedOptimizer, "
+    "whose groups are made of whole parameters"
 )
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm, torch.norm)
 REFUSED_FOR_GRADIENTS: dict[Any, str] = {

@@ -1,7 +1,7 @@
 """States go from FullyShard to plain torch and back: plain AdamW goes on as one process does, and so does FullyShard.
 
-Torch's own `get_optimizer_state_dict(full_state_dict=True)` makes a state by names too, which plain torch.optim.AdamW
-refuses to read. Here a plain optimizer reads it by its own `load_state_dict`.
+So does the state of FSDP2: `get_optimizer_state_dict(full_state_dict=True)` of torch 2.13 is by names too, and plain
+torch.optim.AdamW takes it by its own `load_state_dict`.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Torch's tools on sharded models: refused in words on every rank, since each rank would get an answer of its own.
 
-Torch's own sharded tensors (FSDP2's DTensor) take norms over all ranks and have the true number of dimensions, so there
-`clip_grad_norm_` and groups by `p.dim()` are right, and Adafactor and LBFGS are silently those of a part.
+FSDP2 of torch 2.13 keeps each parameter's true dimensions and takes norms over all ranks. So `clip_grad_norm_`,
+GradScaler and groups by `p.dim()` work there. Its Adafactor and LBFGS end in errors about placements of DTensor.
 """
 
 import pytest

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from any_models import MODELS, Convolutions, Recurrent, Windows
 from language_models import Decoder, EncoderDecoder, Experts
 from odd_models import ODD, FastWeights, MaxNorm
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distlab.plan import Precision

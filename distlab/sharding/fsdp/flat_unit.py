@@ -169,7 +169,8 @@ class Unit:
             warnings.warn(
                 f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
                 "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum move "
-                "what one process would leave alone; freeze what is not used with requires_grad_(False)",
+                "what one process would leave alone. Freeze what is not used with requires_grad_(False), or give its "
+                "module a unit of its own by units=[...]: a unit that backward does not reach has no gradient",
                 stacklevel=2,
             )
         rows = [
