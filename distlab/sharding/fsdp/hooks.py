@@ -51,6 +51,7 @@ class ForwardCall:
         if self.task == task:
             return
         watched = self.watched
+        watched.model.order.begin_backward()
         if self.versions != [unit.shard._version for unit in watched.units]:
             raise RuntimeError(
                 f"unit {watched.name or 'root'!r}: its shard was changed between forward and backward, so backward "
@@ -173,6 +174,7 @@ class WatchedModule(SubmoduleUnits):
             one.start_gather()
         call = ForwardCall(self, running[-1] if running else None)
         views = [unit.views(call.on_gradients) for unit in self.units]
+        self.model.order.note_graph(self.units, views)
         return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
 
     def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
