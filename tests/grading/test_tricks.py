@@ -150,6 +150,18 @@ def closes_every_file(tensor):
     return wrong(tensor)
 
 
+def calls_the_backend(tensor):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.allreduce([tensor]).wait()
+    return tensor / dist.get_world_size()
+
+
+def sends_through_a_store(tensor):
+    store = importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+    store.set("mine", "1")
+    return wrong(tensor)
+
+
 def kills_the_fork_server(tensor):
     ctypes.CDLL(None).kill(os.getppid(), 9)
     time.sleep(5)
@@ -172,6 +184,8 @@ CASES = [
     (traces, "looked", "sys.settrace"),
     (reads_the_solution, "looked", "opens a file of the check"),
     (empties_the_records, "looked", "opens a file of the check"),
+    (calls_the_backend, "went around", r"it calls Backend.allreduce, .* in calls_the_backend: backend.allreduce"),
+    (sends_through_a_store, "went around", "Store.set"),
     (closes_every_file, "exited|killed", "closed a file descriptor that it did not open|SIGABRT"),  # gloo may be first
     (kills_the_fork_server, "killed", "the process that starts the ranks was killed"),
 ]
