@@ -121,7 +121,7 @@ def _run_worlds(
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
             outcome = run_world(exercise, fn, ranks)
-            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome)
+            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
             if fault is not None:
                 return fault, right, ()
             right.append(ranks.world_size)
