@@ -63,7 +63,7 @@ def clip_gradients_(
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else norm.device
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=group)
-        norm = square.sqrt().to(norm)
+        norm = square.sqrt().to(norm) if gradients else square.sqrt()  # a rank without gradients knows no type
     if check_finite and not math.isfinite(norm.item()):
         raise NotFiniteError(_explain(named, norm.item(), group))
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)

@@ -4,7 +4,8 @@ Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures ar
 
 Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
 `pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
-`memory`, `models`, `sweeps`. `units` and `precision` convert numbers and say how wide they are.
+`memory`, `models`, `sweeps`, and `validation` (how near all of it comes to published steps). `units` and `precision`
+convert numbers and say how wide they are.
 """
 
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
@@ -22,9 +23,10 @@ from simulator.hardware.cost import (
     reduce_scatter_s,
 )
 from simulator.hardware.fit import fit_link, fit_steps
-from simulator.hardware.presets import cluster, device, link, names
+from simulator.hardware.presets import Stack, cluster, device, link, names, stack
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
+from simulator.models.attention_kernel import fuse_attention
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
@@ -57,6 +59,7 @@ __all__ = [
     "Memory",
     "PipelineRun",
     "Placed",
+    "Stack",
     "Step",
     "Uneven",
     "UnitSweep",
@@ -77,6 +80,7 @@ __all__ = [
     "device",
     "fit_link",
     "fit_steps",
+    "fuse_attention",
     "gpt_num_parameters",
     "gpt_step_flops",
     "gpt_workload",
@@ -97,6 +101,7 @@ __all__ = [
     "simulate",
     "simulate_schedule",
     "smallest_change",
+    "stack",
     "sweep_compression",
     "sweep_units",
     "why_not_timed",

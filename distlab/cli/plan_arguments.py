@@ -27,6 +27,11 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="a published model, such as llama-2-7b, in place of sizes")
     for name, (default, what) in SIZES.items():
         add_count(command, f"--{name}", f"{what} (default {default}, or the model's)", default=None)
+    what = "width of the gated feed-forward part: a model like Llama (default: a GPT, 4 times the hidden size)"
+    add_count(command, "--feed-forward", what, default=None)
+    add_count(command, "--kv-heads", "heads of keys and values of a model like Llama (default: --heads)", default=None)
+    what = "kernel of attention: flash keeps no scores (default: plain, or the model's)"
+    command.add_argument("--attention", choices=("plain", "flash"), help=what)
     add_count(command, "--experts", "experts in each block (default 1: no mixture; sizes only)")
     add_count(command, "--top-k", "experts that a token goes to", metavar="K")
     add_count(command, "--microbatch", "samples in a micro-batch")
@@ -75,28 +80,39 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     Raises:
         ValueError: the model does not exist, sizes come together with a name, or they make no sense together.
     """
-    from simulator import gpt_workload, mix_experts, model_by_name
+    from simulator import LlamaSizes, fuse_attention, gpt_workload, llama_workload, mix_experts, model_by_name
 
     if arguments.model:
-        given = [f"--{name}" for name in SIZES if name != "sequence" and getattr(arguments, name) is not None]
+        own = [name for name in (*SIZES, "feed-forward", "kv-heads") if name != "sequence"]
+        given = [f"--{name}" for name in own if getattr(arguments, name.replace("-", "_")) is not None]
         if given:
             raise ValueError(f"--model {arguments.model} has its own sizes; leave out {', '.join(given)}")
         if arguments.experts > 1:
             raise ValueError(
                 f"--model {arguments.model} has no experts; describe a model with sizes, or drop --experts"
             )
-        return model_by_name(arguments.model, microbatch_size=arguments.microbatch, sequence_length=arguments.sequence)
+        options = {"microbatch_size": arguments.microbatch, "sequence_length": arguments.sequence}
+        return model_by_name(arguments.model, **options, attention=arguments.attention)
     sizes = {name: getattr(arguments, name) or default for name, (default, _) in SIZES.items()}
-    workload = gpt_workload(
-        hidden_size=sizes["hidden"],
-        num_layers=sizes["layers"],
-        num_heads=sizes["heads"],
-        sequence_length=sizes["sequence"],
-        vocab_size=sizes["vocabulary"],
-        microbatch_size=arguments.microbatch,
-    )
-    mixed = arguments.experts > 1 or arguments.top_k > 1
-    return mix_experts(workload, arguments.experts, top_k=arguments.top_k) if mixed else workload
+    lengths = {"sequence_length": sizes["sequence"], "microbatch_size": arguments.microbatch}
+    if arguments.feed_forward or arguments.kv_heads:
+        if arguments.experts > 1:
+            raise ValueError("--experts is of a GPT; leave out --feed-forward and --kv-heads")
+        heads = (sizes["heads"], arguments.kv_heads or sizes["heads"])
+        widths = (arguments.feed_forward or 4 * sizes["hidden"], sizes["vocabulary"])
+        llama = LlamaSizes(sizes["hidden"], sizes["layers"], *heads, *widths)
+        workload = llama_workload(llama, **lengths)
+    else:
+        workload = gpt_workload(
+            hidden_size=sizes["hidden"],
+            num_layers=sizes["layers"],
+            num_heads=sizes["heads"],
+            vocab_size=sizes["vocabulary"],
+            **lengths,
+        )
+    if arguments.experts > 1 or arguments.top_k > 1:
+        workload = mix_experts(workload, arguments.experts, top_k=arguments.top_k)
+    return fuse_attention(workload) if arguments.attention == "flash" else workload
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
+from distlab.cli.clusters import find_cluster, presets
 from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
-from distlab.plan import AXES, Cluster, Link, Plan, Workload
+from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
     add_model_arguments(command)
     command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
+    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
+    command.add_argument("--stack", metavar="NAME", help=what)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     add_plan_arguments(command)
     what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
@@ -39,8 +42,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Simulate one step, print it, and save what was asked for; where time is not simulated, count memory alone."""
+    """Simulate one step, print it, and save what was asked for.
+
+    Where time is not simulated, `--memory` alone counts memory; a plan that asks for time is refused.
+    """
     from simulator import memory_of, simulate, why_not_timed
+    from simulator.step.timed import notes_on
 
     if arguments.list:
         print(presets())
@@ -53,12 +60,10 @@ def main(arguments: argparse.Namespace) -> int:
             check_output(f"--{flag}", path)
             if flag != "trace":
                 check_picture(f"--{flag}", path)
-    cluster = find_cluster(arguments.cluster, plan.world_size)
+    cluster = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
     why_no_time = why_not_timed(plan)
-    if why_no_time and (arguments.timeline or arguments.trace):
-        raise ValueError(
-            f"--timeline and --trace need the step's time, which is not simulated: {why_no_time}; or use --memory"
-        )
+    if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
+        raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
     memory = step.memory if step else memory_of(workload, plan)
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
@@ -69,35 +74,11 @@ def main(arguments: argparse.Namespace) -> int:
     counted = memory_facts(workload, plan, cluster, memory)
     if arguments.json:
         about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
-        about |= {"parameters": workload.num_parameters}
+        about |= {"parameters": workload.num_parameters, "notes": list(notes_on(plan))}
         print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
     return 0
-
-
-def presets() -> str:
-    """List the clusters and the models that have a name, with what they are."""
-    from simulator import model_by_name
-    from simulator.hardware import presets as hardware
-    from simulator.models.by_name import MODELS
-    from simulator.units import format_bytes
-
-    rows = [("clusters (--cluster)", "a node")]
-    for name in hardware.names("clusters"):
-        known = hardware.cluster(name)
-        memory = format_bytes(known.device.memory_bytes)
-        wires = f"{_wire(known.intra_node)} inside, {_wire(known.inter_node)} between nodes"
-        rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
-    rows.append(("models (--model)", "parameters"))
-    rows += [(f"  {name}", f"{model_by_name(name).num_parameters / 1e9:,.4g} billion") for name in MODELS]
-    return "\n".join(f"{name:<22} {value}" for name, value in rows)
-
-
-def _wire(link: Link) -> str:
-    from simulator.units import format_bytes_per_s
-
-    return f"{link.name} of {format_bytes_per_s(max(protocol.bytes_per_s for protocol in link.protocols))}"
 
 
 def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -139,37 +120,23 @@ def save_pictures(
         draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(filled, dpi=150)
 
 
-def find_cluster(name: str, num_devices: int) -> Cluster:
-    """Return a preset with enough nodes for num_devices, or the cluster of a calibration file.
-
-    Raises:
-        ValueError: there is neither a preset nor a file of that name.
-    """
-    from simulator.hardware import presets as hardware
-
-    known = hardware.names("clusters")
-    if name in known:
-        per_node = hardware.cluster(name).devices_per_node
-        nodes = -(-num_devices // per_node)
-        return hardware.cluster(name, per_node * nodes)
-    if not Path(name).exists():
-        raise ValueError(f"{name!r} is neither a preset nor a file; presets: {', '.join(known)}")
-    from distlab.measure import load_calibration
-
-    return load_calibration(Path(name)).cluster
-
-
 def facts(step: Step) -> dict[str, object]:
-    """Return the figures of a step's time as JSON-ready values."""
+    """Return the figures of a step's time as JSON-ready values.
+
+    `duration_s` is one step alone, from its first start to its last end; `steady_s` each of many steps in a row. All
+    rates are over `duration_s`. All ranks at one place in the pipeline send the same.
+    """
     return {
         "duration_s": step.duration_s,
+        "steady_s": step.steady_s,
         "samples_per_s": step.samples_per_s,
         "bubble_fraction": step.bubble_fraction,
-        "utilization": step.utilization,
+        "mfu": step.mfu,
+        "utilization_of_achieved_rate": step.utilization,
         "exposed_communication_s": step.exposed_communication_s,
         "exposed_s_by_axis": dict(step.exposed_by_axis),
         "sent_bytes_by_axis": dict(step.sent_bytes_by_axis),
-        "sent_bytes_per_rank": list(step.sent_bytes_per_rank),
+        "sent_bytes_by_pipeline_rank": list(step.sent_bytes_by_pipeline_rank),
     }
 
 
@@ -206,6 +173,7 @@ def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]
     now, was = change.plan.sharding, before.sharding
     flags = [
         ("--schedule", change.plan.schedule, before.schedule),
+        ("--stages-per-rank", change.plan.stages_per_rank, before.stages_per_rank),
         ("--recompute", change.plan.recompute, before.recompute),
         ("--sharding", now.stage, was.stage),
         ("--replicas", now.replicas, was.replicas),
@@ -219,12 +187,14 @@ def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]
 def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
     """Lay a step out for a terminal."""
     from simulator import why_not_timed
+    from simulator.step.timed import notes_on
     from simulator.units import format_bytes, format_s
 
     used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
     degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
     rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
+    rows += [("note", note) for note in notes_on(plan)]
     rows += [
         ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
         ("ranks", f"{shown} on {cluster.name}"),
@@ -236,10 +206,11 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
             rows.append(("schedule", _schedule(plan, step)))
         rows += [
             ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"),
+            *_in_a_run(step),
             ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
-            ("utilization", f"{step.utilization:.1%} of the devices' matrix products"),
+            *_utilization(step),
             ("exposed communication", format_s(step.exposed_communication_s)),
-            ("sent per rank", format_bytes(max(step.sent_bytes_per_rank))),
+            ("sent per rank", format_bytes(max(step.sent_bytes_by_pipeline_rank))),
         ]
         waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
         rows += [
@@ -255,6 +226,26 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     if counted["host_memory_bytes"]:
         rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} per rank"))
     return "\n".join(f"{name:<22} {value}" for name, value in rows)
+
+
+def _in_a_run(step: Step) -> list[tuple[str, str]]:
+    """Return the row of a step of many in a row, where it is shorter than one alone by more than a thousandth."""
+    from simulator.units import format_s
+
+    if step.steady_s >= 0.999 * step.duration_s:
+        return []
+    return [("step in a run", f"{format_s(step.steady_s)}, where no rank waits for the others between steps")]
+
+
+def _utilization(step: Step) -> list[tuple[str, str]]:
+    from simulator.units import format_flops_per_s
+
+    device = step.cluster.device
+    rows = [("of achievable products", f"{step.utilization:.1%} of {format_flops_per_s(device.matmul_flops_per_s)}")]
+    if device.peak_flops_per_s is not None:
+        peak = format_flops_per_s(device.peak_flops_per_s)
+        rows.insert(0, ("MFU", f"{step.mfu:.1%} of the data sheet's {peak} per rank"))
+    return rows
 
 
 def _schedule(plan: Plan, step: Step) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from distlab.cli.findings import Findings
     from distlab.comm import Records
     from distlab.measure import RankReport, TrainingRun
-    from distlab.trace import Trace
+    from simulator.viz import Overlay
 
 SAMPLES_PER_RANK = 4
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 1_000_000, 250_000
@@ -61,8 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     training, data = prepare(arguments)
     check_output("--output", arguments.output, folder=True)
-    findings, measured, predicted = run_tour(arguments.ranks, training, data, echo=not arguments.json)
-    files = write_files(arguments.output, findings, measured, predicted)
+    findings, overlay = run_tour(arguments.ranks, training, data, echo=not arguments.json)
+    say("3 of 3: draw the picture")
+    files = write_files(arguments.output, findings, overlay)
     if arguments.json:
         facts = findings.as_dict() | {"files": [str(file) for file in files], "seconds": time.monotonic() - start}
         print(json.dumps(facts, indent=2))
@@ -91,15 +93,20 @@ def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
     return TrainingRun(model, plan, batch_size, num_updates=NUM_UPDATES, device=arguments.device), data
 
 
-def run_tour(num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool) -> tuple[Findings, Trace, Trace]:
-    """Run one process, then the ranks; return what was found, and the measured and predicted trace of one step."""
+def say(part: str) -> None:
+    """Say on standard error which part begins; a tour takes a minute or more."""
+    print(part, file=sys.stderr, flush=True)
+
+
+def run_tour(num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool) -> tuple[Findings, Overlay]:
+    """Run one process, then the ranks; return what was found, and the timed steps over their prediction."""
     from distlab.cli.findings import compare_runs
-    from distlab.measure import RunResult
+    from distlab.measure import RunResult, overlay_of_run
 
     one_process, reports, records = run_training(num_ranks, training, data, echo=echo)
     result = RunResult(training, reports)
-    findings = compare_runs(result, one_process, records)
-    return findings, result.measured, result.predicted.trace.from_zero()
+    overlay = overlay_of_run(result)
+    return compare_runs(result, one_process, records, overlay.middle_s), overlay
 
 
 def run_training(
@@ -112,8 +119,13 @@ def run_training(
 
     backend = "gloo" if training.device == "cpu" else None
     alone = replace(training, plan=replace(training.plan, data=1), num_windows=0)
+    say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
     with progress_file(training.num_updates, "one process") as path:
         one_process = run(_Job(alone, data, path), 1, timeout_s=600.0, backend=backend, echo=echo)[0]
+    say(
+        f"2 of 3: train the same updates on {num_ranks} ranks, then measure this machine and time steps in turn "
+        f"(about {training.budget_s:.0f} s)"
+    )
     with (
         Ranks(num_ranks, timeout_s=600.0, backend=backend, echo=echo) as ranks,
         progress_file(training.num_updates + training.num_windows, f"{num_ranks} ranks") as path,
@@ -122,12 +134,12 @@ def run_training(
         return one_process, reports, ranks.records()
 
 
-def write_files(folder: Path, findings: Findings, measured: Trace, predicted: Trace) -> list[Path]:
-    """Save the overlaid timeline as a picture, and for Chrome or Perfetto."""
+def write_files(folder: Path, findings: Findings, overlay: Overlay) -> list[Path]:
+    """Save the step of median length over its prediction as a picture, and for Chrome or Perfetto."""
     from distlab.trace import write_chrome
     from simulator.viz import draw_timeline
 
     picture, chrome = folder / "timeline.png", folder / "timeline.json"
-    draw_timeline(measured, predicted, title=findings.headline()).savefig(picture, dpi=150)
-    write_chrome(chrome, measured=measured, predicted=predicted)
+    draw_timeline(overlay, title=findings.headline()).savefig(picture, dpi=150)
+    write_chrome(chrome, measured=overlay.measured, predicted=overlay.predicted.from_zero())
     return [picture, chrome]

@@ -107,16 +107,30 @@ class FeedbackHook:
 
     def _check(self, bucket: GradientBucket, memory: Tensor | None) -> None:
         buffer, rank = bucket.buffer, dist.get_rank()
-        if not buffer.is_floating_point() or buffer.numel() >= 2**31:
+        check_real(bucket)
+        if buffer.numel() >= 2**31:
             raise ValueError(
-                f"rank {rank}: bucket {bucket.index} has {buffer.numel()} elements of {buffer.dtype}; a compressor "
-                "takes fewer than 2**31 of a floating-point type: use smaller buckets, or no compression"
+                f"rank {rank}: bucket {bucket.index} has {buffer.numel()} elements; a compressor takes fewer than "
+                "2**31: use smaller buckets"
             )
         if memory is not None and memory.numel() != buffer.numel():
             raise ValueError(
                 f"rank {rank}: bucket {bucket.index} has {buffer.numel()} elements and its memory {memory.numel()}; "
                 "use one hook a model, and resume with the bucket sizes that were saved"
             )
+
+
+def check_real(bucket: GradientBucket) -> None:
+    """Refuse gradients that no compressor is for.
+
+    Raises:
+        ValueError: they are complex.
+    """
+    if not bucket.buffer.is_floating_point():
+        raise ValueError(
+            f"rank {dist.get_rank()}: bucket {bucket.index} holds gradients of {bucket.buffer.dtype}, and compressors "
+            "take real numbers. Keep the parameters as torch.view_as_real(...), or use no compression"
+        )
 
 
 def members_not_finite(vector: Tensor, group: ProcessGroup | None) -> list[int]:

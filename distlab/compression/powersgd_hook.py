@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
+from distlab.compression.feedback import check_real
 from distlab.compression.powersgd import first_right
 from distlab.compression.powersgd_exchange import LowRankExchange, Memory, WholeExchange
 from distlab.compression.powersgd_layout import Layout
@@ -134,6 +135,7 @@ class PowerSGD:
 
     def _first_sight(self, bucket: GradientBucket, group: ProcessGroup | None) -> Memory:
         """Make sure that the ranks mean the same, and make room; take up what was loaded."""
+        check_real(bucket)
         saved = self._loaded.get(bucket.index, {"steps": 0, "error": None, "right": None})
         sizes = [None if saved[name] is None else saved[name].numel() for name in ("error", "right")]
         facts = {

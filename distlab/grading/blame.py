@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from distlab.comm import RankError, RankTimeout
 from distlab.comm.launch.failures import Failure, well_formed
 from distlab.grading.exercise import Exercise, Fault
+from distlab.grading.plain_errors import in_words
 from distlab.grading.variation.draw import IN_CALL
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
 _CELL_FILE = re.compile(r"([^\s\"()]*ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>)(?::(\d+))?")
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
@@ -51,6 +53,9 @@ def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
     frames = [Place(file, int(line), name, text or "") for file, line, name, text in _FRAME.findall(traceback)]
     entered = max((i for i, frame in enumerate(frames) if frame.file.endswith(_GUARD)), default=-1)
     below = [frame for frame in frames[entered + 1 :] if not _is_library(frame.file)]
+    below = [
+        frame for frame in below if not _is_check(frame.file)
+    ] or below  # a model of the check may call, or be called
     own = [frame for frame in frames if frame.file == file_of(fn)]
     in_call = entered >= 0 and frames[entered].function == "call"
     if in_call and below:
@@ -61,6 +66,10 @@ def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
 def _is_library(file: str) -> bool:
     packages = "site-packages" in file or "dist-packages" in file
     return packages or file.startswith((_STANDARD, _PACKAGE, "<frozen")) or file == "<string>"
+
+
+def _is_check(file: str) -> bool:
+    return os.path.basename(os.path.dirname(file)) == "checks" and file.startswith(_LESSONS)
 
 
 def file_of(fn: Callable[..., Any]) -> str:
@@ -110,12 +119,16 @@ def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fau
         return Fault("killed", f"{who}the rank {summary}{where}{tail}")
     if summary.startswith("returned a"):
         return Fault("returned", f"{who}it {summary}")
+    meaning = in_words(root.summary)
+    words = f"\n  {meaning}" if meaning else ""
     if place is None and not root.is_noise:
-        tail = _tail(root.traceback)
-        return Fault("returned", f"{who}what it returned, or left behind, could not be used: it {summary}\n{tail}")
+        after = words or f"\n{_tail(root.traceback)}"
+        return Fault(
+            "returned", f"{who}what it returned, or left behind, could not be used: the check {summary}{after}"
+        )
     if root.is_noise:
         return Fault("raised", f"{who}it {summary} (another rank had gone){where}")
-    return Fault("raised", f"{who}it {summary}{where}")
+    return Fault("raised", f"{who}it {summary}{words}{where}")
 
 
 def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:

@@ -73,9 +73,7 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None,
     blocked = ""
     if fault is None:
         try:
-            fault, right, budget = _run_worlds(
-                exercise, fn, chosen, random.SystemRandom().randrange(10**6) if seed is None else seed
-            )
+            fault, right, budget = _run_worlds(exercise, fn, chosen, _another_seed() if seed is None else seed)
         except Unavailable as error:
             blocked = str(error)
     if fault is not None and fault.code != "not attempted" and right:
@@ -131,9 +129,7 @@ def _run_worlds(
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
             outcome = run_world(exercise, fn, ranks)
-            fault = outcome if isinstance(outcome, Fault) else judge(exercise, outcome)
-            if fault is None and exercise.budget is not None and not isinstance(outcome, Fault):
-                budget = tuple(exercise.budget(outcome))
+            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
             if fault is None and exercise.vary is not None:
                 fault = varied_fault(exercise, fn, reference_of(exercise), ranks, seed)
             if fault is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from distlab.comm.launch.worker import own_job
 from distlab.grading.exercise import Refused
-from distlab.grading.tamper import Fence, Untouched
+from distlab.grading.tamper import Fence, Untouched, close_other_wires
 
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
@@ -29,6 +29,7 @@ def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limi
     forbid_processes()
     untouched, fence = Untouched(), Fence(own_job())
     sys.addaudithook(fence.hook)
+    close_other_wires(fence)
     streams = sys.stdout, sys.stderr
     try:
         result = drive(guarded(fn, untouched, fence))

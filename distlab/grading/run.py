@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from distlab.grading.blame import fault_of, place_in
+from distlab.grading.blame import fault_of, file_of, place_in
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
+from distlab.grading.plain_errors import in_words
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -59,18 +60,39 @@ def _why_not_sent(fn: Callable[..., Any]) -> str:
     return ""
 
 
-def judge(exercise: Exercise, evidence: Evidence) -> Fault | None:
-    """Return the first fault that the exercise's judge finds, or None."""
+def judge(exercise: Exercise, evidence: Evidence, fn: Callable[..., Any]) -> tuple[Fault | None, tuple[str, ...]]:
+    """Return the first fault that the judge finds, or None; and the lines of the budget where the answer is right."""
     try:
-        return next(iter(exercise.judge(evidence)), None)
+        fault = _with_unwaited(next(iter(exercise.judge(evidence)), None), evidence, fn)
+        if fault is not None or exercise.budget is None:
+            return fault, ()
+        return None, tuple(exercise.budget(evidence))
     except Exception as error:  # the judge met a value that no answer returns on purpose
         from distlab.grading.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
+        meaning = in_words(str(error))
+        words = f": {meaning}" if meaning else ""
         return Fault(
             "returned",
-            f"what it returned cannot be judged ({type(error).__name__}: {error}); the check got {shown}",
-        )
+            f"what it returned cannot be judged{words} ({type(error).__name__}: {error}); the check got {shown}",
+        ), ()
+
+
+def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., Any]) -> Fault | None:
+    """Add to a fault that the answer started a call and never waited for it; a message not waited for is a fault."""
+    from distlab.grading.traffic import MESSAGES, never_waited
+
+    call = never_waited(evidence, file_of(fn))
+    if call is None or (fault is not None and "not waited" in fault.code):
+        return fault
+    to = {"send": f" to rank {call.peer}", "recv": f" from rank {call.peer}"}.get(call.op, "")
+    seen = f"rank {call.rank} starts {call.op}{to} at {call.site} and never waits for it"
+    if fault is not None:
+        return Fault(fault.code, f"{fault.message}\n  {seen}: keep what the call returns, and call its wait()")
+    if call.op not in MESSAGES:  # C++ may have waited for it
+        return None
+    return Fault("not waited", f"right result, but by luck: {seen}; keep what i{call.op} returns, and call its wait()")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What an answer may not touch while it is checked: torch's functions, the frames of the check, and its files.
+"""What an answer may not touch while it is checked: torch's functions, the frames of the check, its files, other wires.
 
 A check's drive runs in the same process as the answer. It compares with `torch.equal` and holds values that the answer
 should work out by itself. So a replaced function is put back and named, and a look into the check is refused. The
@@ -8,11 +8,13 @@ verdict is never made here: the process that started the ranks judges plain data
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import os
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
@@ -33,6 +35,14 @@ _LOOKS = {
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
 _FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
 _MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
+_WIRES = {  # what leads to other ranks and is not recorded: a group's backend and a store, called directly
+    "Backend": (
+        "broadcast allreduce allreduce_coalesced reduce allgather _allgather_base allgather_coalesced gather scatter "
+        "allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
+        "alltoall alltoall_base send recv recv_anysource"
+    ),
+    "Store": "set get append add compare_set multi_set multi_get wait",
+}
 _WALKERS = ("walk_tb", "walk_stack")
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -145,6 +155,33 @@ class Fence:
         if self._private in parts:
             return True
         return "lessons" in parts and ("checks" in parts or parts[-1] == "solutions.py")
+
+
+def close_other_wires(fence: Fence) -> None:
+    """Refuse, from now on in this process, that the answer's own lines send where no record sees it."""
+    from torch._C import _distributed_c10d as c10d
+
+    for owner, names in _WIRES.items():
+        place = getattr(c10d, owner)
+        for name in names.split():
+            if hasattr(place, name):
+                setattr(place, name, _refused(getattr(place, name), f"{owner}.{name}", fence))
+
+
+def _refused(real: Callable[..., Any], name: str, fence: Fence) -> Callable[..., Any]:
+    find = sys._getframe
+
+    @functools.wraps(real)
+    def call(*args: Any, **named: Any) -> Any:
+        if fence.is_up and is_answers(find(1)):
+            raise Refused(
+                "went around",
+                f"it calls {name}, which reaches the other ranks where no record sees it; send with the functions of "
+                "torch.distributed, or with distlab's",
+            )
+        return real(*args, **named)
+
+    return call
 
 
 def is_answers(frame: FrameType | None) -> bool:

@@ -52,6 +52,12 @@ def native_collectives(evidence: Evidence) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op for op in seen if op not in (*MESSAGES, "barrier")))
 
 
+def never_waited(evidence: Evidence, file: str) -> Call | None:
+    """Return the first call that was made in a file of the learner's and that its rank never waited for, or None."""
+    made = (call for rank in evidence.records.ranks for call in calls(evidence, rank))
+    return next((call for call in made if not call.wait_ns and call.site.rpartition(":")[0] == file), None)
+
+
 def num_steps(evidence: Evidence, rank: int) -> int:
     """Return the number of rounds in which a rank communicated.
 

@@ -80,7 +80,8 @@ class ShardedStates(GradientAveraging):
         for one in self.sharded:
             for name, piece in one.named_pieces():
                 if piece.grad is not None:
-                    yield Gradient(name, piece.grad, counts_here(self._built, self._layout, name, sharded=True))
+                    counts = counts_here(self._built, self._layout, name, sharded=True)
+                    yield Gradient(name, piece.grad.detach(), counts)
 
     def update(self) -> None:
         """Update this rank's shards, then send the new values to all replicas."""

@@ -28,6 +28,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._check(group)
         trust_of(group)
         for parameter in group["params"]:
+            if getattr(parameter, "is_shard", False):
+                raise ValueError(
+                    f"{type(self).__name__} takes the norm of each tensor, and these are shards of FullyShard; use "
+                    'ShardedOptimizer(split="tensors"), or an optimizer that works by element'
+                )
             if not parameter.is_floating_point():
                 shape = list(parameter.shape)
                 raise ValueError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict
     from distlab.notebook.stuck import hint, saved_answers, solution
+    from distlab.notebook.trouble import in_cells
 
 _HOMES = {
     "course_map": "course",
@@ -27,10 +28,12 @@ _HOMES = {
     "hint": "stuck",
     "saved_answers": "stuck",
     "solution": "stuck",
+    "in_cells": "trouble",
 }
 __all__ = [
     "course_map",
     "hint",
+    "in_cells",
     "last_records",
     "load_ipython_extension",
     "predict",

@@ -27,14 +27,15 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    from distlab.notebook.trouble import CellError, called_from, is_in_ranks, name_cells, shorten
+    from distlab.notebook.trouble import ENDED_TOO, STOPPED, CellError, called_from, is_in_ranks, name_cells, shorten
 
     text = shorten(str(error))
     if isinstance(error, KeyboardInterrupt):
         if not is_in_ranks(trace):  # an interrupt of anything else
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
             return
-        text = "You stopped the ranks; they have ended."
+        stood = "\n".join(getattr(error, "__notes__", ()))
+        text = f"{STOPPED}\n\n{shorten(stood)}\n\n{ENDED_TOO}" if stood else f"You stopped the ranks. {ENDED_TOO}"
     text = "\n".join([text, *called_from(trace)])
     shell.showtraceback((CellError, CellError(name_cells(text, shell)), None))
 

@@ -66,10 +66,10 @@ class Prediction:
         return f"You gave no number{assumed}."
 
     def compare(self, measured: float, *, how: str = "measured") -> str:
-        """Return a line that compares the prediction with the number; `how` says where that comes from: "simulated"."""
+        """Compare the prediction with the number, in words; `how` says where that comes from: "simulated"."""
         result = f"{how} {self._number(measured)}"
         if self.value is None:
-            return f"{result}; you predicted nothing (type a number above, or call .commit(3.0), before the run)"
+            return f"{result}; you predicted nothing\n(type a number above, or call .commit(3.0), before the run)"
         if not self.given:
             return f"{result}. {self.answer}"
         words = f"you predicted {self._number(self.value)}, {result}"

@@ -160,11 +160,15 @@ def _shell(work: Path) -> list[str]:
 
 
 def _quiet_settings(folder: Path) -> None:
-    """Write settings that keep pop-ups away and show the glossary as a page, where you have made none of your own."""
+    """Write settings that suit the lessons, where you have made none of your own.
+
+    No pop-ups; the glossary as a page; long lines of code are wrapped, so that a cell fits a window of 1280 pixels.
+    """
     (folder / "workspaces").mkdir(parents=True, exist_ok=True)
     ours = {
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "docmanager-extension/plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
+        "notebook-extension/tracker": {"codeCellConfig": {"lineWrap": True}},
     }
     for name, values in ours.items():
         path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"

@@ -9,6 +9,7 @@ What was seen is kept with the progress.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,16 +29,19 @@ from distlab.grading.progress import (
 
 
 class Note:
-    """A text for a notebook, which shows it as Markdown."""
+    """A text for a notebook, which shows it as Markdown, or as HTML where there is some."""
 
-    def __init__(self, text: str, markdown: str) -> None:
-        self.text, self.markdown = text, markdown
+    def __init__(self, text: str, markdown: str, page: str | None = None) -> None:
+        self.text, self.markdown, self.page = text, markdown, page
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_markdown_(self) -> str:
         return self.markdown
+
+    def _repr_html_(self) -> str | None:
+        return self.page
 
 
 def hint(name: str) -> Note:
@@ -78,8 +82,10 @@ def solution(name: str) -> Note:
         return _line(missing)
     told = [] if entry.passed else _keep(exercise, _with_solution_seen)
     source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), source_text(reference_of(exercise))]))
-    text = "\n\n".join([f"The solution of {name}:", source, *told])
-    return Note(text, "\n\n".join([f"The solution of {name}:", f"```python\n{source}\n```", *told]))
+    head, foot = f"The solution of {name}:", "\n\n".join(told)
+    code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
+    page = f'<div>{head}</div><pre style="{code}">{html.escape(source)}</pre><div>{html.escape(foot)}</div>'
+    return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
 
 
 def _with_solution_seen(entry: Entry) -> Entry:

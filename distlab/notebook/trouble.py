@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
+ENDED_TOO = "They have ended."
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
@@ -78,6 +79,14 @@ def name_cells(text: str, shell: InteractiveShell) -> str:
         return f"{'your cell' if cell == newest else cell}{f', line {line}' if line else ''}"
 
     return _CELL_FILE.sub(name, text)
+
+
+def in_cells(error: BaseException) -> str:
+    """Return an error's text with lines of this notebook's cells in place of the kernel's files: "In[3], line 8"."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return str(error) if shell is None else name_cells(str(error), shell)
 
 
 def _is_foreign(file: str) -> bool:

@@ -27,6 +27,9 @@ class Device:
         memory_bytes_per_s: what elementwise kernels stream, read plus write.
         memory_bytes: capacity.
         kernel_s: fixed time of one kernel, whatever its size.
+        launch_s: time in which the host launches one kernel. A pass takes at least as long as all of its launches.
+        attention_flops_per_s: fused attention kernels, as achieved; None: as matrix products.
+        peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
             reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
         host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
@@ -43,6 +46,9 @@ class Device:
     host_link_bytes_per_s: float = 25e9
     host_memory_bytes_per_s: float = 50e9
     host_memory_bytes: float | None = None
+    launch_s: float = 0.0
+    attention_flops_per_s: float | None = None
+    peak_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(
@@ -53,7 +59,12 @@ class Device:
             host_link_bytes_per_s=self.host_link_bytes_per_s,
             host_memory_bytes_per_s=self.host_memory_bytes_per_s,
         )
-        require(self.kernel_s >= 0, f"Device {self.name!r}: kernel_s is {self.kernel_s!r}; pass a time >= 0")
+        for name in ("attention_flops_per_s", "peak_flops_per_s"):
+            if (value := getattr(self, name)) is not None:
+                require_positive(f"Device {self.name!r}", **{name: value})
+        for name in ("kernel_s", "launch_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"Device {self.name!r}: {name} is {value!r}; pass a time >= 0")
         require(
             self.host_memory_bytes is None or self.host_memory_bytes >= 0,
             f"Device {self.name!r}: host_memory_bytes is {self.host_memory_bytes!r}; pass bytes >= 0, or None",
@@ -110,6 +121,14 @@ class Cluster:
         intra_node: the link inside a node.
         inter_node: the link between nodes.
         contention: how computing and communicating slow each other down.
+        send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
+            both ranks, and their hosts wait.
+        send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
+        tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
+            them, chunk by chunk.
+        gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
+        splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
+            (2104.04473, section 4.1).
         num_cores: where ranks are processes of one machine, the cores that they share; None: each has a device of its
             own. More ranks than cores take turns, and `device` says how fast they are when all of them compute.
     """
@@ -122,12 +141,26 @@ class Cluster:
     inter_node: Link
     contention: Contention = Contention()
     num_cores: int | None = None
+    send_s: float = 0.0
+    send_fraction: float = 1.0
+    splits_messages: bool = False
+    tensor_overlap: float = 0.0
+    gathers_ahead: bool = False
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
         if self.num_cores is not None:
             require_count(owner, num_cores=self.num_cores)
+        require(self.send_s >= 0, f"{owner}: send_s is {self.send_s!r}; pass a time >= 0")
+        require(
+            0 < self.send_fraction <= 1,
+            f"{owner}: send_fraction is {self.send_fraction!r}; pass a part above 0, at most 1",
+        )
+        require(
+            0 <= self.tensor_overlap <= 1,
+            f"{owner}: tensor_overlap is {self.tensor_overlap!r}; pass a part from 0 to 1",
+        )
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
         require(
             whole,

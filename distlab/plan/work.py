@@ -53,6 +53,10 @@ class Layer:
         tensor_parameters: elements that tensor-parallel ranks divide.
         widest_bytes: the widest tensor inside the layer, logits apart: in backward its gradient is held together with
             everything that forward kept; 0 where it is not known.
+        uncounted_flops: floating-point operations of forward and backward that utilization (MFU) does not count, less
+            those that it counts and a kernel leaves out. See `simulator.models.attention_kernel`.
+        kept_until_weights_bytes: what W still needs of a micro-batch when I has run: inputs of products, and gradients
+            of their outputs; None: as much as activation_bytes.
         score_forward: the part of forward that selective recompute runs again.
         regions: the parts that tensor-parallel ranks divide, in forward order; see `distlab.plan.regions`.
         experts: the experts of a mixture layer, behind its regions, or None.
@@ -84,6 +88,8 @@ class Layer:
     splits_positions: bool = False
     parameter_axes: tuple[str, ...] = ()
     sequence_calls: tuple[tuple[str, int], ...] = ()
+    uncounted_flops: float = 0.0
+    kept_until_weights_bytes: int | None = None
 
     def __post_init__(self) -> None:
         parts = {
@@ -208,9 +214,15 @@ class Workload:
 
     @cached_property
     def matmul_flops(self) -> tuple[float, ...]:
-        """Floating-point operations in matrix products of each layer, forward and backward."""
-        passes = ("forward", "input_gradient", "weight_gradient")
-        return tuple(sum(getattr(layer, name).matmul_flops for name in passes) for layer in self.layers)
+        """Floating-point operations in products of each layer, forward and backward, those of fused attention too."""
+        return tuple(
+            layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops for layer in self.layers
+        )
+
+    @property
+    def counted_flops(self) -> float:
+        """Floating-point operations of a micro-batch that utilization (MFU) counts."""
+        return sum(self.matmul_flops) - sum(layer.uncounted_flops for layer in self.layers)
 
 
 def kinds_of(layers: Sequence[Layer]) -> tuple[int, ...]:

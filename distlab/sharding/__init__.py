@@ -6,6 +6,8 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
 3. `state`: what both save, in shards or whole, for any number of ranks.
+
+`shard_gradient` lets shards and their gradients refuse torch's tools that would take a part for the whole.
 """
 
 from distlab.sharding.calls import gather_into, scatter_sum

@@ -294,12 +294,13 @@ def polite_swap():
 
 # %%
 from distlab.comm import RankError
+from distlab.notebook import in_cells
 
 swap = Ranks(2)
 try:
     swap.run(polite_swap)
 except RankError as error:
-    print(str(error).split("\n\n")[0])
+    print(in_cells(error).split("\n\n")[0])
 
 # %%
 show(draw_message_diagram(swap.records()), describe_message_diagram(swap.records()))
@@ -500,7 +501,7 @@ timeline = Timeline(shortest, predicted_trace(10**6, 3), title="Three rounds of 
 timeline
 
 # %%
-timeline.view = (0.0, 4 * (alpha_s + 10**6 / beta))
+timeline.view = (0.0, 2 * min(shortest.duration_s, predicted_trace(10**6, 3).duration_s))
 
 # %% [markdown]
 # Where they differ, ask what the line leaves out. It knows nothing of the operating system, which takes a core away now
@@ -811,7 +812,7 @@ with Ranks(4) as ranks:
     try:
         ranks.run(four_ranks_hang)
     except RankError as error:
-        print(str(error).split("\n\n")[0])
+        print(in_cells(error).split("\n\n")[0])
     records = ranks.records()
 show(draw_message_diagram(records), describe_message_diagram(records))
 

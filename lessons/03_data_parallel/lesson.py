@@ -59,7 +59,8 @@ def gpt(samples):
 
 
 def step_on(num_gpus, rung, samples=4):
-    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), Plan(data=num_gpus, gradient_sync=rung))
+    machines = cluster("dgx-h100", num_gpus, stack="best-case")
+    return simulate(gpt(samples), machines, Plan(data=num_gpus, gradient_sync=rung))
 
 
 # %%
@@ -707,7 +708,7 @@ from simulator.viz import Panel, describe_timeline, draw_timeline
 
 def with_buckets(bucket_mb, num_gpus, samples=1):
     plan = Plan(num_gpus, bucket_bytes=bucket_mb * 1_000_000, first_bucket_bytes=1_000_000)
-    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), plan)
+    return simulate(gpt(samples), cluster("dgx-h100", num_gpus, stack="best-case"), plan)
 
 
 def draw_buckets(bucket_mb, num_gpus):
@@ -821,7 +822,8 @@ def gpt(samples):
 
 
 def step_on(num_gpus, rung, samples=4):
-    return simulate(gpt(samples), cluster("dgx-h100", num_gpus), Plan(data=num_gpus, gradient_sync=rung))
+    machines = cluster("dgx-h100", num_gpus, stack="best-case")
+    return simulate(gpt(samples), machines, Plan(data=num_gpus, gradient_sync=rung))
 
 
 def largest_difference(some, others):
@@ -857,7 +859,8 @@ show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}"
 
 # %%
 def accumulating_on(num_gpus, num_microbatches):
-    return simulate(gpt(1), cluster("dgx-h100", num_gpus), Plan(num_gpus, num_microbatches=num_microbatches))
+    machines = cluster("dgx-h100", num_gpus, stack="best-case")
+    return simulate(gpt(1), machines, Plan(num_gpus, num_microbatches=num_microbatches))
 
 
 guess_5 = predict("What speed-up do 64 GPUs give with 8 micro-batches an update?", unit="x")
@@ -1271,7 +1274,7 @@ show(draw_bars(held_mb, subtitle="held at the end of the last forward", **words)
 
 # %% tags=["nbval-check-output"]
 for num_gpus in (1, 64):
-    large = simulate(gpt(8), cluster("dgx-h100", num_gpus), Plan(num_gpus)).duration_s
+    large = simulate(gpt(8), cluster("dgx-h100", num_gpus, stack="best-case"), Plan(num_gpus)).duration_s
     one_update, eight = accumulating_on(num_gpus, 8).duration_s, 8 * accumulating_on(num_gpus, 1).duration_s
     print(f"{num_gpus:2} GPUs: {large * 1e3:.0f} ms at once, {one_update * 1e3:.0f} ms in 8 micro-batches,", end=" ")
     print(f"{eight * 1e3:.0f} ms as 8 small batches with an update each")

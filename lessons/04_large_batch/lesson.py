@@ -62,7 +62,7 @@ def samples_per_s(num_gpus, samples_each, **plan):
         vocab_size=51200,
         microbatch_size=samples_each,
     )
-    return simulate(gpt, cluster("dgx-h100", num_gpus), Plan(data=num_gpus, **plan)).samples_per_s
+    return simulate(gpt, cluster("dgx-h100", num_gpus, stack="best-case"), Plan(data=num_gpus, **plan)).samples_per_s
 
 
 # %% [markdown]

@@ -59,10 +59,10 @@ def step_on(num_machines, wire="ethernet-10g", compression=None):
 # %%
 guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
-print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
 rank_0 = four.trace.select(four.trace.rank == 0)  # all ranks do the same
 words = "One machine's step: the GPU works for a moment, then it waits for the wire"
 show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
 
 # %% [markdown]
 # This is the step of one of the four machines. The upper row is what its GPU does, the lower row what its wire carries.

@@ -78,7 +78,7 @@ guess_0.default(8)  # assumed if you gave no number above
 print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64)))
 
 # %% tags=["nbval-check-output"]
-print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs   in the end")
+print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs saves at most")
 for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parameters")):
     sizes = [adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=n) / 1e9 for n in (4, 16, 64, 1024)]
     row = " ".join(f"{size:8.1f}" for size in sizes)
@@ -385,7 +385,9 @@ from simulator.viz import describe_timeline, draw_timeline
 SHALLOW = gpt_workload(hidden_size=4096, num_layers=3, num_heads=32, sequence_length=2048, vocab_size=51200)
 for units_ahead in (0, 1):
     plan = Plan(64, sharding=Sharding(stage=3, prefetch=units_ahead))
-    rank_0 = (trace := simulate(SHALLOW, cluster("dgx-h100", 64), plan).trace).select(trace.rank == 0)
+    rank_0 = (trace := simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).trace).select(
+        trace.rank == 0
+    )
     words = "Each unit waits for its gather" if units_ahead == 0 else "Gathers run while units compute"
     show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
@@ -533,7 +535,7 @@ guess_2 = predict("A step of ZeRO-3 takes how many times one of data parallel?",
 guess_2
 
 # %%
-MACHINES = cluster("dgx-h100", 64)
+MACHINES = cluster("dgx-h100", 64, stack="best-case")
 
 
 def step_with(machines=MACHINES, **sharding):
@@ -718,7 +720,7 @@ bench("hybrid, 2 sets of 2", hybrid)
 # GPU in practice.
 
 # %% tags=["nbval-check-output"]
-few = cluster("dgx-h100", 8)
+few = cluster("dgx-h100", 8, stack="best-case")
 for offload in ("none", "optimizer", "all"):
     step = step_with(few, stage=3, offload=offload)
     memory = step.memory

@@ -242,7 +242,7 @@ show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum th
 # $$\frac{\text{sending}}{\text{computing}} = \frac{2}{9} \cdot \frac{(t-1)\,F}{h\,(1 + s/6h)\,W}$$
 
 # %% tags=["nbval-check-output"]
-GPU = cluster("dgx-h100", 4).device
+GPU = cluster("dgx-h100", 4, stack="best-case").device
 WIRES = {
     "NVLink": link("nvlink4"),
     "InfiniBand 400 Gb/s": link("infiniband-ndr"),
@@ -681,7 +681,7 @@ FOUR = gpt_workload(**SIZES, microbatch_size=4)
 
 
 def step_on(t, wire):
-    machine = replace(cluster("dgx-h100", t), name=wire.name, intra_node=wire, inter_node=wire)
+    machine = replace(cluster("dgx-h100", t, stack="best-case"), name=wire.name, intra_node=wire, inter_node=wire)
     return simulate(FOUR, machine, Plan(tensor=t, sequence_parallel=True, recompute="selective"))
 
 
@@ -711,7 +711,7 @@ for name, wire in WIRES.items():
 from simulator.viz import degrees_panel
 
 start = Plan(tensor=4, data=2, sequence_parallel=True, recompute="selective")
-degrees = degrees_panel(FOUR, cluster("dgx-h100", 8), plan=start)
+degrees = degrees_panel(FOUR, cluster("dgx-h100", 8, stack="best-case"), plan=start)
 degrees
 
 # %%

@@ -48,7 +48,7 @@ from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 from simulator.viz import describe_timeline, draw_timeline
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
-MACHINE = cluster("dgx-h100", 4)
+MACHINE = cluster("dgx-h100", 4, stack="best-case")
 
 
 def step_of_model(schedule, num_microbatches, *, batch=64, stages_per_rank=1, cluster=MACHINE):

@@ -47,7 +47,7 @@ from simulator import adam_state_bytes, cluster, gpt_workload, simulate
 
 SIZES = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "sequence_length": 2048, "vocab_size": 51200}
 MODEL = gpt_workload(**SIZES)
-MACHINE = cluster("dgx-h100", 64)
+MACHINE = cluster("dgx-h100", 64, stack="best-case")
 MONTH = 64 * 3 * 24 * 30  # dollars
 GOOD = ("pipeline", "data", "expert", "context", "tensor")  # slowest to fastest: tensor ranks are neighbours
 BAD = ("tensor", "data", "expert", "context", "pipeline")
@@ -65,9 +65,11 @@ print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e12:.2f}
 print(f"64 GPUs: {MONTH:,} dollars a month")
 
 # %% [markdown]
-# Each row of the two pictures is a machine, and the coloured ranks are those that rank 0 talks to. Above, its tensor
-# group is one machine. Below, which is the colleague's order, it is spread over all machines. The numbers that the
-# ranks compute are the same. What does it cost, and how do you find the order that costs least? This lesson answers it.
+# Each of the two pictures shows the 64 ranks three times, once for each axis. A row is a machine. The pictures and
+# the settings call a machine a **[node](../GLOSSARY.md#node)**. The coloured ranks with the letter A are the group of
+# rank 0 on this axis: those that it talks to. In the upper picture its tensor group is one machine. In the lower one,
+# which is the colleague's order, it is spread over all machines. The numbers that the ranks compute are the same.
+# What does it cost, and how do you find the order that costs least? This lesson answers it.
 
 # %%
 guess_0 = predict("How many times longer does a step take with tensor across the machines?", unit="x")
@@ -105,8 +107,10 @@ show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order o
 # %% [markdown]
 # ## The mesh
 #
-# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks are numbered like the digits of a
-# clock: the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
+# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks count as a
+# digital clock does: its last place, the seconds, changes with every count, and the place before it moves on by one
+# when the last is full. So the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1,
+# replica 0, tensor part 1.
 #
 # ### Exercise: where a rank stands
 #
@@ -629,7 +633,7 @@ from functools import cache
 from simulator import link
 
 SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
-FAST = cluster("dgx-h100", 512)
+FAST = cluster("dgx-h100", 512, stack="best-case")
 WIRES = {"InfiniBand": FAST, "10 Gb/s": replace(FAST, name="ethernet", inter_node=link("ethernet-10g"))}
 
 

@@ -470,7 +470,10 @@ SIZES = {"hidden_size": H, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size
 GPT7 = gpt_workload(**SIZES, sequence_length=LONG)
 for n in (8, 16, 32):
     plans = {kind: Plan(context=n, context_kind=kind, recompute="selective") for kind in ("ring", "all_to_all")}
-    waits = {kind: simulate(GPT7, cluster("dgx-h100", n), plan).exposed_by_axis for kind, plan in plans.items()}
+    waits = {
+        kind: simulate(GPT7, cluster("dgx-h100", n, stack="best-case"), plan).exposed_by_axis
+        for kind, plan in plans.items()
+    }
     print(f"{n:2} GPUs: {(8 * states + LAYERS * rest) / n / 1e9:3.0f} GB a GPU; waits in a step:", end=" ")
     print(", ".join(f"{kind} {1e3 * wait['context']:,.0f} ms" for kind, wait in waits.items()))
 
@@ -485,7 +488,7 @@ from simulator.viz import Panel, describe_timeline, draw_timeline
 
 def draw_blocks(num_gpus, kind):
     plan = Plan(context=num_gpus, context_kind=kind, recompute="selective")
-    trace = simulate(GPT7, cluster("dgx-h100", num_gpus), plan).layer_trace
+    trace = simulate(GPT7, cluster("dgx-h100", num_gpus, stack="best-case"), plan).layer_trace
     trace = trace.select(trace.rank == 0)
     trace = trace.select(trace.end_ns <= trace.end_ns[trace.is_word("name", "forward block 1")].max())
     title = f"{kind}, {LONG // num_gpus:,} positions on each of {num_gpus} GPUs"

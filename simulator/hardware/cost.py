@@ -39,12 +39,17 @@ def compute_s(work: Work, device: Device) -> float:
 
     The parts are added, not the longest taken: `Work` already puts each kernel on the side of the roofline that bounds
     it, and the kernels of one stream follow one another.
+    A device cannot start a kernel before its host has launched it: work of many small kernels takes as long as their
+    launches.
     """
-    return (
+    busy_s = (
         work.matmul_flops / device.matmul_flops_per_s
         + work.memory_bytes / device.memory_bytes_per_s
         + work.num_kernels * device.kernel_s
     )
+    if work.attention_flops:
+        busy_s += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
+    return max(busy_s, work.num_kernels * device.launch_s)
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:

@@ -3,20 +3,90 @@
 A preset holds the data sheet's figure and, where one was published, a measured figure. `measured=True`, the
 default, takes the measured figure where there is one; `measured=False` the data sheet's alone. The difference is what a
 prediction from a data sheet gets wrong.
+
+Nothing trains at measured best figures either: those are the best shape of a product, and one long message. What steps
+reach is a matter of device and software together. A `Stack` holds the parts of them that one stack of software reaches;
+`cluster` applies one, the cluster's own unless told. `distlab validate` says how near the predictions then come.
 """
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from distlab.plan import Cluster, Device, Link, Protocol
 
+BEST_CASE = "best-case"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a stack of software reaches of its devices and wires in steps of real models.
+
+    Attributes:
+        matmul_fraction: of the best measured rate of products, what products of real shapes reach.
+        memory_fraction: of the data sheet's memory rate, what the other kernels reach.
+        kernel_s: fixed time of each kernel: its start, its last wave, what no part of the model counts.
+        launch_s: time in which the host launches one kernel: no pass takes less than all of its launches.
+        attention_fraction: of the best measured rate of products, what fused attention reaches.
+        network_fraction: of the bandwidth of links between nodes, what collectives reach.
+        send_s: fixed time of a message between pipeline stages.
+        send_fraction: of a link's bandwidth, what such a message reaches.
+        tensor_overlap: of the time of tensor ranks' calls, what hides behind products.
+        gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
+        splits_messages: whether tensor ranks send a part each of such a message.
+        source: where the numbers come from, with a date.
+    """
+
+    name: str
+    matmul_fraction: float = 1.0
+    memory_fraction: float = 1.0
+    kernel_s: float = 0.0
+    launch_s: float = 0.0
+    attention_fraction: float = 1.0
+    network_fraction: float = 1.0
+    send_s: float = 0.0
+    send_fraction: float = 1.0
+    splits_messages: bool = False
+    tensor_overlap: float = 0.0
+    gathers_ahead: bool = False
+    source: str = ""
+
+    def on_device(self, device: Device) -> Device:
+        """Return the device as this stack drives it."""
+        return replace(
+            device,
+            matmul_flops_per_s=device.matmul_flops_per_s * self.matmul_fraction,
+            attention_flops_per_s=device.matmul_flops_per_s * self.attention_fraction,
+            memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
+            kernel_s=device.kernel_s + self.kernel_s,
+            launch_s=device.launch_s + self.launch_s,
+            source=f"{device.source}; stack {self.name}: {self.source}",
+        )
+
+    def on_cluster(self, cluster: Cluster) -> Cluster:
+        """Return the cluster as this stack drives it."""
+        wire = cluster.inter_node
+        protocols = tuple(
+            replace(each, bytes_per_s=each.bytes_per_s * self.network_fraction) for each in wire.protocols
+        )
+        return replace(
+            cluster,
+            device=self.on_device(cluster.device),
+            inter_node=replace(wire, protocols=protocols),
+            send_s=self.send_s,
+            send_fraction=self.send_fraction,
+            splits_messages=self.splits_messages,
+            tensor_overlap=self.tensor_overlap,
+            gathers_ahead=self.gathers_ahead,
+        )
+
 
 def device(name: str, *, measured: bool = True) -> Device:
-    """Return a device of the presets.
+    """Return a device of the presets: the hardware alone, at its best.
 
     Raises:
         ValueError: no preset has that name; the text lists those that exist.
@@ -31,11 +101,12 @@ def device(name: str, *, measured: bool = True) -> Device:
         kernel_s=achieved.get("kernel_s", row.get("kernel_s", 0.0)),
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
         host_memory_bytes=row.get("host_memory_bytes"),
+        peak_flops_per_s=row["matmul_flops_per_s"],
     )
 
 
 def link(name: str, *, measured: bool = True) -> Link:
-    """Return a link of the presets.
+    """Return a link of the presets: the wire alone, at its best.
 
     Raises:
         ValueError: no preset has that name; the text lists those that exist.
@@ -45,14 +116,31 @@ def link(name: str, *, measured: bool = True) -> Link:
     return Link(name, tuple(Protocol(latency, rate) for latency, rate in row["protocols"]), row["source"])
 
 
-def cluster(name: str, num_devices: int | None = None, *, measured: bool = True) -> Cluster:
-    """Return a cluster of the presets, of `num_devices` devices (by default one node).
+def stack(name: str) -> Stack:
+    """Return a stack of software of the presets.
+
+    Raises:
+        ValueError: no preset has that name; the text lists those that exist.
+    """
+    return Stack(**_named("stacks", name))
+
+
+def cluster(
+    name: str, num_devices: int | None = None, *, measured: bool = True, stack: str | Stack | None = None
+) -> Cluster:
+    """Return a cluster of the presets with `num_devices` devices (by default one node), as a stack drives it.
+
+    Args:
+        name: of the cluster.
+        num_devices: a whole number of nodes, or a part of one.
+        measured: False: the data sheet's figures, which no stack reaches.
+        stack: a name or a `Stack`; "best-case": the best that was measured; None: the cluster's own.
 
     Raises:
         ValueError: no preset has that name; or the devices do not fill whole nodes.
     """
     row = _row("clusters", name)
-    return Cluster(
+    bare = Cluster(
         name=name,
         device=device(row["device"], measured=measured),
         num_devices=row["devices_per_node"] if num_devices is None else num_devices,
@@ -60,10 +148,15 @@ def cluster(name: str, num_devices: int | None = None, *, measured: bool = True)
         intra_node=link(row["intra_node"], measured=measured),
         inter_node=link(row["inter_node"], measured=measured),
     )
+    wanted = stack or row.get("stack", BEST_CASE)
+    if not measured or wanted == BEST_CASE:
+        return bare
+    chosen = wanted if isinstance(wanted, Stack) else Stack(**_named("stacks", wanted))
+    return chosen.on_cluster(bare)
 
 
 def names(table: str) -> tuple[str, ...]:
-    """Return the names of the presets in one of the tables "devices", "links" and "clusters".
+    """Return the names of the presets in one of the tables "devices", "links", "clusters" and "stacks".
 
     Raises:
         ValueError: the table does not exist.
@@ -85,3 +178,7 @@ def _row(table: str, name: str) -> dict[str, Any]:
     if name not in rows:
         raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}")
     return rows[name]
+
+
+def _named(table: str, name: str) -> dict[str, Any]:
+    return {"name": name, **_row(table, name)}

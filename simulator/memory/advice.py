@@ -80,6 +80,8 @@ class Change:
         parts = []
         if self.plan.schedule != before.schedule:
             parts.append(f"schedule={self.plan.schedule!r}")
+        if self.plan.stages_per_rank != before.stages_per_rank:
+            parts.append(f"stages_per_rank={self.plan.stages_per_rank}")
         if self.plan.recompute != before.recompute:
             parts.append(f"recompute={self.plan.recompute!r}")
         names = ("stage", "replicas", "reshard_after_forward", "offload")
@@ -195,7 +197,14 @@ def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, 
         microbatches = plan.num_microbatches * split
         yield (
             price,
-            replace(plan, schedule=schedule, recompute=recompute, sharding=changed, num_microbatches=microbatches),
+            replace(
+                plan,
+                schedule=schedule,
+                stages_per_rank=plan.stages_per_rank if schedule == plan.schedule else 1,
+                recompute=recompute,
+                sharding=changed,
+                num_microbatches=microbatches,
+            ),
             split,
         )
 
@@ -226,6 +235,8 @@ def split_samples(workload: Workload, split: int) -> Workload:
             score_bytes=layer.score_bytes // split,
             input_bytes=layer.input_bytes // split,
             logits_bytes=layer.logits_bytes // split,
+            uncounted_flops=layer.uncounted_flops / split,
+            kept_until_weights_bytes=layer.kept_until_weights_bytes and layer.kept_until_weights_bytes // split,
             widest_bytes=layer.widest_bytes // split,
             score_forward=part(layer.score_forward),
             regions=tuple(region.part(split) for region in layer.regions),
@@ -245,7 +256,7 @@ def _ranks(plan: Plan, stage: int) -> str:
 
 def _more_ranks(workload: Workload, plan: Plan, device: Device) -> str:
     """Say how many data-parallel ranks make the plan fit with all that saves memory, or why no number does."""
-    spare = replace(plan, compression=None, recompute="full", schedule="one_f_one_b")
+    spare = replace(plan, compression=None, recompute="full", schedule="one_f_one_b", stages_per_rank=1)
     split = workload.samples if workload.samples & (workload.samples - 1) == 0 else 1
     smallest = split_samples(workload, split)
     num_ranks = plan.data

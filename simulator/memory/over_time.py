@@ -18,6 +18,7 @@ from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints,
 from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays, W
 
 CHANGE = np.array([1, -1, 0, -1])  # of what is in flight: F, B, I, W
+WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 
 
 class RankPasses(NamedTuple):
@@ -108,41 +109,44 @@ def rows_of(own: Mapping[int, StageBytes], order: RankPasses) -> Ints:
 
 def peaks_of(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints]:
     """Return the most of each kind, and the kinds at the fullest moment; each state of the rank is looked at once."""
-    others, phase = _states(own, order)
-    table = np.unique(np.column_stack([*order, others, phase]), axis=0)
-    count = len(own)
-    order = RankPasses(table[:, 0], table[:, 1])
-    rows = _evaluate(own, order, table[:, 2 : 2 + count], table[:, 2 + count :])
+    table = np.unique(np.column_stack([*order, *_states(own, order)]), axis=0)
+    order, states = RankPasses(table[:, 0], table[:, 1]), np.split(table[:, 2:], 3, axis=1)
+    rows = _evaluate(own, order, *states)
     return rows.max(axis=0), rows[rows.sum(axis=1).argmax()]
 
 
-def _states(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints]:
-    """Return, for each pass, what every stage of the rank has in flight, without the one at work, and its phase."""
+def _states(own: Mapping[int, StageBytes], order: RankPasses) -> tuple[Ints, Ints, Ints]:
+    """Return, for each pass, what every stage of the rank has in flight, without the one at work, and its phase.
+
+    Of what is in flight, the second array counts the micro-batches that wait for their W.
+    """
     stage, kind = order
-    others, phases = [], []
+    others, waiting, phases = [], [], []
     for number in own:
         mine = stage == number
         in_flight = np.cumsum(np.where(mine, CHANGE[kind], 0))
         others.append(in_flight - (mine & ((kind == F) | (kind == I))))
+        waits = np.cumsum(np.where(mine, WAITS[kind], 0))
+        waiting.append(waits - (mine & (kind == I)))
         weighs = mine & ((kind == B) | (kind == W))
         made = np.cumsum(weighs)
         total = int(made[-1])
         rest = np.where(made == 0, NONE, np.where(made == total, AFTER, MIDDLE))
         at_work = np.where(made == 1, FIRST if total > 1 else ONLY, np.where(made == total, LAST, MIDDLE))
         phases.append(np.where(weighs, at_work, rest))
-    return np.stack(others, axis=1), np.stack(phases, axis=1)
+    return np.stack(others, axis=1), np.stack(waiting, axis=1), np.stack(phases, axis=1)
 
 
-def _evaluate(own: Mapping[int, StageBytes], order: RankPasses, others: Ints, phase: Ints) -> Ints:
+def _evaluate(own: Mapping[int, StageBytes], order: RankPasses, others: Ints, waiting: Ints, phase: Ints) -> Ints:
     always = np.sum([each.always for each in own.values()], axis=0)
     places, size = _places(order.stage, {number: len(each.kept) for number, each in own.items()})
     out = np.empty((size + 2, len(KINDS)), np.int64)
     for at, (number, each) in enumerate(own.items()):
         mine = order.stage == number
-        rows = each.working(order.kind[mine], others[mine, at], phase[mine, at])
+        rows = each.working(order.kind[mine], others[mine, at], waiting[mine, at], phase[mine, at])
         for place, other in enumerate(own.values()):
             if place != at:
-                rows += other.resting(others[mine, place], phase[mine, place])[:, None]
+                rows += other.resting(others[mine, place], waiting[mine, place], phase[mine, place])[:, None]
         out[places[number]] = rows + always
     out[-1] = always
     out[-1, GRADIENTS] += sum(int(each.gradients[-1]) for each in own.values())

@@ -44,6 +44,7 @@ class StageBytes:
     Attributes:
         always: during the whole step [K].
         kept: of one micro-batch by each layer, from its forward to its backward [L, K].
+        until_weights: the part of it that stays after I, until W [L, K].
         forward: in addition, while each layer's forward runs [L, K].
         backward: the same while each layer's backward runs [L, K].
         between: from the end of a micro-batch's forward to the start of its backward [K].
@@ -57,6 +58,7 @@ class StageBytes:
 
     always: Ints
     kept: Ints
+    until_weights: Ints
     forward: Ints
     backward: Ints
     between: Ints
@@ -67,20 +69,25 @@ class StageBytes:
     ends: int
     host: int
 
-    def working(self, kind: Ints, others: Ints, phase: Ints) -> Ints:
+    def working(self, kind: Ints, others: Ints, waiting: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
 
-        Without `always`, and of this stage alone. An I frees nothing: its W still needs what I needed.
+        Without `always`, and of this stage alone. An I frees what its W does not need (see `until_weights`).
 
-        Shapes: kind [A], others [A] (micro-batches held in addition to the one at work), phase [A] -> [A, L + 1, K]
+        Shapes: kind [A], others [A] (micro-batches held in addition to the one at work), waiting [A] (those of them
+            whose I has run and W has not), phase [A] -> [A, L + 1, K]
         """
         held = self.kept.cumsum(axis=0)
         whole = held[-1]
         forward = np.concatenate([held + self.forward, (whole + self.between)[None]])
         backward = np.concatenate([(held + self.backward)[::-1], np.zeros((1, held.shape[1]), np.int64)])
         backward[-1, BUFFERS] = self.ends
-        inputs = np.concatenate([(whole + self.backward)[::-1], whole[None]])
-        rows = np.stack([forward, backward, inputs, backward])[kind] + others[:, None, None] * whole
+        waits = self.until_weights.cumsum(axis=0)
+        freed = (whole - waits[-1] - held + waits)[::-1]
+        inputs = np.concatenate([(whole + self.backward)[::-1] - freed, waits[-1:]])
+        weights = np.concatenate([(waits + self.backward)[::-1], backward[-1:]])
+        rows = np.stack([forward, backward, inputs, weights])[kind]
+        rows += (others - waiting)[:, None, None] * whole + waiting[:, None, None] * waits[-1]
         order = np.append(np.arange(len(held))[::-1], len(held))  # backward begins with the last layer
         grown, unsent = np.zeros((2, 6, len(order)), np.int64)
         grown[[FIRST, ONLY]] = self.gradients[order]
@@ -92,9 +99,9 @@ class StageBytes:
         rows[:, :, BUFFERS] += travels * ((phase == MIDDLE) | (phase == LAST))[:, None]
         return np.asarray(rows, np.int64)
 
-    def resting(self, held: Ints, phase: Ints) -> Ints:
-        """Return what the stage holds while its rank works on another one: held [A], phase [A] -> [A, K]."""
-        rows = held[:, None] * self.kept.sum(axis=0)
+    def resting(self, held: Ints, waiting: Ints, phase: Ints) -> Ints:
+        """Return what the stage holds while its rank works on another: held, waiting and phase [A] -> [A, K]."""
+        rows = (held - waiting)[:, None] * self.kept.sum(axis=0) + waiting[:, None] * self.until_weights.sum(axis=0)
         rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.unsent[-1]
         return np.asarray(rows, np.int64)
 
@@ -139,6 +146,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int]) -> StageBy
     return StageBytes(
         always=_whole(states.always),
         kept=_whole(kept),
+        until_weights=_whole(_until_weights(layers, table, plan, kept)),
         forward=_whole(forward),
         backward=_whole(backward),
         between=_whole(between),
@@ -186,6 +194,19 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, F
         kept[:, ACTIVATIONS] = everything - (dropped if plan.recompute == "selective" else 0.0)
     kept[:, LOGITS] = logits / inside  # the loss is computed in its own type, whatever the layers' is
     return kept, everything - kept[:, ACTIVATIONS]
+
+
+def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:
+    """Return the part of what each layer keeps that stays until W [L, K].
+
+    Under ZB-2p an I frees the rest, as its paper counts. Under other schedules all stays, as in this project's runs.
+    """
+    if plan.schedule != "zb_2p" or plan.recompute != "none":
+        return kept
+    known = [layer.kept_until_weights_bytes for layer in layers]
+    pairs = zip(known, table["activation_bytes"].tolist(), strict=True)
+    shares = [1.0 if size is None or not whole else size / whole for size, whole in pairs]
+    return np.asarray(kept * np.array(shares)[:, None], np.float64)
 
 
 def _add_temporary(

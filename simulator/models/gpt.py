@@ -176,6 +176,7 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
         tensor_activation_bytes=kept - 10 * batch * s * h,
         score_bytes=score_bytes,
         score_forward=Work(scores, 2 * score_bytes, 5),  # two products, scale, softmax, dropout
+        kept_until_weights_bytes=min(kept, 32 * batch * s * h),  # 2401.10241, table 1
         input_bytes=output,
         tensor_parameters=sum(size for size, axis in zip(sizes, axes * 2, strict=True) if axis),
         regions=regions,

@@ -15,7 +15,7 @@ from simulator.models.gpt import ADAM_BYTES, LOSS_BYTES, PASSES
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Sizes of a model of this kind.
+    """Sizes of a model of this kind; with `ties_embedding` the head uses the embedding's parameters.
 
     Raises:
         ValueError: a size is less than 1; heads do not divide the hidden size, or key-value heads the heads.
@@ -27,10 +27,11 @@ class LlamaSizes:
     num_key_value_heads: int
     feed_forward_size: int
     vocab_size: int
+    ties_embedding: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if name != "ties_embedding" and value < 1:
                 raise ValueError(f"Llama: {name} is {value!r}; pass a whole number of at least 1")
         if self.hidden_size % self.num_heads or self.num_heads % self.num_key_value_heads:
             raise ValueError(
@@ -45,10 +46,10 @@ class LlamaSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters: l (h (2h + 2gh) + 3hf + 2h) + 2Vh + h."""
+        """Elements of all parameters: l (h (2h + 2gh) + 3hf + 2h) + 2Vh + h; tied embeddings have one Vh."""
         h = self.hidden_size
         layer = 2 * h * h + 2 * h * self.key_value_size + 3 * h * self.feed_forward_size + 2 * h
-        return self.num_layers * layer + 2 * self.vocab_size * h + h
+        return self.num_layers * layer + (1 if self.ties_embedding else 2) * self.vocab_size * h + h
 
 
 def llama_workload(
@@ -62,7 +63,7 @@ def llama_workload(
     """Return the workload of such a model, with 16-bit activations.
 
     A layer keeps s B h (12 + 4 g) + 8 s B f bytes (inputs of both norms and of all products, the gate's two factors)
-    and 2 a s^2 B of scores, which flash attention or selective recompute drops.
+    and 2 a s^2 B of scores, which `fuse_attention` or selective recompute drops.
 
     Source: sizes of tensors as Touvron et al. 2023 (2307.09288) describe the model; activations counted tensor by
         tensor as 2205.05198 does for GPT.
@@ -114,21 +115,22 @@ def _head(sizes: LlamaSizes, tokens: int) -> Layer:
     h, flops, logits = sizes.hidden_size, 2.0 * tokens * sizes.hidden_size * sizes.vocab_size, tokens * sizes.vocab_size
     forward, weights = Work(flops, 8 * logits, 4), Work(flops, 0, 1)
     sums = (LOSS_BYTES * tokens, 2 * LOSS_BYTES * tokens)
+    own = sizes.vocab_size * h
     return Layer(
         name="head and loss",
-        parameter_sizes=(h, sizes.vocab_size * h),
-        parameter_shapes=((h,), (sizes.vocab_size, h)),
+        parameter_sizes=(h,) if sizes.ties_embedding else (h, own),
+        parameter_shapes=((h,),) if sizes.ties_embedding else ((h,), (sizes.vocab_size, h)),
         forward=forward,
         input_gradient=forward,
         weight_gradient=weights,
-        parameter_axes=("", "tensor"),
+        parameter_axes=("",) if sizes.ties_embedding else ("", "tensor"),
         regions=(Region("head", forward, forward, weights, 2 * tokens * h, 0, weights, sums),),
         splits_positions=True,
         sequence_calls=(("all_reduce", h),),
         activation_bytes=4 * tokens * h + 4 * logits,
         logits_bytes=4 * logits,
         output_bytes=0,
-        tensor_parameters=sizes.vocab_size * h,
+        tensor_parameters=0 if sizes.ties_embedding else own,
     )
 
 

@@ -104,6 +104,7 @@ def _with_experts(block: Layer, mixture: Mixture) -> Layer:
         parameter_axes=axes,
         tensor_parameters=sum(size for size, axis in zip(sizes, axes, strict=True) if axis == "tensor"),
         activation_bytes=block.activation_bytes + inner,
+        kept_until_weights_bytes=None,
         tensor_activation_bytes=block.tensor_activation_bytes - 16 * tokens * h,
         regions=tuple(kept),
         experts=experts,

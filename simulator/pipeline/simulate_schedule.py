@@ -49,8 +49,18 @@ class PipelineRun:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first action's start to the last one's end."""
+        """Seconds from the first action's start to the last one's end: one step alone."""
         return to_s(int(self.end_ns.max(initial=0)))
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds of each of many equal steps in a row: the longest time from a rank's own first start to its own end.
+
+        Zero-bubble papers call it the cost. `duration_s`, one step alone, also counts the waits before a rank begins
+        and after it ends.
+        """
+        offsets = self.order.offsets
+        return to_s(int((self.end_ns[offsets[1:] - 1] - self.start_ns[offsets[:-1]]).max(initial=0)))
 
     @property
     def work_s(self) -> float:

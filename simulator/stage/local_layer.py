@@ -10,7 +10,7 @@ from distlab.plan import Attention, Layer, Plan, Work, Workload
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
-from simulator.precision import widths_of
+from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
 from simulator.units import to_ns
@@ -70,11 +70,11 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
 
     Layers that differ in their name alone are costed once.
     """
-    plan = layout.plan
+    plan, widths = layout.plan, widths_of(workload, layout.plan)
     one: Callable[[Layer], LayerTimes]
     if is_shared(plan):
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
-        cluster, widths = layout.cluster, widths_of(workload, plan)
+        cluster = layout.cluster
         costs = CallCosts(cluster.device, cluster.contention, groups, plan, widths.reduce, widths.activations)
 
         def one(layer: Layer) -> LayerTimes:
@@ -87,8 +87,24 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
     known: dict[int, LayerTimes] = {}
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
-            known[kind] = one(layer)
+            known[kind] = one(_with_sums(layer, plan, widths))
     return [known[kind] for kind in workload.kinds]
+
+
+def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
+    """Return the layer with the work of adding its gradients to wider ones, as every micro-batch does.
+
+    A kernel per tensor reads the gradient and the sum, and writes the sum. Gradients as wide as the parameters need no
+    such kernel in the first micro-batch; adding up the others is left out.
+    """
+    if widths.gradient <= widths.parameter or not layer.parameter_sizes:
+        return layer
+    experts = layer.expert_parameters
+    own = layer.num_parameters - layer.tensor_parameters - experts + layer.tensor_parameters / plan.tensor
+    own += experts * layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 0
+    whole = own * Shares.of(layer, plan).outside if is_shared(plan) else own  # not cut by positions
+    sums = Work(memory_bytes=whole * (widths.parameter + 2 * widths.gradient), num_kernels=len(layer.parameter_sizes))
+    return replace(layer, weight_gradient=layer.weight_gradient + sums)
 
 
 def _whole(layer: Layer, layout: Layout) -> LayerTimes:

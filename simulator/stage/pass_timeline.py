@@ -85,7 +85,10 @@ class CallCosts:
         if kind == "send":
             return max([group.hop_ns(num_bytes) for group in groups]), num_bytes
         each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
-        return max([group.exchange_ns(kind, each) for group in groups]), groups[0].sent_bytes(kind, each)
+        time_ns = max([group.exchange_ns(kind, each) for group in groups])
+        if axis == "tensor":
+            time_ns = round(time_ns * (1 - groups[0].cluster.tensor_overlap))
+        return max(time_ns, to_ns(self.device.launch_s)), groups[0].sent_bytes(kind, each)
 
     def shared(self, axis: str) -> bool:
         """Return whether there is another rank along an axis."""

@@ -21,10 +21,11 @@ from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buck
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
 from simulator.gradients.shard_costs import Shards, shards_of
-from simulator.hardware.cost import compute_s, message_s
+from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
 from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
+from simulator.stage.messages import message_ns, parts_of_messages
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.units import to_ns
 
@@ -267,8 +268,9 @@ def _stage(
 ) -> Stage:
     (layers, last_before), plan = own, layout.plan
     behind, before = place.link_behind(layout), place.link_before(layout)
-    forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan)
-    backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan)
+    parts, here = parts_of_messages(layout), place.rank_of_stage[place.number]
+    forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan) // parts
+    backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan) // parts
     forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
     calls = tuple(zip(*(each.calls for each in times), strict=True)) if is_shared(plan) else ()
     return Stage(
@@ -277,14 +279,14 @@ def _stage(
         backward_ns=backward,
         buckets=upkeep.buckets,
         optimizer_ns=upkeep.optimizer_ns,
-        send_forward_ns=0 if behind is None else to_ns(message_s(forward_bytes, behind)),
-        send_backward_ns=0 if before is None else to_ns(message_s(backward_bytes, before)),
+        send_forward_ns=0 if behind is None else message_ns(forward_bytes, behind, layout, here),
+        send_backward_ns=0 if before is None else message_ns(backward_bytes, before, layout, here),
         send_forward_bytes=forward_bytes,
         send_backward_bytes=backward_bytes,
         units=upkeep.units,
         faults=upkeep.faults,
         input_gradient_ns=inputs,
-        rank=place.rank_of_stage[place.number],
+        rank=here,
         weight_gradient_ns=weights if calls else (),
         calls=calls,
     )

@@ -45,8 +45,21 @@ class Step:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the step's start to the end of the last rank's update, and of gathers after it."""
+        """Seconds of one step alone: from its start to the end of the last rank's update, and of gathers after it."""
         return to_s(max(self._rank_end_ns(rank) for rank in range(self.num_pipeline_ranks)))
+
+    @cached_property
+    def steady_s(self) -> float:
+        """Seconds of each of many equal steps in a row: from a rank's own first action to its own end, the longest.
+
+        A rank begins its next step as soon as its own is done. Schedules whose last ranks begin late and end late
+        (ZB-H2, ZB-2p) gain from that, since `duration_s` counts both waits.
+        Error: exact where no rank waits for the others between two steps: no norm of all gradients, no synchronous
+            check. Otherwise a step of a run takes up to `duration_s`.
+        Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
+        """
+        starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
+        return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(starts)))
 
     @property
     def num_pipeline_ranks(self) -> int:
@@ -121,10 +134,15 @@ class Step:
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:
         """Bytes that each rank sends in the step (rings for gradients, messages between stages), rank 0 first."""
-        each = [sum(sent.values()) for sent in self._sent]
+        each = self.sent_bytes_by_pipeline_rank
         numbers = self.layout.ranks
         order = sorted((rank, place) for place, row in enumerate(numbers.tolist()) for rank in row)
         return tuple(each[place] for _, place in order)
+
+    @property
+    def sent_bytes_by_pipeline_rank(self) -> tuple[float, ...]:
+        """Bytes that each of the ranks at a place in the pipeline sends in the step, first place first."""
+        return tuple(sum(sent.values()) for sent in self._sent)
 
     @property
     def sent_bytes_by_axis(self) -> Mapping[str, float]:
@@ -145,18 +163,29 @@ class Step:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all replicas and micro-batches over the step's duration."""
+        """Samples of all replicas and micro-batches over `duration_s`, the time of one step alone."""
         return self.workload.samples * self.plan.num_microbatches * self.plan.num_replicas / self.duration_s
 
     @property
-    def utilization(self) -> float:
-        """Useful matrix products of the whole job over what all its ranks could do in the step (MFU).
+    def mfu(self) -> float:
+        """Counted products of the whole job over what the data sheet allows all its ranks in the step (MFU).
 
-        What is computed again, and what ranks compute twice, is not useful.
+        What is computed again, and what ranks compute twice, is not counted. Attention counts all pairs of positions,
+        masked or not, as PaLM, Llama 3 and most sources do.
+
+        Source: Chowdhery et al. 2022 (2204.02311), appendix B.
         """
-        useful = sum(self.workload.matmul_flops) * self.plan.num_microbatches * self.plan.num_replicas
-        could = self.cluster.device.matmul_flops_per_s * self.plan.world_size * self.duration_s
-        return useful / could
+        device = self.cluster.device
+        return self._part_of(device.peak_flops_per_s or device.matmul_flops_per_s)
+
+    @property
+    def utilization(self) -> float:
+        """The same over what products achieve on the device: 1.0 where nothing but products took time."""
+        return self._part_of(self.cluster.device.matmul_flops_per_s)
+
+    def _part_of(self, flops_per_s: float) -> float:
+        counted = self.workload.counted_flops * self.plan.num_microbatches * self.plan.num_replicas
+        return counted / (flops_per_s * self.plan.world_size * self.duration_s)
 
     @cached_property
     def memory(self) -> Memory:

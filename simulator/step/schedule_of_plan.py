@@ -36,7 +36,8 @@ def compile_schedule_of(plan: Plan, schedule: Schedule | None, stages: Sequence[
     if schedule is not None:
         return CompiledSchedule(arrays_of(schedule))
     times = action_times(stages) if plan.schedule in TIMED else None
-    return compile_family(plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank, times)
+    size = (plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
+    return compile_family(plan.schedule, *size, times, held_after_input_gradient(plan, stages))
 
 
 def action_times(stages: Sequence[Stage]) -> ActionTimes:
@@ -47,13 +48,39 @@ def action_times(stages: Sequence[Stage]) -> ActionTimes:
     )
 
 
+def held_after_input_gradient(plan: Plan, stages: Sequence[Stage]) -> float:
+    """Return the part of the model's activations that stays until W under ZB-2p; 1.0 under other schedules."""
+    if plan.schedule != "zb_2p" or plan.recompute != "none":
+        return 1.0
+    kept = until = 0
+    for layer in (layer for stage in stages for layer in stage.layers):
+        size = layer.activation_bytes - layer.logits_bytes
+        kept += size
+        until += size if layer.kept_until_weights_bytes is None else layer.kept_until_weights_bytes
+    return min(1.0, until / kept) if kept else 1.0
+
+
 @lru_cache(maxsize=32)
 def compile_family(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, times: ActionTimes | None = None
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    times: ActionTimes | None = None,
+    held: float = 1.0,
 ) -> CompiledSchedule:
     """Return a family's order, compiled; the last ones are kept."""
     return CompiledSchedule(
-        arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank, times=times))
+        arrays_of(
+            make_schedule(
+                name,
+                num_ranks,
+                num_microbatches,
+                stages_per_rank=stages_per_rank,
+                times=times,
+                held_after_input_gradient=held,
+            )
+        )
     )
 
 

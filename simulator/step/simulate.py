@@ -104,7 +104,7 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
         cores=_shared_cores(cluster, plan),
     )
     if plan.sharding.stage in (1, 2):
-        return add_zero_calls(timing, stages)
+        return add_zero_calls(timing, stages, gathers_ahead=cluster.gathers_ahead)
     return timing
 
 

@@ -1,4 +1,4 @@
-"""Which plans `simulate` gives a time, and the sentence for those that it does not."""
+"""Which plans `simulate` gives a time, why it gives others none, and notes on plans that other programs refuse."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
             "simulate times offload with pipeline=1, or use offload='none'"
         )
     return ""
+
+
+def notes_on(plan: Plan) -> tuple[str, ...]:
+    """Return what other programs refuse of a plan that is simulated here, each in a sentence with what to change."""
+    rest = plan.num_microbatches % plan.pipeline
+    if plan.schedule == "interleaved" and plan.pipeline > 1 and rest:
+        return (
+            f"interleaved runs {plan.num_microbatches} micro-batches on {plan.pipeline} ranks in unequal rounds, which "
+            f"Megatron-LM refuses: use a multiple of {plan.pipeline}",
+        )
+    return ()

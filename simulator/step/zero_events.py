@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from simulator.gradients.buckets import BucketCost
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing, call_of
 
 
-def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
-    """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters."""
+def add_zero_calls(timing: Timing, stages: Sequence[Stage], *, gathers_ahead: bool = False) -> Timing:
+    """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters.
+
+    With `gathers_ahead` gathers run under the first forward of the next step; what is longer than that forward is
+    shown behind the update, in place of the whole.
+    """
     updates, calls = [], []
     for rank, own in enumerate(timing.finishing):
         begin, free, added = timing.optimizer[rank][0], 0, []
@@ -30,6 +35,7 @@ def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
                 added.append(call_of("host", name, bucket.save, (free - bucket.save.duration_ns, free)))
         update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
         wire = up = started = update[1]
+        shown = _shown(stages, own, buckets) if gathers_ahead else 1.0
         for bucket in buckets:
             started += bucket.start_ns  # all are started before the first is waited for
             what = bucket.name.removeprefix(f"{bucket.kind} ")
@@ -38,8 +44,15 @@ def add_zero_calls(timing: Timing, stages: Sequence[Stage]) -> Timing:
                 up += bucket.load.duration_ns
             if bucket.gather is not None:
                 at = max(wire, up, started)
-                wire = at + bucket.gather.duration_ns
+                wire = at + round(bucket.gather.duration_ns * shown)
                 added.append(call_of("gather", f"all_gather {what}", bucket.gather, (at, wire)))
         updates.append(update)
         calls.append((*(timing.calls[rank] if timing.calls else ()), *added))
     return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
+
+
+def _shown(stages: Sequence[Stage], own: Sequence[int], buckets: Sequence[BucketCost]) -> float:
+    """Return the part of a rank's gathers that its first forward does not hide."""
+    gathered = sum(bucket.gather.duration_ns for bucket in buckets if bucket.gather is not None)
+    forward = sum(sum(stages[stage].forward_ns) for stage in own)
+    return max(0.0, 1 - forward / gathered) if gathered else 0.0

@@ -29,7 +29,10 @@ def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
     text = tmp_path / "my.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     assert main(["tour", "--ranks", "2", "--data", str(text), "--output", str(tmp_path / "out"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    parts = [line.partition(":")[0] for line in said.err.splitlines() if " of 3: " in line]
+    assert parts == ["1 of 3", "2 of 3", "3 of 3"]
     assert facts["equal"] is True
     assert facts["ranks"] == 2
     compared = facts["losses"][:4]  # how many updates follow in the timed windows is a matter of this machine's speed
@@ -42,6 +45,8 @@ def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     traces = read_chrome(chrome)
     assert set(traces) == {"measured", "predicted"}
+    drawn_s = traces["measured"].duration_s  # from its first to its last span: a little less than the step
+    assert 0.8 * facts["measured_step_s"] < drawn_s < 1.2 * facts["measured_step_s"]
     for trace in traces.values():
         assert trace.ranks == (0, 1)
         kinds = {span.kind for span in trace}
@@ -52,7 +57,14 @@ def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
 def test_tour_prints_a_table(short, tmp_path, capsys):
     assert main(["tour", "--ranks", "1", "--output", str(tmp_path)]) == 0
     table = capsys.readouterr().out
-    for words in ("weights equal?", "yes", "bytes sent", "step time", "error of the prediction", "timeline.png"):
+    for words in (
+        "weights equal?",
+        "yes",
+        "bytes sent",
+        "median step, as drawn",
+        "error of the prediction",
+        "timeline.png",
+    ):
         assert words in table
 
 
@@ -67,5 +79,12 @@ def test_a_tour_that_is_not_judged_says_what_it_saw_and_how_to_try_again():
 def _findings(step):
     counts = {"ranks": 2, "device": "cpu", "parameters": 1, "updates": 1}
     equal = {"max_difference": 0.0, "equal": True, "losses_one_process": [1.0], "losses": [1.0]}
-    sent = {"sent_bytes": 1, "predicted_bytes": 1, "exposed_s": 0.0, "machine": this_machine()}
+    sent = {
+        "sent_bytes": 1,
+        "predicted_bytes": 1,
+        "measured_step_s": 0.1,
+        "predicted_step_s": 0.1,
+        "exposed_s": 0.0,
+        "machine": this_machine(),
+    }
     return Findings(**counts, **equal, **sent, step=step)

@@ -348,3 +348,20 @@ def test_every_method_has_a_hook():
         "Sign",
         "PowerSGD",
     ]
+
+
+def test_complex_gradients_are_refused_in_words(ranks):
+    def train():
+        told = {}
+        for method in METHODS:
+            gradients = (torch.ones(8, 3, dtype=torch.complex64),)
+            bucket = GradientBucket(7, gradients[0].view(-1), gradients)
+            try:
+                make_hook(Compression(method)).start(bucket, None)
+            except ValueError as error:
+                told[method] = str(error)
+        return told
+
+    for rank, told in enumerate(ranks(2).run(train)):
+        words = f"rank {rank}: bucket 7 holds gradients of torch.complex64, and compressors take real numbers"
+        assert all(words in told.get(method, "") for method in METHODS), told

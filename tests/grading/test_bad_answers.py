@@ -80,6 +80,20 @@ def runs_a_program(tensor):
     return right(tensor)
 
 
+def never_waits(tensor):
+    mine = tensor.clone()
+    dist.all_reduce(tensor, async_op=True)
+    return mine
+
+
+def never_waits_for_a_send(tensor):
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(1), 1)
+    else:
+        dist.recv(torch.empty(1), 0)
+    return right(tensor)
+
+
 def kills_its_parent(tensor):
     os.kill(os.getppid(), signal.SIGKILL)
     return right(tensor)
@@ -232,6 +246,13 @@ CASES = [
     (leaves_the_group, 1, "left the group", "destroyed or replaced the process group"),
     (changes_default_dtype, 1, "default dtype", "default dtype to torch.bfloat16"),
     (not_yet, 2, "not attempted", "91.mean is yours to write"),
+    (
+        never_waits,
+        2,
+        "not communicated",
+        r"rank 0 starts all_reduce at \S*test_bad_answers.py:\d+ and never waits for it",
+    ),
+    (never_waits_for_a_send, 2, "not waited", r"right result, but by luck: rank 0 starts send to rank 1 at .* isend"),
     (sends_other_shapes, 2, "mismatch", r"float32\[1\].*float32\[2\]"),
     (fills_the_disk, 1, "raised", "File too large .* in fills_the_disk"),
 ]

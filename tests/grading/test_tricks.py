@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.cli import main
-from distlab.comm.launch import fork_client
 from distlab.comm.launch.forkserver import JOB_VARIABLE
 from distlab.grading import Exercise
 from distlab.grading.check import examine
@@ -151,6 +150,18 @@ def closes_every_file(tensor):
     return wrong(tensor)
 
 
+def calls_the_backend(tensor):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.allreduce([tensor]).wait()
+    return tensor / dist.get_world_size()
+
+
+def sends_through_a_store(tensor):
+    store = importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+    store.set("mine", "1")
+    return wrong(tensor)
+
+
 def kills_the_fork_server(tensor):
     ctypes.CDLL(None).kill(os.getppid(), 9)
     time.sleep(5)
@@ -173,6 +184,8 @@ CASES = [
     (traces, "looked", "sys.settrace"),
     (reads_the_solution, "looked", "opens a file of the check"),
     (empties_the_records, "looked", "opens a file of the check"),
+    (calls_the_backend, "went around", r"it calls Backend.allreduce, .* in calls_the_backend: backend.allreduce"),
+    (sends_through_a_store, "went around", "Store.set"),
     (closes_every_file, "exited|killed", "closed a file descriptor that it did not open|SIGABRT"),  # gloo may be first
     (kills_the_fork_server, "killed", "the process that starts the ranks was killed"),
 ]
@@ -180,13 +193,11 @@ CASES = [
 
 @pytest.mark.parametrize(("fn", "fault", "says"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_trick_is_named(
-    mean_exercise: Exercise, monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], fault: str, says: str
+    mean_exercise: Exercise, request: pytest.FixtureRequest, fn: Callable[..., Any], fault: str, says: str
 ) -> None:
-    if fn is kills_the_fork_server:  # it gets its own: the other tests' ranks stay with theirs
-        monkeypatch.setattr(fork_client._Current, "server", None)
-    report = examine(mean_exercise, fn, worlds=(1,))
     if fn is kills_the_fork_server:
-        fork_client.shut_down()
+        request.getfixturevalue("own_fork_server")
+    report = examine(mean_exercise, fn, worlds=(1,))
     assert report.verdict == "wrong", str(report)
     assert re.fullmatch(fault, str(report.fault)), str(report)
     assert re.search(says, str(report), re.DOTALL), str(report)
@@ -230,7 +241,9 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("line", ENDINGS)
-def test_every_end_of_an_import_has_a_verdict(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_end_of_an_import_has_a_verdict(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str], own_fork_server: None
+) -> None:
     file = tmp_path / "answers.py"
     file.write_text(f"import os\n{line}\n")
     assert main(["check", "03.buckets", "--impl", str(file)]) == 1

@@ -95,6 +95,8 @@ def test_sharded_parameters_travel_along_their_copies_alone(ranks):
     for sent, members, (_, _, gathered, scattered), _ in ranks(4).run(lambda: count(plan)):
         # What tensor left here is gathered for forward and for backward, and its gradient scattered: half each time.
         assert sent.pop((members["data"], "send")) == BYTES * (2 * gathered + scattered) // 2
-        assert sent.pop((members["data"], "all_gather")) == 40  # do the copies run the same units?
+        assert (
+            sent.pop((members["data"], "all_gather")) == 2 * 40
+        )  # do the copies run the same units, in forward and backward?
         assert sent.pop((tuple(range(4)), "all_reduce")) == whole_mesh(4)
         assert {group for group, _ in sent} == {members["tensor"]}

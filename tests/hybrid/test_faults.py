@@ -102,6 +102,7 @@ def refusals():
         ),
         "world": message(lambda: make_hybrid(Plan(data=2))),
         "rules": message(lambda: make_hybrid(Plan(pipeline=4))),
+        "tied": message(lambda: make_hybrid(Plan(data=2, pipeline=2, sharding=Sharding(stage=3)))),
         "another batch": message(lambda: hybrid.step(inputs + (rank == 3), targets)),
         "a short batch": message(lambda: hybrid.step(inputs[: BATCH - (rank == 3)], targets[: BATCH - (rank == 3)])),
         "no batch": message(lambda: hybrid.step(inputs[:3], targets[:3])),
@@ -134,6 +135,7 @@ def test_all_ranks_hear_what_is_wrong_and_go_on(ranks):
     assert "rank 2 has" in told["another model"]
     assert "= 2 does not fill 4 ranks" in told["world"]
     assert "2 layers cannot fill" in told["rules"]
+    assert "tied weights: the first and the last stage would shard one parameter apart" in told["tied"]
     assert "rank 3 has" in told["another batch"]
     assert "rank 3 has" in told["a short batch"]
     assert "a batch of 3 cannot be cut" in told["no batch"]

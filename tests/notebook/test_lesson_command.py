@@ -240,3 +240,12 @@ def test_a_work_folder_without_permission_is_one_line(lesson, tmp_path):
     done = lesson("start", "--no-browser", work=tmp_path / "work")
     assert done.returncode == 2
     assert "Permission denied" in done.stderr
+
+
+def test_long_lines_of_code_are_wrapped_unless_you_set_it_otherwise(tmp_path):
+    server._quiet_settings(tmp_path)
+    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
+    assert json.loads(settings.read_text()) == {"codeCellConfig": {"lineWrap": True}}
+    settings.write_text("{}")
+    server._quiet_settings(tmp_path)
+    assert settings.read_text() == "{}"

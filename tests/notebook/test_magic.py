@@ -1,6 +1,7 @@
 """%%ranks in a real kernel: ranks kept, some of them, output, errors with the cell's line, interrupt, end."""
 
 import os
+import re
 import time
 
 import pytest
@@ -235,10 +236,17 @@ def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook):
     assert notebook.lines("%%ranks\nrank") == ["[rank 0] 0", "[rank 1] 1"]
 
 
-def test_an_interrupt_of_run_is_short_and_of_anything_else_as_ever(notebook):
-    told = interrupted(notebook, "import time\nrun(time.sleep, 2, args=(60,))")
-    assert told.splitlines()[0] == "You stopped the ranks; they have ended."
-    assert told.splitlines()[-1].startswith("called in line 2 of your cell")
+def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_as_ever(notebook):
+    source = (
+        "import time\ndef wait(first):\n    if dist.get_rank() == first:\n        time.sleep(60)\n    dist.barrier()"
+    )
+    told = interrupted(notebook, f"{source}\nrun(wait, 2, args=(0,))")
+    assert told.splitlines()[0] == "You stopped the ranks. This is where each one stood:"
+    assert "rank 1 waits in barrier" in told
+    assert '--- rank 0 stands here (innermost call last) ---\n  File "your cell", line 4, in wait' in told
+    assert "They have ended." in told
+    assert "/distlab/" not in told
+    assert told.splitlines()[-1].startswith("called in line 6 of your cell")
     assert "KeyboardInterrupt" in interrupted(notebook, "time.sleep(60)")
 
 
@@ -274,3 +282,12 @@ def test_ranks_die_with_the_kernel():
     while any(is_alive(pid) for pid in running) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in running)
+
+
+def test_an_error_that_a_cell_catches_names_the_cell_too(notebook):
+    notebook.cell("def wait_for_other():\n    dist.recv(torch.zeros(1), 1 - dist.get_rank())")
+    caught = "try:\n    run(wait_for_other, 2)\nexcept RuntimeError as error:\n    print(in_cells(error))"
+    printed, error = notebook.cell(f"from distlab.notebook import in_cells\n{caught}")
+    assert error == ""
+    assert re.search(r"rank 0 waits in recv from 1 .* at In\[\d+\], line 2 for", printed)
+    assert "ipykernel_" not in printed

@@ -89,6 +89,8 @@ def stuck(lesson: Lesson) -> None:
 def test_the_solution_is_shown_and_noted(work, lesson):
     stuck(lesson)
     shown = solution(NAME)
+    assert "white-space:pre;overflow-x:auto" in shown._repr_html_(), "a long line scrolls, no word is broken"
+    assert hint(NAME)._repr_html_() is None
     exercise = lesson.exercise(NAME)
     for text in (repr(shown), shown._repr_markdown_()):
         assert f"def {exercise.function}(" in text

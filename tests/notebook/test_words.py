@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distlab.notebook import show
+from distlab.notebook import in_cells, show
 from distlab.notebook.display import Picture, png_of
 from distlab.notebook.trouble import explain, name_cells, shorten
 
@@ -69,3 +69,7 @@ def test_a_picture_has_alt_text_and_words():
     assert 'alt="a &quot;big&quot; picture"' in bundle["text/html"]
     with pytest.raises(ValueError, match="needs the text"):
         show(b"png", " ")
+
+
+def test_an_error_names_cells_only_in_a_notebook():
+    assert in_cells(ValueError("at /tmp/ipykernel_1/23.py:4")) == "at /tmp/ipykernel_1/23.py:4"

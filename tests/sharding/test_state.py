@@ -62,7 +62,7 @@ def same(one, other):
 
 def whole(model, optimizer):
     state = full_optimizer_state(model, optimizer)
-    groups = [{**group, "names": sorted(group["names"])} for group in state["groups"]]
+    groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
     return full_state_dict(model), state["state"], groups
 
 

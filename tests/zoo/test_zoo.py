@@ -12,6 +12,10 @@ REFUSED = {
     ("FullyShard", "BERT"): r"and says so: rank \d: pooler.weight, pooler.bias got no gradient",
     ("FullyShard", "complex parameters"): "view_as_real",
     ("FullyShard", "parameter in a plain list"): "nn.ParameterList",
+    ("FullyShard", "blocks under vmap"): r"unit 'blocks.0' is called inside a transform of torch.func",
+    ("FullyShard", "branches in threads"): "is called in another thread than its model",
+    ("FullyShard", "block of torch.jit"): "compiled by torch.jit.*shard the Python module",
+    ("FullyShard", "weights clamped in forward"): "a change of it would be lost",
 }
 
 

@@ -121,6 +121,11 @@ KINDS = {
     "own autograd function": Kind(odd.OwnFunction, "images", of_logits, stages=cut_before("head")),
     "nested outputs": Kind(odd.Nested, "images", of_logits, stages=cut_before("head")),
     "blocks left out at times": Kind(odd.SometimesUnused, "images", of_logits, unused=True, alone=EACH_FORWARD),
+    "gradient inside forward": Kind(odd.GradientInside, "images", of_logits, stages=cut_before("head")),
+    "blocks under vmap": Kind(odd.Mapped, "images", of_logits, stages=cut_before("head")),
+    "branches in threads": Kind(odd.Threads, "images", of_logits, stages=cut_before("head")),
+    "block of torch.jit": Kind(odd.Scripted, "images", of_logits, stages=cut_before("head")),
+    "weights clamped in forward": Kind(odd.Clamped, "images", of_logits, stages=cut_before("head")),
     "parameter in a plain list": Kind(odd.InList, "images", of_logits, stages=cut_before("head")),
     "gradient penalty": Kind(odd.Odd, "images", odd.with_gradient_penalty, alone="its loss calls the model"),
 }

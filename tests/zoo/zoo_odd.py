@@ -1,5 +1,8 @@
 """Odd models: each does one thing that people do and that a wrapper may not expect."""
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -198,6 +201,48 @@ class InList(Odd):
 
     def body(self, x):
         return super().body(x) * self.hidden[0].to(x.dtype)
+
+
+class GradientInside(Odd):
+    """An energy: forward itself asks for a gradient, and backward for the gradient of that one."""
+
+    def body(self, x):
+        (force,) = torch.autograd.grad(super().body(x).square().sum(), x, create_graph=True)
+        return x - 0.1 * force
+
+
+class Mapped(Odd):
+    """Blocks inside a transform of torch.func."""
+
+    def body(self, x):
+        return torch.vmap(super().body)(x)
+
+
+class Threads(Odd):
+    """Two branches in two threads."""
+
+    def body(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return x + sum(pool.map(lambda block: block(x), self.blocks))
+
+
+class Scripted(Odd):
+    """A block that torch.jit compiled."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.blocks[0] = torch.jit.script(self.blocks[0])
+
+
+class Clamped(Odd):
+    """Weights that forward keeps small."""
+
+    def body(self, x):
+        for block in self.blocks:
+            block[0].weight.data.clamp_(-0.2, 0.2)
+        return super().body(x)
 
 
 def with_gradient_penalty(call, images, targets):

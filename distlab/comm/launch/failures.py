@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
@@ -73,9 +74,13 @@ def by_cause(failures: Sequence[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
 
 
-def describe_exit(exit_code: int) -> str:
-    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
-    if exit_code == LOST_CONNECTION:
+def describe_exit(exit_code: int, last_output: Sequence[str] = ()) -> str:
+    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess.
+
+    Where a rank closes every file, gloo's own thread may notice first and abort: the last output says so.
+    """
+    gloo_lost_its_files = exit_code == -signal.SIGABRT and any("nfds != -1" in line for line in last_output)
+    if exit_code == LOST_CONNECTION or gloo_lost_its_files:
         return (
             "closed a file descriptor that it did not open (os.close, os.closerange), so its result could not be sent"
         )
@@ -154,6 +159,16 @@ def standing(stacks: Mapping[int, str], words: Sequence[str]) -> list[str]:
     for rank, stack in sorted(stacks.items()):
         lines += ["", f"--- rank {rank} stands here (innermost call last) ---", stack.rstrip()]
     return lines
+
+
+@contextlib.contextmanager
+def noting_interrupt(stand: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Add to a KeyboardInterrupt of the block a note with the lines of `stand`, which says where each rank stands."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note("\n".join(stand()).lstrip("\n"))
+        raise
 
 
 def _ranks(ranks: Sequence[int]) -> str:

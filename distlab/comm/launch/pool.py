@@ -187,7 +187,7 @@ class Pool:
         process = self.ranks[rank]
         summary = "ended with its fork server, which was killed"
         if process.wait_status is not None:
-            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status))
+            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status), process.output.last)
         text = self._stack_text(rank)
         if not text and process.output.last:
             text = "its last output:\n" + "\n".join(f"    {line}" for line in process.output.last)

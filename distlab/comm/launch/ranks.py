@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
-from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
+from distlab.comm.launch.failures import Failure, RankError, error_of, noting_interrupt, standing, timeout_of
 from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
 from distlab.comm.launch.settled import is_settled
@@ -169,22 +169,19 @@ class Ranks:
                 self._pool = Pool(self.world_size, self.backend, limit_s, self.record, self.echo, self.plain)
             this_round = _Round(self._pool, ranks, deadline, self)
             try:
-                self._pool.send(kind, data, ranks)
-                return this_round.results()
+                with noting_interrupt(this_round.standing):
+                    self._pool.send(kind, data, ranks)
+                    return this_round.results()
             except BaseException:
-                self._keep_records()
+                if self.record:
+                    with contextlib.suppress(Exception):  # a failure is being reported already
+                        self._failed_records = read_records(self._pool.folder)
                 if kind != "source" or not this_round.can_go_on(self._failed_records):
                     self._pool.kill()
                     self._pool = None
                 raise
         finally:
             self._lock.release()
-
-    def _keep_records(self) -> None:
-        """Read the records before the folder goes."""
-        if self.record and self._pool is not None:
-            with contextlib.suppress(Exception):  # a failure is being reported already
-                self._failed_records = read_records(self._pool.folder)
 
 
 class _Round:
@@ -241,9 +238,7 @@ class _Round:
         """When to stop waiting: at the deadline, or a short grace after the first failure with a cause of its own."""
         if not self.failures:
             return self.deadline
-        causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
-        if self.left:
-            causes = [failure.time_ns for failure in self.failures]
+        causes = [failure.time_ns for failure in self.failures if self.left or not failure.is_noise]
         if causes:
             return min(causes) / 1e9 + GRACE_S
         return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
@@ -268,7 +263,7 @@ class _Round:
     def _check(self) -> None:
         """Ask whether the call was interrupted, and whether the recorded calls can never end."""
         if self.owner._interrupted.is_set():
-            raise RankError("\n".join(["the call was interrupted", *standing(self._stacks(), self._words())]))
+            raise RankError("\n".join(["the call was interrupted", *self.standing()]))
         if self.watchdog is None or self.failures:
             return
         idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
@@ -286,6 +281,10 @@ class _Round:
             return self.watchdog.mismatch() or self.watchdog.check(self.replies) or ""
         except Exception as error:  # the failure itself matters more
             return f"(the recorded calls could not be read: {error})"
+
+    def standing(self) -> list[str]:
+        """Lines that say where each unfinished rank stands."""
+        return standing(self._stacks(), self._words())
 
     def _words(self) -> list[str]:
         """Who waits for whom, from the recorded calls."""

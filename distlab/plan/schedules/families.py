@@ -96,6 +96,7 @@ def make_schedule(
     stages_per_rank: int | None = None,
     times: ActionTimes | None = None,
     memory_limit: float | None = None,
+    held_after_input_gradient: float = 1.0,
 ) -> Schedule:
     """Plan a schedule by its name in SCHEDULES.
 
@@ -107,6 +108,7 @@ def make_schedule(
             needs, if anything.
         times: what "zb_1p", "zb_2p" and "automatic" plan for; F = I = W with free communication if not told.
         memory_limit: of "automatic": micro-batches that a rank may hold; as many as 1F1B if not told.
+        held_after_input_gradient: of "zb_2p": the part of a micro-batch's activations that stays from I to W.
 
     Raises:
         ValueError: an unknown name, a count below 1, or stages per rank that the schedule has no form for.
@@ -122,6 +124,8 @@ def make_schedule(
         options["times"] = UNIT_TIMES if times is None else times
     if name == "automatic":
         options["memory_limit"] = memory_limit
+    if name == "zb_2p":
+        options["held_after_input_gradient"] = held_after_input_gradient
     return family.make(num_ranks, num_microbatches, **options)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -87,6 +89,11 @@ def check_parameters(module: nn.Module) -> None:
             )
     registered = {id(parameter): name for name, parameter in named}
     for path, one in owners.items():
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'the module'} was compiled by torch.jit, and its forward reads parameters in C++, where "
+                "none can be gathered; shard the Python module that it was made from"
+            )
         for attribute, parameter in one._parameters.items():
             if parameter is not None and not issubclass(type(parameter), nn.Parameter):
                 raise ValueError(
@@ -115,6 +122,29 @@ def _check_attribute(where: str, value: object, registered: dict[int, str]) -> N
                 "shard, no optimizer and no state. Keep it in an nn.ParameterList, or set requires_grad=False if it is "
                 "not to train"
             )
+
+
+def check_place(name: str, thread: int | None) -> None:
+    """Refuse a call of a unit from where it cannot be gathered.
+
+    Args:
+        name: of the unit.
+        thread: in which the model's forward began; None outside of a forward.
+
+    Raises:
+        RuntimeError: it is called inside a transform of torch.func, or in a second thread.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"unit {name or 'root'!r} is called inside a transform of torch.func (vmap, grad, jvp, ...), where its "
+            "parameters cannot be gathered. Name other units in units=[...]: the module that makes the transform, and "
+            "not this part of it"
+        )
+    if thread is not None and thread != threading.get_ident():
+        raise RuntimeError(
+            f"unit {name or 'root'!r} is called in another thread than its model. Ranks gather units in the same "
+            "order, and threads have none; call the parts of the model in one thread"
+        )
 
 
 def check_buffers(module: nn.Module) -> None:

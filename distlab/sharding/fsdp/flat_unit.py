@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
@@ -27,6 +27,7 @@ from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
+from distlab.sharding.shard_gradient import FlatShard, of_shard
 from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -59,8 +60,7 @@ class Unit:
         memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
-        self.shard = nn.Parameter(memory, requires_grad=members.parameters[0].requires_grad)
-        self.shard.is_shard = True  # type: ignore[attr-defined]  # checkpoints refuse to take rank 0's for all
+        self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
         self.reshard_after_forward = True
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
@@ -169,7 +169,8 @@ class Unit:
             warnings.warn(
                 f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
                 "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum move "
-                "what one process would leave alone; freeze what is not used with requires_grad_(False)",
+                "what one process would leave alone. Freeze what is not used with requires_grad_(False), or give its "
+                "module a unit of its own by units=[...]: a unit that backward does not reach has no gradient",
                 stacklevel=2,
             )
         rows = [
@@ -250,7 +251,7 @@ class Unit:
 
     def _add(self, total: Tensor) -> None:
         if self.shard.grad is None:
-            self.shard.grad = total
+            self.shard.grad = of_shard(total)
         else:
             self.shard.grad.add_(total)
 

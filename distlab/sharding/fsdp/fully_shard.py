@@ -74,8 +74,8 @@ class FullyShard(nn.Module):
 
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
         reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation. Each forward
-        sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring: 2 (r-1)/r of a shard
-        more. Memory: shards, and 1 + prefetch whole units.
+        and each backward sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring:
+        2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -187,6 +187,7 @@ class FullyShard(nn.Module):
 
     def synchronize(self) -> None:
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
+        self.order.end_step()
         self._free_all()
         for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy):
             for unit in self.units:
@@ -295,6 +296,5 @@ class FullyShard(nn.Module):
     def close(self) -> None:
         """Remove the hooks and free everything; the shards stay."""
         self._free_all()
-        for one in self._watched:
-            for hook in one.hooks:
-                hook.remove()
+        for hook in (hook for one in self._watched for hook in one.hooks):
+            hook.remove()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distlab.sharding.any_model.checks import check_place
 from distlab.sharding.any_model.freed import FreedParameter
 from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
 from distlab.sharding.any_model.structures import find, replace
@@ -47,19 +48,23 @@ class ForwardCall:
     def begin_backward(self, views: Views) -> None:
         """Gather the unit: a gradient of its output exists, so its backward begins now."""
         task = torch._C._current_graph_task_id()
-        if self.running or self.task == task:
+        if self.task == task:
             return
         watched = self.watched
+        watched.model.order.begin_backward()
         if self.versions != [unit.shard._version for unit in watched.units]:
             raise RuntimeError(
                 f"unit {watched.name or 'root'!r}: its shard was changed between forward and backward, so backward "
                 "would use other parameters than forward; update after backward"
             )
+        is_new = not self.running  # else a backward inside forward (a gradient of a gradient) has begun it
         self.running, self.task = True, task
         if self.outer is not None:  # a loss of what an inner unit made may reach the outer one through no other tensor
             self.outer.call.begin_backward(self.outer.views)
-        self.remaining = {unit for unit in watched.units if unit.shard.requires_grad} | (self.remaining & {"inputs"})
-        watched.open += 1
+        if is_new:
+            trained = {unit for unit in watched.units if unit.shard.requires_grad}
+            self.remaining = trained | (self.remaining & {"inputs"})
+            watched.open += 1
         watched.model.free_finished()
         watched.finish_gather()
         watched.show(views)
@@ -169,6 +174,7 @@ class WatchedModule(SubmoduleUnits):
             one.start_gather()
         call = ForwardCall(self, running[-1] if running else None)
         views = [unit.views(call.on_gradients) for unit in self.units]
+        self.model.order.note_graph(self.units, views)
         return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
 
     def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
@@ -209,6 +215,7 @@ class WatchedModule(SubmoduleUnits):
             return None
         if self.name == "" and not self._calls and not runs_in_backward():
             model.start_pass()
+        check_place(self.name, model.order.thread)
         self._refuse_others()
         running = self.begin_call()
         self._calls.append(running)

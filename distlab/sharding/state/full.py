@@ -9,7 +9,7 @@ calls them on rank 0 alone makes rank 0 wait for the others; the wait ends with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
@@ -38,6 +39,7 @@ from distlab.sharding.state.optimizer_parts import (
     prepare_optimizer,
     save_parts,
 )
+from distlab.sharding.state.plain_state import State, by_names, kept_once
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
@@ -71,9 +73,11 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
 def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: int | None = None) -> dict[str, Any]:
     """Return the optimizer's state for whole tensors, by their names, in host memory; every rank of the group calls it.
 
+    A plain optimizer of the same groups of the whole model takes it up by its own `load_state_dict`.
+
     Returns:
-        {"state": {name: {"exp_avg": whole tensor, "step": number}}, "groups": [{options, "names": [...]}], "once":
-        ["step"]}; "once" has the keys of which there is one value per tensor.
+        {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},
+        with the names in the order of `module.parameters()`.
 
     Cost: one all-gather per unit and moment.
 
@@ -86,10 +90,17 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
     parts, groups = refuse_together(
         model, "gather the optimizer's state", lambda: save_parts(shared, optimizer, parameters=False)
     )
-    once = sorted({key for part in parts.values() for key in part.numbers})
     state, groups = gather_whole(shared, parts, groups, model.group, keeps=keeps)
-    state = {name: kept for name, kept in state.items() if kept}
-    return {"state": state, "groups": groups, "once": once} if keeps else {}
+    if not keeps:
+        return {}
+    names = _in_order(model, groups)
+    return {
+        "state": {name: state[name] for own in names for name in own},
+        "param_groups": [
+            {**{key: value for key, value in one.items() if key != "names"}, "params": own}
+            for one, own in zip(groups, names, strict=True)
+        ],
+    }
 
 
 def load_full_state_dict(
@@ -130,7 +141,10 @@ def load_full_state_dict(
 
 
 def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take up what `full_optimizer_state` returned, on every rank.
+    """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
+
+    A plain optimizer keeps nothing of a tensor that never got a gradient. Here it shares a shard with others: it gets
+    moments of zeros and their number of steps, as its gradients of zeros would have made.
 
     Raises:
         ValueError: on every rank: the state is of another model, or the optimizer has other groups.
@@ -140,14 +154,34 @@ def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Ma
 
 
 def _prepare_full(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[], None]:
-    if not isinstance(state, Mapping) or not {"state", "groups", "once"} <= state.keys():
-        raise ValueError(
-            "this is not an optimizer's state (no 'state' and 'once'); pass the result of full_optimizer_state()"
-        )
-    shapes = {name: shape for name, (shape, _) in expected_tensors(model).items()}
-    whole = as_one_shard(state["state"], state["groups"], shapes, state["once"])
     shared = [shared_buffer(unit) for unit in model.units]
+    _, groups = save_parts(shared, optimizer, parameters=False)
+    kept, its_groups = by_names(state, _in_order(model, groups or ()))
+    shapes = {name: shape for name, (shape, _) in expected_tensors(model).items()}
+    per_element = {
+        key for one in kept.values() for key, value in one.items() if isinstance(value, Tensor) and value.dim()
+    }
+    once = kept_once(kept, shapes) - per_element
+    for unit in model.units:
+        _fill_unused(kept, unit.layout, once)
+    whole = as_one_shard(kept, its_groups, shapes, once)
     return prepare_optimizer(optimizer, shared, [whole], assemble_rows(shared, [whole]))
+
+
+def _in_order(model: FullyShard, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
+    places = {name: place for place, (name, _) in enumerate(model.module.named_parameters())}
+    return [sorted(group["names"], key=places.__getitem__) for group in groups]
+
+
+def _fill_unused(state: State, layout: FlatLayout, once: Collection[str]) -> None:
+    """Give a unit's tensors without a state what gradients of zeros would have made."""
+    example = next((state[name] for name in layout.names if state.get(name)), {})
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        if not state.get(name):
+            state[name] = {
+                key: value if key in once else torch.zeros(shape, dtype=value.dtype) for key, value in example.items()
+            }
 
 
 def _check_rank(model: FullyShard, what: str, rank: int | None, *, options: Sequence[object] = ()) -> None:

@@ -178,8 +178,7 @@ def prepare_optimizer(
             values, numbers = assembled.get(id(parameter), ({}, {}))
             moments = {key: value.view(parameter.shape) for key, value in values.items() if key != PARAMETER}
             if moments or numbers:
-                copies = {key: one.clone() if isinstance(one, Tensor) else one for key, one in numbers.items()}
-                taken["state"][number] = {**moments, **copies}
+                taken["state"][number] = {**moments, **_copies(numbers)}
     return lambda: optimizer.load_state_dict(taken)
 
 
@@ -218,7 +217,7 @@ def gather_whole(
     for others, _ in everyone:
         known = {**others, **known}
     names = [name for buffer in buffers for name in buffer.layout.names]
-    state: dict[str, dict[str, Any]] = {name: dict(known[name][1]) if name in known else {} for name in names}
+    state: dict[str, dict[str, Any]] = {name: _copies(known[name][1]) if name in known else {} for name in names}
     for buffer in buffers:
         kinds = {kind for name in buffer.layout.names if name in known for kind in known[name][0].items()}
         for key, dtype in sorted(kinds, key=str):
@@ -226,6 +225,11 @@ def gather_whole(
                 if name in known and key in known[name][0]:
                     state[name][key] = whole
     return state, merge_groups([its_groups for _, its_groups in everyone])
+
+
+def _copies(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers of one tensor's own: a plain optimizer counts its steps in place."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in numbers.items()}
 
 
 def _gather_key(

@@ -12,7 +12,8 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's way), `state` (what is saved).
+Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's
+way), `state` (what is saved).
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
@@ -20,10 +21,10 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,15 +34,13 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.gradient_status import find_faults
+from distlab.gradient_status import UNUSED, find_faults
 from distlab.replicate import agree_on_parameters
+from distlab.sharding.shard_gradient import SCALER
+from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
-
-MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-# These look at a tensor as a whole (a norm, rows and columns), so half a tensor would give them another answer.
-NOT_BY_ELEMENT = ("LAMB", "LARS", "Adafactor", "Muon", "Shampoo", "SOAP")
 
 
 class PlainSharded:
@@ -72,7 +71,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(SavesShards):
+class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -82,16 +81,16 @@ class ShardedOptimizer(SavesShards):
         optimizer.zero_grad()
 
     The group's first rank gives its parameters and buffers to all at construction. From then on parameters are views
-    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`);
-    the module's parameters have none.
+    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`).
+    Those of the module's parameters then have a shape and no values: torch's `clip_grad_norm_` is refused in words.
 
     Gradients add up until `zero_grad()`. To accumulate micro-batches either call `synchronize()` after each backward,
     or run all but the last under `no_sync()`.
 
     Args:
         module: the model; frozen parameters are left alone, a tied parameter counts once.
-        make_optimizer: builds the optimizer of the pieces that it is given; each tells what it was cut from by
-            `piece.origin.name` and `.shape`, for groups such as "no weight decay on biases".
+        make_optimizer: builds the optimizer of the parameters that it is given. They are whole, so groups by `p.dim()`
+            or by name (`p.origin.name`) are those of one process; the optimizer then gets this rank's pieces of them.
         group: ranks that own a part each; None is all ranks.
         stage: 1 keeps whole gradients until the update, 2 frees them as soon as they are summed.
         bucket_bytes: capacity of a bucket.
@@ -103,7 +102,7 @@ class ShardedOptimizer(SavesShards):
         spans: draws each bucket's way, on the lanes "scatter" and "gather".
 
     Attributes:
-        optimizer: of this rank's pieces; learning-rate schedules take it.
+        optimizer: of this rank's pieces. Schedules of the learning rate take it, or the ShardedOptimizer itself.
         step_number: of the next `step()`, from 0, for the text of errors.
 
     Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
@@ -134,6 +133,7 @@ class ShardedOptimizer(SavesShards):
         self.module, self.group, self.stage, self.split = module, group, stage, split
         self.unused, self.check_finite, self.spans = unused, check_finite, spans
         self.step_number = 0
+        self._has_means = False
         named = list(module.named_parameters())
         agree_on_parameters(named, group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
@@ -144,13 +144,28 @@ class ShardedOptimizer(SavesShards):
         self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
-        self.optimizer = self._make(make_optimizer)
+        self.optimizer = self._make(trained, make_optimizer)
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of this rank's pieces, with their learning rates."""
         return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Options that a group has where it sets none."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """What the optimizer keeps of this rank's pieces."""
+        return self.optimizer.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Refuse torch.amp.GradScaler on every rank, also on one that owns no gradient: it asks for this first."""
+        raise ValueError(f"rank {dist.get_rank()}: torch.amp.GradScaler on shards: {SCALER}")
 
     @property
     def num_bytes(self) -> int:
@@ -169,12 +184,11 @@ class ShardedOptimizer(SavesShards):
             for piece in bucket.pieces:
                 yield piece.name, piece.parameter
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; `set_to_none` is always meant."""
+        self._has_means = False
         for bucket in self.buckets:
             bucket.forget()
-            for parameter in bucket.parameters:
-                parameter.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,6 +210,7 @@ class ShardedOptimizer(SavesShards):
                 before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
                 nothing of use: `zero_grad()` to go on.
         """
+        self._has_means = False
         self._scattering.finish_pass()
         try:
             if self.check_finite:
@@ -211,17 +226,28 @@ class ShardedOptimizer(SavesShards):
         used = iter(found)
         for bucket in self.buckets:
             bucket.hand_out(list(islice(used, len(bucket.names))))
+        self._has_means = True
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the own pieces, and bring every rank's new values to all.
 
         Raises:
             ValueError: a closure was given.
+            RuntimeError: `synchronize()` has not run since backward, or since `zero_grad()`.
         """
         if closure is not None:
             raise ValueError("ShardedOptimizer.step takes no closure: call backward and synchronize() before it")
+        if not self._has_means or any(status != UNUSED for bucket in self.buckets for status in bucket.statuses):
+            raise RuntimeError(
+                f"rank {dist.get_rank(self.group)}: step {self.step_number}: expected mean gradients, and "
+                "synchronize() has not run since the last backward or zero_grad(); call synchronize() before step()"
+            )
+        for bucket in self.buckets:
+            bucket.mark_gradients(False)
         self.optimizer.step()
+        for bucket in self.buckets:
+            bucket.mark_gradients(True)
         spans = self.spans
         started = [(bucket, None if spans is None else spans.call(), bucket.gather()) for bucket in self.buckets]
         for bucket, call, works in started:
@@ -247,25 +273,19 @@ class ShardedOptimizer(SavesShards):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            "ShardedOptimizer cuts its buckets at construction and takes no further parameters; build it again"
-        )
+        raise ValueError("ShardedOptimizer has fixed buckets, and takes no further parameters; build it again")
 
     def close(self) -> None:
         """Remove the hooks from the module; its backward passes are no longer watched."""
         self._scattering.close()
 
-    def _make(self, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    def _make(self, trained: list[tuple[str, nn.Parameter]], make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Build the optimizer of the own pieces, and make sure that all ranks built the same."""
-        pieces = [parameter for _, parameter in self.named_pieces()]
-        # A model of few elements may leave a rank with none, and torch's optimizers refuse to have nothing to do.
-        optimizer = make_optimizer(pieces or [nn.Parameter(self.buckets[0].whole[:0])])
-        name = type(optimizer).__name__
-        agree(
-            [name, sorted(f"{key}={value}" for key, value in optimizer.defaults.items())], self.group, what="optimizer"
-        )
-        if self.split == "elements" and name in NOT_BY_ELEMENT:
-            raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+        pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        optimizer, self.group_names = group_pieces(trained, pieces, make_optimizer)
+        options = sorted(f"{key}={value}" for key, value in optimizer.defaults.items())
+        agree([type(optimizer).__name__, options, self.group_names], self.group, what="optimizer")
+        check_by_element(optimizer, self.split)
         return optimizer
 
 

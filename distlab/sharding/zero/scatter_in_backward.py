@@ -11,12 +11,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat_gradients import SendInBackward
 from distlab.plan import assign_buckets
 from distlab.replicate import broadcast_each
+from distlab.sharding.shard_gradient import AbsentGradient
 from distlab.sharding.zero.buffers import Buffers, Kind, Lent
 from distlab.sharding.zero.shard_bucket import ShardBucket
 from distlab.trace import SpanWriter
@@ -48,6 +49,9 @@ class ScatterInBackward:
         self._accumulating = self._ends_with_backward = False
         self._num_finished = 0
         self._sending = SendInBackward(buckets, lambda bucket: bucket.start(spans), self._on_gradient)
+        self._hooks = [
+            parameter.register_hook(_make_way(parameter)) for bucket in buckets for parameter in bucket.parameters
+        ]
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -73,6 +77,8 @@ class ScatterInBackward:
     def close(self) -> None:
         """Take the hooks off the module."""
         self._sending.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, bucket: ShardBucket, slot: int) -> bool:
         if not bucket.note(slot):
@@ -95,6 +101,17 @@ class ScatterInBackward:
         while self._num_finished < end:
             self.buckets[self._num_finished].finish()
             self._num_finished += 1
+
+
+def _make_way(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+    """Return a hook that removes an `AbsentGradient` before backward adds to it."""
+
+    def make_way(_: Tensor) -> None:
+        if isinstance(parameter.grad, AbsentGradient):
+            parameter.grad = None
+
+    make_way.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or torch.save warns
+    return make_way
 
 
 def make_buckets(

@@ -25,6 +25,7 @@ from distlab.comm.p2p import started
 from distlab.flat_gradients import GradientSlots
 from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
+from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
 
@@ -111,6 +112,7 @@ class ShardBucket(GradientSlots):
         self.held = False
         self.has_gradient = [False] * len(named)
         self._carried: Tensor | None = None
+        self._absent = [absent(parameter, self.shard) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
         lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -123,15 +125,15 @@ class ShardBucket(GradientSlots):
         """Forget gradients that were summed."""
         self.held = False
         self.has_gradient = [False] * len(self.parameters)
-        for piece in self.pieces:
-            piece.parameter.grad = None
+        for one in (*self.parameters, *(piece.parameter for piece in self.pieces)):
+            one.grad = None
 
     def pack(self, slot: int) -> None:
         """Copy a parameter's gradient to its place, divided by the ranks, and take it from the parameter."""
         if self.num_packed == 0:
             self._open()
         view, parameter = self._place(self._buffer, slot), self.parameters[slot]
-        gradient = parameter.grad
+        gradient = None if isinstance(parameter.grad, AbsentGradient) else parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             self.statuses[slot], gradient = SPARSE, None
         elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
@@ -147,6 +149,8 @@ class ShardBucket(GradientSlots):
         buffer = self._buffer
         assert buffer is not None, "a bucket starts when its gradients lie in its buffer"
         self._call = None if spans is None else spans.call()
+        if not self.whole.numel():  # parameters without elements, on every rank
+            return
         if self.equal:
             self._landing = self.lent.landings.lend(self.kind)
             whole = buffer[: self.whole.numel()]
@@ -186,6 +190,8 @@ class ShardBucket(GradientSlots):
 
     def gather(self) -> list[DirectGather | dist.Work]:
         """Begin to bring every rank's part of the parameters to all, in place; return what to wait for."""
+        if not self.whole.numel():
+            return []
         if self.equal:
             return [DirectGather(self.whole, self.whole[slice(*self.bounds)], self.group)]
         return [
@@ -194,10 +200,21 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the gradients of this rank's shards; a parameter that no rank has used gets None."""
+        """Set the gradients of this rank's pieces; a parameter that no rank has used gets None.
+
+        The whole parameters get an `AbsentGradient`, so that torch's tools do not silently skip them.
+        """
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
+        for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
+            parameter.grad = nothing if has_gradient else None
+        self.mark_gradients(True)
+
+    def mark_gradients(self, refusing: bool) -> None:
+        """Let the pieces' gradients refuse torch's tools, or be plain ones, for the optimizer's own step."""
         for piece in self.pieces:
-            piece.parameter.grad = self.gradient_of(piece) if self.has_gradient[piece.slot] else None
+            if self.has_gradient[piece.slot]:
+                gradient = self.gradient_of(piece)
+                piece.parameter.grad = of_shard(gradient) if refusing else gradient
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""

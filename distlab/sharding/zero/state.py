@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
@@ -25,6 +24,7 @@ from distlab.sharding.state.optimizer_parts import (
     prepare_optimizer,
     save_parts,
 )
+from distlab.sharding.state.plain_state import by_names, kept_once
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
 
@@ -37,6 +37,7 @@ class SavesShards:
     optimizer: torch.optim.Optimizer
     buckets: Sequence[ShardBucket]
     group: ProcessGroup | None
+    group_names: list[list[str]]  # of all parameters in the optimizer's groups, in the order of one process
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
@@ -82,7 +83,8 @@ class SavesShards:
     def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
         """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
 
-        Every rank calls this.
+        Every rank calls this. Groups have their parameters in the order of one process. So a plain optimizer, built of
+        the same groups of the whole model, takes it up by its own `load_state_dict`.
 
         Args:
             to_rank: the only rank of the group that wants it; others get None. None: every rank does.
@@ -96,30 +98,25 @@ class SavesShards:
         state, groups = gather_whole(
             shared, *save_parts(shared, self.optimizer, parameters=False), self.group, keeps=keeps
         )
-        named = [{**{key: one[key] for key in one if key != "names"}, "params": one["names"]} for one in groups]
+        named = [
+            {**{key: one[key] for key in one if key != "names"}, "params": list(names)}
+            for one, names in zip(groups, self.group_names, strict=True)
+        ]
+        state = {name: state[name] for names in self.group_names for name in names}
         return {"state": state, "param_groups": named} if keeps else None
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
 
+        Args:
+            state_dict: of `full_state_dict`, or of a plain optimizer of the same groups of the whole model.
+
         Raises:
-            ValueError: a parameter is missing, or has another shape; nothing was loaded then. The same on every rank.
+            ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
         """
-        state, shapes = state_dict["state"], self._shapes()
-        for name in shapes:
-            if name not in state:
-                raise ValueError(f"the full state has nothing for {name}; load the state of this model")
-        once = {
-            key
-            for name, kept in state.items()
-            for key, value in kept.items()
-            if not isinstance(value, Tensor) or (value.dim() == 0 and shapes.get(name) != ())
-        }
-        named = [
-            {**{key: one[key] for key in one if key != "params"}, "names": one["params"]}
-            for one in state_dict["param_groups"]
-        ]
-        self._prepare([as_one_shard(state, named, shapes, once)])()
+        state, groups = by_names(state_dict, self.group_names)
+        shapes = self._shapes()
+        self._prepare([as_one_shard(state, groups, shapes, kept_once(state, shapes))])()
 
     def _shared(self) -> list[SharedBuffer]:
         shapes = self._shapes()

@@ -23,6 +23,7 @@ ROUNDS = 12
 SIZES = tuple(float(4**k) for k in range(5, 13))  # 1 KiB to 16 MiB
 LINKS = ((20e-6, 2e9), (5e-6, 25e9))  # alpha in seconds, beta in bytes per second
 NOISE = (1.06, 0.95, 1.03, 0.94, 1.05, 0.97, 1.02, 0.96)  # a measured time over the true one
+UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
 Floats = Sequence[float]
 
 
@@ -84,6 +85,10 @@ def _judge_seconds(rank: int, seconds: Any, whole_s: float, made: Sequence[Call]
     window_s = (max(call.end_ns for call in made) - min(call.start_ns for call in made)) / 1e9
     ratio = seconds / (whole_s / (2 * ROUNDS))
     got = f"rank {rank} returns {seconds * 1e6:.0f} us; its {2 * ROUNDS} messages took {window_s * 1e6:.0f} us together"
+    for unit, factor in UNITS:
+        if 0.6 * window_s <= seconds / factor * 2 * ROUNDS <= 1.1 * whole_s:
+            took = f"a message of rank {rank} took {whole_s / (2 * ROUNDS) * 1e6:.0f} us"
+            yield Fault("not seconds", f"{took}; the number that it returns is in {unit}: return seconds")
     if ratio > 1.25 * ROUNDS:
         yield Fault("not divided", f"{got}; divide by their number, 2 * rounds")
     elif ratio > 0.75 * ROUNDS:
@@ -188,6 +193,9 @@ _THERE, _BACK = "dist.send(tensor, partner)", "dist.recv(answer, partner)"
 WRONG_PING_PONGS = (
     Mutant("not halved", "round trip", "there and back", 2, "common").edit("(2 * rounds)", "rounds"),
     Mutant("not divided", "all rounds", "divide by 2 * rounds", 2, "common").edit("(2 * rounds)", "2"),
+    Mutant("milliseconds", "not seconds", "is in milliseconds: return seconds", 2, "common").edit(
+        "(2 * rounds)", "(2 * rounds) * 1e3"
+    ),
     Mutant("rank 0 begins", "deadlock", "recv from", 4, 3).edit("rank < partner", "rank == 0"),
     Mutant("no waiting", "answer not waited for", "before the answer", 2, "common")
     .edit("for _ in range(rounds)", "for message in range(2 * rounds)")

@@ -24,6 +24,7 @@ def drive_hooks(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:
     model[0].bias.requires_grad_(False)
     alone, before = copy.deepcopy(model), state_of(model)
     fn(model)
+    hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks]
     steps = []
     for step in range(2):
         if step == 1:  # what hooks do to weights shows only where ranks hold different ones
@@ -42,7 +43,7 @@ def drive_hooks(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:
                 "changed": [name for name, tensor in state_of(model).items() if not torch.equal(tensor, before[name])],
             }
         )
-    return {"steps": steps}
+    return {"steps": steps, "hooked": hooked}
 
 
 def judge_hooks(evidence: Evidence) -> Iterator[Fault]:
@@ -53,8 +54,16 @@ def judge_hooks(evidence: Evidence) -> Iterator[Fault]:
             if made["changed"]:
                 yield averaged_parameters(rank, made["changed"])
     if num_calls(evidence) == 0:
-        text = f"{evidence.world_size} ranks ran backward and no rank called torch.distributed"
-        yield Fault("never communicates", f"{text}: no hook of this module's own parameters was reached")
+        ranks = "one rank" if evidence.world_size == 1 else f"{evidence.world_size} ranks"
+        text = f"{ranks} ran backward, and none called torch.distributed"
+        hooked = evidence.results[0]["hooked"]
+        if hooked:
+            text = (
+                f"{text}: {len(hooked)} parameters have a hook ({hooked[0]} is the first), which must send the gradient"
+            )
+        else:
+            text = f"{text}: no parameter of this module's own has a hook"
+        yield Fault("never communicates", text)
     for rank in evidence.records.ranks:
         if any(call.wait_ns == 0 for call in calls(evidence, rank)):
             text = f"rank {rank} started an all_reduce and never waited for it"
@@ -79,6 +88,9 @@ WRONG_HOOKS = (
     Mutant("another module", "never communicates", "of this module's own", 2, 12)
     .setup("import copy")
     .edit("in module.parameters()", "in copy.deepcopy(module).parameters()"),
+    Mutant("a hook that does not send", "never communicates", "parameters have a hook", 2, "common slip").without(
+        "dist.all_reduce(parameter.grad)"
+    ),
     Mutant("never waits", "not waited", "half summed", 2, 63).edit(
         "all_reduce(parameter.grad)", "all_reduce(parameter.grad, async_op=True)"
     ),

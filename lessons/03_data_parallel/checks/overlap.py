@@ -9,6 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distlab_lesson_03.checks.layers import (
+    AGAIN,
+    GRADIENTS_PER_BUCKET,
+    LAYER_AFTER_BUCKET_0,
+    NUM_BUCKETS,
+    PLAIN,
+    REORDERED,
+    RUNS,
+    UNUSED,
+    Layers,
+    WatchedBucket,
+    orders,
+)
 from distlab_lesson_03.checks.shared import judge_means, told
 from torch import Tensor, nn
 
@@ -20,59 +33,14 @@ from distlab.grading.faults import each_rank
 from distlab.grading.traffic import calls
 from distlab.grading.values import seeded
 
-SLEEP_S = 0.004
-NUM_LAYERS = 4
-NUM_BUCKETS = 2
-LAYER_AFTER_BUCKET_0 = 0  # backward of layer 0 begins when all gradients of bucket 0 (layers 3 and 2) are there
-PLAIN, AGAIN, REORDERED, UNUSED = RUNS = ("plain", "again", "reordered", "unused")
-
-
-class _Pause(torch.autograd.Function):
-    """Does nothing in forward; in backward writes down that its layer's backward begins, and sleeps."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, log: list[tuple[int, int]], layer: int) -> Tensor:
-        context.log, context.layer = log, layer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        context.log.append((context.layer, time.monotonic_ns()))
-        time.sleep(SLEEP_S)
-        return gradient, None, None
-
-
-class Layers(nn.Module):
-    """Layers of one shape, run in any order, that write down when each one's backward begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)  # the same model on every rank
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(NUM_LAYERS)).double()
-        self.log: list[tuple[int, int]] = []
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        """Run the layers in this order, to a scalar."""
-        for layer in order:
-            x = _Pause.apply(self.layers[layer](x), self.log, layer)
-        return x.square().mean()
-
-
-def orders(rank: int, world_size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield runs: twice the same; then odd ranks go backwards; then rank 0 leaves out layer 0."""
-    forward = list(range(NUM_LAYERS))
-    yield PLAIN, forward
-    yield AGAIN, forward
-    yield REORDERED, forward[::-1] if rank % 2 else forward
-    yield UNUSED, forward[1:] if rank == 0 and world_size > 1 else forward
-
 
 def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[str, Any]:
     """Run four steps on layers that sleep in backward; two buckets of two layers each, the last layers first."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, alone = Layers(), Layers()
     members = [[*model.layers[a].parameters(), *model.layers[b].parameters()] for a, b in ((3, 2), (1, 0))]
-    synchronize = fn([FlatBucket(parameters) for parameters in members])
+    buckets = [WatchedBucket(parameters) for parameters in members]
+    synchronize = fn(list(buckets))
     if not callable(synchronize):
         return {"returned": repr(synchronize)}
     runs = {}
@@ -81,11 +49,16 @@ def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[s
         for module in (alone, model):
             module.zero_grad()
             module.log.clear()
+        for bucket in buckets:
+            bucket.starts.clear()
         alone(x, order).backward()
         loss = model(x, order)
         loss.backward()
         end_ns = time.monotonic_ns()
-        synchronize()
+        try:
+            synchronize()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; step {number + 1}, starts {[bucket.starts for bucket in buckets]}") from error
         runs[name] = {
             "number": number,
             "own": {key: _zeros_if_none(p) for key, p in alone.named_parameters()},
@@ -205,12 +178,35 @@ def overlap_failure(error: RankError, world_size: int) -> Fault | None:
         return Fault("unused parameter", f"{cause}: start the rest in synchronize().\n{lines}")
     if "do not make the same call" in text:
         return Fault("order differs", f"start buckets in one order on all ranks.\n{lines}")
-    if "of a bucket that was not started" in text:
-        cause = "a bucket is finished that was not started in this step. Three causes are common: a function made in a"
-        cause += " loop sees the loop's last bucket, not its own; the counts are not set back after a step;"
-        cause += " the rest is not started before finish()"
-        return Fault("not started", f"{cause}.\n{lines}")
+    seen = re.search(r"of a bucket that was not started.*; step (\d+), starts \[\[(.*)\], \[(.*)\]\]", text)
+    if seen is not None:
+        starts = [[int(number) for number in part.split(",") if number.strip()] for part in seen.groups()[1:]]
+        return Fault("not started", f"{_not_started(int(seen[1]), starts)}.\n{lines}")
     return None
+
+
+def _not_started(step: int, starts: list[list[int]]) -> str:
+    """Say what was seen where finish() met a bucket that was not started.
+
+    Args:
+        step: from 1.
+        starts: for each bucket and each of its starts in this step, how many of its gradients were there.
+    """
+    never = next(index for index, one in enumerate(starts) if not one)
+    text = f"step {step}: finish() of bucket {never}, which was not started in this step"
+    for index, one in enumerate(starts):
+        if len(one) > 1:
+            text += f"; bucket {index} was started {len(one)} times"
+        elif one and one[0] < GRADIENTS_PER_BUCKET:
+            text += f"; bucket {index} was started when {one[0]} of its {GRADIENTS_PER_BUCKET} gradients were there"
+    if any(len(one) > 1 or min(one, default=GRADIENTS_PER_BUCKET) < GRADIENTS_PER_BUCKET for one in starts):
+        advice = "A hook starts another bucket than its own: a function made in a loop sees the loop's last bucket"
+        return f"{text}. {advice}, not its own"
+    if step == RUNS.index(UNUSED) + 1:
+        return f"{text}. Rank 0 does not use layer 0 in this step, so no hook starts its bucket: start the rest first"
+    if step > 1:
+        return f"{text}, while step 1 was right. Set the counts of missing gradients back after each step"
+    return f"{text}. All its gradients were there: its last hook must start it, or synchronize() before finish()"
 
 
 def budget_overlap(evidence: Evidence) -> list[str]:

@@ -153,7 +153,7 @@ def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
 def _how_to_read(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
     rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
     one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
-    own = f"Coloured: the groups of rank {rank}, whom it talks to on that axis."
+    own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
     return f"{rows} {one if rank is None else own}"
 
 

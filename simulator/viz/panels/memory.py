@@ -162,7 +162,7 @@ def sharding_panel(
         ValueError: as `sweep_units`.
     """
     model = model_by_name(SHARDED_MODEL, microbatch_size=1) if workload is None else workload
-    machine = hardware.cluster(CLUSTER, max(num_devices)) if cluster is None else cluster
+    machine = hardware.cluster(CLUSTER, max(num_devices), stack="best-case") if cluster is None else cluster
     base = Plan(data=1, sharding=Sharding(3), recompute="full") if plan is None else plan
     sizes = unit_sizes(model)
     sweeps: dict[tuple[Cluster, Plan], UnitSweep] = {}

@@ -15,6 +15,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
+from simulator.units import format_s
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.mimebundle import with_picture
 from simulator.viz.drawing.plot import to_png
@@ -26,6 +27,13 @@ from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, tr
 SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
 COLUMNS, MAX_COLUMNS = 1000, 4000
 SHORTEST_VIEW_S = 1e-8
+MOST_TIMES_LONGER = 3.0  # one trace than the other, in the view that is shown first
+
+
+def readable_s(scene: Scene) -> float:
+    """Return where the first view ends: at the end, or earlier where one trace is much longer than the other."""
+    shorter_s = min(side.trace.duration_s for side in scene.sides)
+    return min(scene.limit_s, MOST_TIMES_LONGER * shorter_s) if shorter_s else scene.limit_s
 
 
 class Timeline(anywidget.AnyWidget):
@@ -75,7 +83,7 @@ class Timeline(anywidget.AnyWidget):
         self.show(measured, predicted, title=title)
 
     def show(self, measured: Trace | Overlay | None = None, predicted: Trace | None = None, *, title: str = "") -> None:
-        """Show other traces, or an overlay of two, all of them in view.
+        """Show other traces, or an overlay of two, as far as both can be read.
 
         Raises:
             ValueError: there is no trace, or a trace is empty.
@@ -95,7 +103,10 @@ class Timeline(anywidget.AnyWidget):
         self.put(scene, words, summary, picture)
 
     def put(self, scene: Scene, words: Words, summary: str, picture: Callable[[View | None], Figure]) -> None:
-        """Show a scene that is made already, all of it; `picture` draws a view of it for readers without a kernel."""
+        """Show a scene that is made already, as far as both of its traces can be read.
+
+        `picture` draws a view of it for readers without a kernel.
+        """
         self._picture = picture
         with self.hold_sync():
             self._scene = None  # no packet for the old scene while the parts change
@@ -108,7 +119,10 @@ class Timeline(anywidget.AnyWidget):
             ends = {"at_s": [side.trace.duration_s for side in scene.sides], "text": words.ends}
             self.ends = ends | {"bands_s": words.bands, "dim": words.dim}
             self.until_s, self.problem = None, ""
-            self.view = (0.0, scene.limit_s)
+            self.view = (0.0, readable_s(scene))
+            if self.view[1] < scene.limit_s:
+                rest = f"shown up to {format_s(self.view[1])} of {format_s(scene.limit_s)}: press 0 for everything"
+                self.note = "; ".join(filter(None, [words.note, rest]))
             self._scene = scene
             self._pack(force=True)
 

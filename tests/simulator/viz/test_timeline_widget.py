@@ -47,6 +47,21 @@ def test_every_span_of_both_traces_is_one_box_with_its_words():
     assert [box[5] for box in found] == sorted(box[5] for box in found)
 
 
+@pytest.mark.parametrize("longer_is_predicted", [False, True])
+def test_the_first_view_shows_the_shorter_of_two_traces_too(longer_is_predicted):
+    def box(milliseconds):
+        return Trace.from_spans([Span(0, "compute", "forward", "F", 0, milliseconds * MS)])
+
+    pair = (box(100), box(10))[:: -1 if longer_is_predicted else 1]
+    widget = Timeline(*pair)
+    assert widget.view == pytest.approx((0.0, 0.030))
+    assert "shown up to 30 ms of 101 ms: press 0 for everything" in widget.note
+    assert widget.limit_s == pytest.approx(0.1012)
+    alike = Timeline(box(25), box(10))
+    assert alike.view == (0.0, alike.limit_s)
+    assert alike.note == ""
+
+
 def test_boxes_lie_in_their_rows_and_those_of_one_row_do_not_cover_each_other():
     widget = Timeline(data_parallel(3, jitter=0.1))
     found = boxes(widget)

@@ -1,0 +1,63 @@
+"""One published step: what ran, on what, how long it took, and what the simulator says."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from distlab.plan import Plan, Workload
+from simulator.hardware.presets import Stack, cluster
+from simulator.hardware.presets import stack as stack_named
+from simulator.step.simulate import simulate
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A published step.
+
+    Attributes:
+        family: the table that it is from.
+        label: what tells it from the others of its family.
+        structure: what it shares with those that are left out together with it: a size, a cluster, a schedule.
+        workload: the model.
+        plan: how it ran.
+        cluster: the preset that it ran on.
+        stack: the preset of its software.
+        measured_s: the published time of a step, or what follows from the published rate.
+        choice: cases with one name here are alternatives for one model and batch; "": none.
+    """
+
+    family: str
+    label: str
+    structure: str
+    workload: Workload
+    plan: Plan
+    cluster: str
+    stack: str
+    measured_s: float
+    choice: str = ""
+
+    def predict_s(self, stack: Stack | None = None, *, measured: bool = True) -> float:
+        """Return the predicted time of each step in a run (`Step.steady_s`).
+
+        Args:
+            stack: in place of the case's own.
+            measured: False: by the data sheet alone.
+        """
+        chosen = stack or stack_named(self.stack)
+        per_node = cluster(self.cluster).devices_per_node
+        num_devices = -(-self.plan.world_size // per_node) * per_node
+        machine = cluster(self.cluster, num_devices, measured=measured, stack=chosen)
+        return simulate(self.workload, machine, self.plan).steady_s
+
+
+@cache
+def read_table(name: str) -> tuple[Row, ...]:
+    """Return the rows of a published table, by its file's name without ".csv"."""
+    text = resources.files("simulator.validation").joinpath(f"tables/{name}.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines()))

@@ -1,0 +1,135 @@
+"""Published tables of memory, bubbles and collectives, derived again: no constant is fitted for them but the wire's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Layer,
+    Plan,
+    Precision,
+    Schedule,
+    Sharding,
+    Work,
+    Workload,
+    zb_1p,
+    zb_2p,
+)
+from simulator.hardware.cost import all_reduce_s
+from simulator.hardware.presets import link
+from simulator.memory.memory import KINDS, memory_of
+from simulator.models.by_name import model_by_name
+from simulator.pipeline.simulate_schedule import simulate_schedule
+from simulator.units import GB, GIB
+from simulator.validation.a100 import zero_bubble
+from simulator.validation.case import Row, read_table
+
+LARGE_BYTES = 64 * 2**20
+
+
+class Derived(NamedTuple):
+    """A published figure and what the simulator gives for it."""
+
+    table: str
+    label: str
+    predicted: float
+    published: float
+
+
+def zero_states() -> Iterator[Derived]:
+    """Derive model states of 7.5B under ZeRO, in GB (1910.02054, Table 1)."""
+    layer = Layer("all", (7_500_000_000,), Work(), Work(), Work())
+    workload = Workload("7.5B", (layer,), bytes_per_parameter=2, master_bytes_per_parameter=4)
+    stages = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}
+    for row in read_table("zero_table1_model_state_gb"):
+        plan = Plan(data=int(row["dp_degree"]), sharding=Sharding(stages[row["stage"]]))
+        memory = memory_of(workload, plan)
+        states = sum(memory.of(kind) for kind in KINDS[:4]) / GB
+        yield Derived("ZeRO Table 1, GB", f"{row['stage']} of {row['dp_degree']}", states, float(row["gb_published"]))
+
+
+def activations() -> Iterator[Derived]:
+    """Derive activations of 22B and 175B, in GiB; the figure leaves out the embedding's (2205.05198, Figure 1)."""
+    for row in read_table("korthikanti_fig1_memory_gib"):
+        large, split = row["model"] == "175B", row["recompute"] != "none"
+        plan = Plan(
+            tensor=8,
+            pipeline=8 if large else 1,
+            num_microbatches=64,
+            precision=Precision("bfloat16", gradients="float32"),
+            sequence_parallel=split,
+            recompute="selective" if split else "none",
+            schedule="interleaved" if large else "one_f_one_b",
+            stages_per_rank=3 if large else 1,
+        )
+        workload = model_by_name("gpt-3-175b" if large else "gpt-22b", microbatch_size=1 if large else 4)
+        embedding, *others = workload.layers
+        alone = replace(workload, layers=(replace(embedding, activation_bytes=0), *others))
+        held = memory_of(alone, plan).of("activations") / GIB
+        label = f"{row['model']} {row['recompute']}"
+        yield Derived("Korthikanti Figure 1, GiB", label, held, float(row["activations_gib"]))
+
+
+def pipeline_memory() -> Iterator[Derived]:
+    """Derive the memory of the fullest rank; the table prints GiB as GB (2401.10241, Table 4)."""
+    for case, row in zip(zero_bubble(), read_table("zerobubble_table4_throughput_memory"), strict=True):
+        held = memory_of(case.workload, case.plan).max_bytes / GIB
+        yield Derived("zero-bubble Table 4, GiB", case.label, held, float(row["memory_gb"]))
+
+
+HEADS_HIDDEN = {"1.5B": (24, 2304), "6.2B": (32, 4096)}
+NAMES = {"1F1B": "one_f_one_b", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2"}
+
+
+def bubbles() -> Iterator[Derived]:
+    """Derive bubble rates from profiled times of F, I, W and messages (2401.10241, Tables 5 and 9).
+
+    Schedules made by hand have the printed rate. Searched ones (ZB-1p, ZB-2p) have that or less.
+    """
+    rows = read_table("zerobubble_table9_profiled_ms")
+    profiled_of = {(row["model"], row["num_microbatches"]): row for row in rows}
+    for row in read_table("zerobubble_table5_bubble_rates"):
+        row_of = profiled_of[row["model"], row["num_microbatches"]]
+        own = _times(row_of)
+        run = simulate_schedule(_schedule(row, own), own)
+        microbatches = int(row["num_microbatches"])
+        work = microbatches * sum(float(row_of[f"T_{letter}_ms"]) for letter in "FBW") / 1e3
+        label = f"{row['model']} {row['schedule']} m={microbatches}"
+        yield Derived("zero-bubble Table 5", label, 1 - work / run.steady_s, float(row["bubble_rate"]))
+
+
+def _times(row: Row) -> ActionTimes:
+    return ActionTimes(*(float(row[f"T_{letter}_ms"]) for letter in ("F", "B", "W", "comm")))
+
+
+def _schedule(row: Row, times: ActionTimes) -> Schedule:
+    size, name = (int(row["stages"]), int(row["num_microbatches"])), row["schedule"]
+    if name in NAMES:
+        return SCHEDULES[NAMES[name]].make(*size)
+    if name == "ZB-1p":
+        return zb_1p(*size, times)
+    heads, hidden = HEADS_HIDDEN[row["model"]]
+    return zb_2p(*size, times, held_after_input_gradient=32 * hidden / (34 * hidden + 5 * heads * 1024))
+
+
+def collectives() -> Iterator[Derived]:
+    """Derive all-reduces in a node of A100s, in microseconds: the rows that NVLink 3 was fitted to, and vTrain's."""
+    for row in read_table("collectives_measured"):
+        if row["hardware"].startswith("A100 NVLink3") and row["time_us"]:
+            size = int(row["size_bytes"])
+            yield _all_reduce("all-reduce, A100 (fitted), us", size, int(row["ranks"]), float(row["time_us"]))
+    for row in read_table("vtrain_allreduce_lut"):
+        size, ranks = int(row["size_bytes"]), int(row["ranks"])
+        yield _all_reduce(f"all-reduce, {ranks} A100 of vTrain, us", size, ranks, float(row["time_us_out_of_place"]))
+
+
+def _all_reduce(table: str, size: int, ranks: int, published: float) -> Derived:
+    large = "from 64 MiB" if size >= LARGE_BYTES else "smaller"
+    return Derived(f"{table}, {large}", f"{size} bytes", all_reduce_s(size, ranks, link("nvlink3")) * 1e6, published)
+
+
+EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (zero_states, activations, pipeline_memory, bubbles, collectives)

@@ -1,0 +1,141 @@
+"""Published steps on H100s as cases: Megatron-Core, Llama 3, torchtitan and nanotron. All use flash attention.
+
+What a source does not say is assumed here: see each function.
+"""
+
+from __future__ import annotations
+
+from distlab.plan import Plan, Precision, Sharding, Workload
+from simulator.models.attention_kernel import fuse_attention
+from simulator.models.gpt import gpt_workload
+from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.validation.case import Case, read_table
+
+PEAK = 989.4e12
+MIXED = Precision("bfloat16", gradients="float32")
+
+
+def seconds_of(workload: Workload, plan: Plan, mfu: float) -> float:
+    """Return the time of a step from its published MFU."""
+    counted = workload.counted_flops * plan.num_microbatches * plan.num_replicas
+    return counted / (mfu * PEAK * plan.world_size)
+
+
+def megatron_core() -> list[Case]:
+    """Return weak scaling at a vocabulary of 131,072 with a distributed optimizer and overlapped exchanges.
+
+    Not said: micro-batches (assumed: all that a replica has; with a pipeline one sample), stages per rank of the
+    pipeline (assumed: four), how attention is counted (assumed: all pairs).
+    """
+    cases = []
+    for row in read_table("megatron_core_h100_weak_scaling"):
+        data, batch, tensor = int(row["dp"]), int(row["global_batch"]), int(row["tp"])
+        pipeline = int(row["pp"])
+        plain = gpt_workload(
+            hidden_size=int(row["hidden"]),
+            num_layers=int(row["layers"]),
+            num_heads=int(row["heads"]),
+            sequence_length=4096,
+            vocab_size=131072,
+            microbatch_size=1 if pipeline > 1 else batch // data,
+        )
+        workload = fuse_attention(plain)
+        plan = Plan(
+            data=data,
+            pipeline=pipeline,
+            tensor=tensor,
+            num_microbatches=batch // data // workload.samples,
+            sequence_parallel=tensor > 1,
+            sharding=Sharding(1),
+            precision=MIXED,
+            schedule="interleaved" if pipeline > 1 else "one_f_one_b",
+            stages_per_rank=4 if pipeline > 1 else 1,
+        )
+        measured = seconds_of(workload, plan, float(row["tflops_per_gpu"]) * 1e12 / PEAK)
+        stack, size = "transformer-engine", row["model"]
+        cases.append(Case("Megatron-Core", size, size, workload, plan, "dgx-h100", stack, measured))
+    return cases
+
+
+def llama3() -> list[Case]:
+    """Return the step of Llama 3 405B on 8,192 GPUs at 8,192 positions: nothing recomputed (2407.21783, Table 4).
+
+    Not said: stages per rank (assumed: four).
+    """
+    row = read_table("llama3_table4_mfu")[0]
+    plain = llama_workload(LlamaSizes(16384, 126, 128, 8, 53248, 128256), sequence_length=int(row["seq_len"]))
+    workload = fuse_attention(plain)
+    plan = Plan(
+        data=int(row["dp"]),
+        pipeline=int(row["pp"]),
+        tensor=int(row["tp"]),
+        num_microbatches=int(row["batch_per_dp"]),
+        sequence_parallel=True,
+        sharding=Sharding(1),
+        precision=MIXED,
+        schedule="interleaved",
+        stages_per_rank=4,
+    )
+    measured = seconds_of(workload, plan, float(row["tflops_per_gpu"]) * 1e12 / PEAK)
+    return [Case("Llama 3", "405B", "405B", workload, plan, "dgx-h100", "transformer-engine", measured)]
+
+
+def torchtitan() -> list[Case]:
+    """Return Llama 3.1 8B by FSDP in 16 bits, eager and compiled, on the 500 W part (2410.06511, Tables 1 and 3).
+
+    Left out: rows in 8 bits, and context parallelism, which the simulator does not time with shards of parameters in 8
+    bits. Per-operator recompute (every second product again) is predicted as recomputing nothing.
+    """
+    cases = []
+    for row in read_table("torchtitan_published"):
+        if "Float8" in row["config"]:
+            continue
+        plain = llama_workload(
+            LlamaSizes(4096, 32, 32, 8, 14336, 128256),
+            sequence_length=int(row["seq_len"]),
+            microbatch_size=int(row["local_batch"]),
+        )
+        workload = fuse_attention(plain)
+        plan = Plan(data=int(row["gpus"]), sharding=Sharding(3))
+        tokens = int(row["seq_len"]) * int(row["local_batch"])
+        measured = tokens / float(row["tokens_per_s_per_gpu"])
+        stack = "compiled-fsdp" if "compile" in row["config"] else "eager-fsdp"
+        label = f"{row['config']} on {row['gpus']}"
+        cases.append(Case("torchtitan", label, row["gpus"], workload, plan, "h100-500w", stack, measured))
+    return cases
+
+
+# 1.34 and 8.86 billion: sizes that give these numbers, with embedding and head tied in the smaller.
+NANOTRON = {
+    "1.34": LlamaSizes(2048, 16, 32, 32, 8192, 131072, ties_embedding=True),
+    "8.86": LlamaSizes(4096, 32, 32, 32, 14336, 131072),
+}
+
+
+def nanotron() -> list[Case]:
+    """Return the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens a step, sequences of 4,096.
+
+    Not said: the models' sizes (see NANOTRON) and whether anything is recomputed (assumed: nothing).
+    """
+    cases = []
+    for row in read_table("nanotron_ultrascale_best_configs"):
+        micro, tensor = int(row["micro_batch"]), int(row["tp"])
+        plain = llama_workload(NANOTRON[row["model_params_b"]], sequence_length=4096, microbatch_size=micro)
+        workload = fuse_attention(plain)
+        plan = Plan(
+            data=int(row["dp"]),
+            pipeline=int(row["pp"]),
+            tensor=tensor,
+            num_microbatches=int(row["grad_accum"]),
+            sequence_parallel=tensor > 1,
+            sharding=Sharding(int(row["zero_stage"])),
+            precision=MIXED,
+        )
+        measured = seconds_of(workload, plan, float(row["mfu_pct"]) / 100)
+        size = f"{row['model_params_b']}B"
+        label = f"{size} on {row['gpus']}"
+        cases.append(Case("nanotron", label, f"{row['gpus']} GPUs", workload, plan, "dgx-h100", "nanotron", measured))
+    return cases
+
+
+H100_FAMILIES = (megatron_core, llama3, torchtitan, nanotron)

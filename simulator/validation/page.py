@@ -1,0 +1,115 @@
+"""The page of `distlab validate`: scores in tables, scatter plots, and why families fall short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from simulator.hardware.presets import stack
+from simulator.validation.exact import Derived
+from simulator.validation.report import FITTED, MODES, Family, errors_of, verdict
+
+# Why a family is as far off as it is, where that is known.
+WHY = {
+    "Megatron-LM SC21": "Micro-batches are those of its published scripts. 7.5B is 5 % too long.",
+    "Korthikanti": "175B is 5 to 8 % too long: its wide products run faster than the one rate that fits all widths.",
+    "zero-bubble": "Its memory is up to 10 % off: the source gives the first and the last stage one layer less.",
+    "BLOOM": "Left out with its whole cluster. Steps with 2 samples in a micro-batch are 10 % too short. One row (dp=8 "
+    "with 1,568 samples) is 18 % slower than its neighbours, which no plan explains.",
+    "vTrain, 8 nodes": "Left out whole. Three rows are outliers of their source: with 8 tensor ranks, 64 samples take "
+    "twice the time of 32, and 2 samples nearly that of 4. Without them the calibrated error is 4 %.",
+    "vTrain, 1 node": "Models 1,024 wide wait for the host in most rows: one launch time for all kernels is too coarse "
+    "there. With 8 tensor ranks a micro-batch of 1 sample takes a third longer than one of 4, in the source.",
+    "MosaicML": "The two rows that recompute nothing are 10 to 14 % too short; they fill the memory, and what the "
+    "allocator costs is not modelled.",
+    "Llama 3": "One row, whose constants are then those of Megatron-Core alone.",
+    "torchtitan": "Every other product runs again there, which is not modelled: the rate of products holds it.",
+    "nanotron": "1.34B on 128 and 256 GPUs is 17 % too short: a step of 0.2 s has parts that no longer step tells.",
+}
+
+# What sources do not say and was chosen here after the errors were seen: "left out" does not leave these choices out.
+CHOSEN = (
+    "Megatron-Core: a micro-batch of all samples of a replica (first tried: one sample), four stages per rank (first: "
+    "one), gathers that run ahead, and half of the tensor calls hidden. The error on its 3 rows was 23 % before these "
+    "choices and is 6 % after. Hiding 0, 0.5 and 0.8 was tried: 8, 6 and 5 %.",
+    "vTrain, 8 nodes: full recompute (none was tried first: 34 % too short), and four network cards per node (eight "
+    "first). With eight the fit had networks reach 0.40 of a card, and SC21 was 4.1 % off in place of 1.8 %.",
+    "vTrain, 1 node: both kinds of recompute were tried. Full gives 10.5 % on a sixth of the rows, none 12.0 %. None "
+    "is kept, since constants fitted to other rows have no bias with it.",
+    "BLOOM: tensor ranks split messages, which took its error from 10 to 5 %. The rate of Jean Zay's wire was set by "
+    "these very rows, so that no row of BLOOM is predicted without them.",
+    "MosaicML: kernels may cost 60 us at most. The fit alone wanted 175 us, for an error of 2.0 %, "
+    "which no kernel takes.",
+    "torchtitan: two stacks of one constant each, for two rows each: these rows are fitted more than predicted.",
+    "Tried and not kept: gradients of 16 bits for SC21 (4.7 % in place of 4.0 %), exchanges of nanotron that nothing "
+    "hides (5.4 % in place of 4.5 %).",
+)
+
+
+def write_page(path: Path, families: Sequence[Family], tables: dict[str, list[Derived]]) -> None:
+    """Write the page as Markdown, and its scatter plot as a PNG next to it."""
+    picture = path.with_name(f"{path.stem}.png")
+    draw(picture, families)
+    path.write_text(page(families, tables, picture.name), encoding="utf-8")
+
+
+def page(families: Sequence[Family], tables: dict[str, list[Derived]], picture: str) -> str:
+    """Return the page."""
+    rows = sum(len(family.cases) for family in families)
+    lines = [
+        "# How near the simulator comes to published measurements",
+        "",
+        f"`distlab validate --page FILE` writes this page: {rows} published steps and {len(tables)} tables, predicted.",
+        "",
+        "*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with",
+        "constants fitted without its structure (a size, a cluster, a schedule). What sources do not say was chosen",
+        "with all rows in view, so that errors on rows never seen may be larger: see below.",
+        "*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of",
+        "|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the",
+        "shortest prediction takes in addition to the fastest measured plan, for one model and batch.",
+        "",
+        f"![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})",
+        "",
+        "| steps | rows | calibrated: error, bias | left out: error, bias | data sheet: error, bias | choice | tau |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in families:
+        scores = [family.score(mode) for mode in MODES]
+        cells = [f"{each.error:.1%}, {each.bias:+.1%}" for each in scores]
+        left = scores[1]
+        choice = "" if left.choice_cost is None else f"{left.choice_cost:.1%}"
+        tau = left.choice_tau if left.choice_tau is not None else left.tau
+        row = [family.name, str(len(family.cases)), *cells, choice, "" if tau is None else f"{tau:.2f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "| table | rows | mean error | largest error |", "|---|---|---|---|"]
+    for name, found in tables.items():
+        errors = errors_of(name, found)
+        lines.append(f"| {name} | {len(found)} | {errors.mean():.2%} | {errors.max():.2%} |")
+    lines += ["", "## Bars, and which family falls short", ""]
+    for family in families:
+        why = f" {WHY[family.name]}" if family.name in WHY else ""
+        lines.append(f"- {verdict(family)}.{why}")
+    lines += ["", "## Chosen after the errors were seen", "", *(f"- {choice}" for choice in CHOSEN)]
+    lines += ["", "## Constants", ""]
+    for name, fields in FITTED.items():
+        own = stack(name)
+        values = ", ".join(f"{field} {getattr(own, field):.3g}" for field in fields)
+        lines.append(f"- `{name}`: {values}. {own.source}.")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, families: Sequence[Family]) -> None:
+    """Draw predicted over measured against measured time, one panel for each way to predict."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for panel, mode in zip(figure.subplots(1, len(MODES), sharey=True), MODES, strict=True):
+        panel.axhspan(0.95, 1.05, color="0.9")
+        for family in families:
+            measured = np.array([case.measured_s for case in family.cases])
+            panel.semilogx(measured, np.array(family.predicted[mode]) / measured, ".", label=family.name, ms=4)
+        panel.set(title=f"{mode}: predicted over measured", xlabel="measured step (s)", ylim=(0, 1.6))
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=120)

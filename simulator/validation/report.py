@@ -1,0 +1,182 @@
+"""Everything that `distlab validate` says: scores by family, calibrated, left out and from data sheets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.hardware.presets import Stack, stack
+from simulator.validation.a100 import A100_FAMILIES
+from simulator.validation.case import Case
+from simulator.validation.exact import EXACT, Derived
+from simulator.validation.h100 import H100_FAMILIES
+from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
+from simulator.validation.score import Score, score
+
+Floats = NDArray[np.float64]
+
+# The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
+FITTED = {
+    "megatron": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s", "network_fraction"),
+    "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction", "kernel_s"),
+    "compiled-fsdp": ("matmul_fraction",),
+    "eager-fsdp": ("memory_fraction",),
+    "transformer-engine": ("matmul_fraction",),
+    "nanotron": ("matmul_fraction", "kernel_s", "network_fraction"),
+}
+BARS = {"same": 0.05, "other": 0.10, "bias": 0.02, "choice": 0.03, "tau": 0.8}
+RATES = ("zero-bubble Table 5",)
+SEARCHED = ("ZB-1p", "ZB-2p")
+MODES = ("calibrated", "left out", "data sheet")
+
+
+class Family(NamedTuple):
+    """The cases of one table with their predictions.
+
+    Attributes:
+        name: of the table.
+        cases: its rows.
+        predicted: seconds of each row in each of MODES.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    predicted: dict[str, tuple[float, ...]]
+
+    def score(self, mode: str) -> Score:
+        """Return the score of the predictions of one of MODES."""
+        return score(
+            self.predicted[mode], [case.measured_s for case in self.cases], [case.choice for case in self.cases]
+        )
+
+
+def all_cases() -> list[Case]:
+    """Return every published step."""
+    return [case for make in (*A100_FAMILIES, *H100_FAMILIES) for case in make()]
+
+
+def constants_of(name: str) -> list[Constant]:
+    """Return the constants of a stack that are fitted."""
+    return [CONSTANTS[field] for field in FITTED[name]]
+
+
+def validate(progress: Callable[[str], None] = lambda _: None) -> list[Family]:
+    """Predict every published step: with the package's constants, with its structure left out, from data sheets alone.
+
+    Args:
+        progress: called with each stack's name before its cases are predicted.
+
+    Cost: about eight simulations per case.
+    """
+    cases = all_cases()
+    found: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+    for name in FITTED:
+        progress(name)
+        own = [(index, case) for index, case in enumerate(cases) if case.stack == name]
+        left = leave_out([case for _, case in own], stack(name), constants_of(name))
+        for (index, case), seconds in zip(own, left, strict=True):
+            found["calibrated"][index] = case.predict_s()
+            found["left out"][index] = seconds
+            found["data sheet"][index] = case.predict_s(measured=False)
+    families = []
+    for name in dict.fromkeys(case.family for case in cases):
+        own_places = [index for index, case in enumerate(cases) if case.family == name]
+        predicted = {mode: tuple(found[mode][index] for index in own_places) for mode in MODES}
+        families.append(Family(name, tuple(cases[index] for index in own_places), predicted))
+    return families
+
+
+def refit(progress: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
+    """Fit every stack to its cases again."""
+    cases = all_cases()
+    for name in FITTED:
+        progress(name)
+        yield fit_stack([case for case in cases if case.stack == name], stack(name), constants_of(name))
+
+
+def derived() -> dict[str, list[Derived]]:
+    """Return the tables of memory, bubbles and collectives, by name."""
+    tables: dict[str, list[Derived]] = {}
+    for make in EXACT:
+        for row in make():
+            tables.setdefault(row.table, []).append(row)
+    return tables
+
+
+def text(families: Sequence[Family], tables: dict[str, list[Derived]]) -> str:
+    """Lay the scores out for a terminal."""
+    head = f"{'steps':<18}{'rows':>5}" + "".join(f"{mode:>26}" for mode in MODES) + f"{'choice costs':>14}{'tau':>6}"
+    lines = [head, f"{'':<23}" + f"{'error':>17}{'bias':>9}" * len(MODES)]
+    for family in families:
+        scores = [family.score(mode) for mode in MODES]
+        line = f"{family.name:<18}{len(family.cases):>5}"
+        line += "".join(f"{each.error:>17.1%}{each.bias:>+9.1%}" for each in scores)
+        best = scores[1]
+        if best.choice_cost is not None:
+            line += f"{best.choice_cost:>14.1%}"
+            line += f"{best.choice_tau:>6.2f}" if best.choice_tau is not None else f"{'':>6}"
+        else:
+            line += f"{'':>14}" + (f"{best.tau:>6.2f}" if best.tau is not None else "")
+        lines.append(line)
+    lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}"]
+    for name, rows in tables.items():
+        errors = errors_of(name, rows)
+        lines.append(f"{name:<46}{len(rows):>5}{errors.mean():>9.2%}{errors.max():>9.2%}")
+    lines += ["", *map(verdict, families)]
+    lines += ["What sources do not say was chosen with these rows in view; --page FILE names each choice."]
+    return "\n".join(lines)
+
+
+def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
+    """Return each row's error: of a table of rates, which are parts already, by how much ours is above the printed one.
+
+    A searched schedule with a smaller bubble than the published search found is no error.
+    """
+    ours, printed = np.array([row.predicted for row in rows]), np.array([row.published for row in rows])
+    if table in RATES:
+        searched = np.array([row.label.split()[1] in SEARCHED for row in rows])
+        return np.asarray(np.where(searched, np.maximum(ours - printed, 0), np.abs(ours - printed)), np.float64)
+    return np.asarray(np.abs(ours / printed - 1), np.float64)
+
+
+def is_same_generation(family: Family) -> bool:
+    """Return whether a family ran on the generation that most constants were fitted on: A100."""
+    return family.cases[0].cluster in ("dgx-a100", "jean-zay", "a100-4-cards")
+
+
+def verdict(family: Family) -> str:
+    """Say which bars a family misses with its structure left out, or that it meets them."""
+    found = family.score("left out")
+    bar = BARS["same" if is_same_generation(family) else "other"]
+    short = []
+    if found.error > bar:
+        short.append(f"error {found.error:.1%} > {bar:.0%}")
+    if abs(found.bias) > BARS["bias"]:
+        short.append(f"bias {found.bias:+.1%} beyond 2 %")
+    if found.choice_cost is not None and found.choice_cost > BARS["choice"]:
+        short.append(f"choice {found.choice_cost:.1%} > 3 %")
+    if found.choice_tau is not None and found.choice_tau < BARS["tau"]:
+        short.append(f"tau {found.choice_tau:.2f} < 0.8")
+    return f"{family.name}: " + (f"falls short: {'; '.join(short)}" if short else "meets its bars")
+
+
+def facts(families: Sequence[Family], tables: dict[str, list[Derived]]) -> dict[str, Any]:
+    """Return all of it as JSON-ready values."""
+    return {
+        "bars": BARS,
+        "families": {
+            family.name: {
+                "scores": {mode: family.score(mode)._asdict() for mode in MODES},
+                "rows": [
+                    {"label": case.label, "structure": case.structure, "measured_s": case.measured_s}
+                    | {f"{mode.replace(' ', '_')}_s": family.predicted[mode][place] for mode in MODES}
+                    for place, case in enumerate(family.cases)
+                ],
+            }
+            for family in families
+        },
+        "tables": {name: [row._asdict() for row in rows] for name, rows in tables.items()},
+    }

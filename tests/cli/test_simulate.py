@@ -1,0 +1,88 @@
+"""What users of `distlab simulate` met: each was wrong once."""
+
+import json
+import re
+
+import pytest
+
+from distlab.cli import main
+
+
+def said(capsys, *flags, status=0):
+    assert main(["simulate", *flags]) == status
+    found = capsys.readouterr()
+    return found.out if status == 0 else found.err
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+def test_a_plan_with_several_stages_per_rank_that_does_not_fit_is_advised(capsys, schedule):
+    """The advice tries 1F1B, which has one stage per rank: it once ended with an error about that."""
+    flags = ["--model", "gpt-3-175b", "--tensor", "8", "--pipeline", "8", "--data", "1", "--microbatches", "64"]
+    found = said(capsys, *flags, "--schedule", schedule, "--stages-per-rank", "2")
+    assert found.startswith("does not fit")
+    assert "add --" in found
+    advised = re.search(r"; add (--.*?), and it needs", found).group(1).split()
+    if "one_f_one_b" in advised:
+        assert advised[advised.index("--stages-per-rank") + 1] == "1"
+
+
+def test_mfu_is_over_the_data_sheet_and_the_other_rate_has_its_own_name(capsys):
+    found = said(capsys, "--cluster", "dgx-a100")
+    assert re.search(r"MFU +\d+\.\d% of the data sheet's 312 TFLOP/s per rank", found)
+    assert re.search(r"of achievable products +\d+\.\d% of \d+ TFLOP/s", found)
+    facts = json.loads(said(capsys, "--cluster", "dgx-a100", "--json"))
+    assert facts["mfu"] < facts["utilization_of_achieved_rate"]
+    assert "utilization" not in facts
+
+
+def test_sharded_parameters_in_a_pipeline_have_a_time(capsys):
+    flags = ["--sharding", "3", "--pipeline", "8", "--data", "2", "--layers", "30", "--microbatches", "8", "--json"]
+    assert json.loads(said(capsys, *flags))["duration_s"] > 0
+
+
+def test_a_plan_without_a_time_is_not_a_success(capsys):
+    flags = ["--sharding", "3", "--pipeline", "8", "--data", "2", "--layers", "30", "--schedule", "zb_h1"]
+    found = said(capsys, *flags, status=2)
+    assert "splits them" in found
+    assert "--memory" in found
+
+
+def test_json_has_one_number_per_place_in_the_pipeline(capsys):
+    flags = ["--data", "100", "--pipeline", "4", "--microbatches", "8", "--json"]
+    facts = json.loads(said(capsys, *flags))
+    assert facts["ranks"] == 400
+    assert len(facts["sent_bytes_by_pipeline_rank"]) == 4
+    assert "sent_bytes_per_rank" not in facts
+
+
+def test_micro_batches_that_megatron_refuses_are_named(capsys):
+    flags = ["--data", "1", "--pipeline", "4", "--schedule", "interleaved", "--microbatches"]
+    assert "which Megatron-LM refuses: use a multiple of 4" in said(capsys, *flags, "10")
+    assert "Megatron" not in said(capsys, *flags, "8")
+    assert json.loads(said(capsys, *flags, "10", "--json"))["notes"]
+
+
+def test_a_step_of_a_run_is_told_where_it_is_shorter(capsys):
+    flags = ["--data", "1", "--pipeline", "4", "--microbatches", "16", "--layers", "32", "--vocabulary", "512"]
+    flags += ["--hidden", "4096", "--schedule"]
+    assert "step in a run" in said(capsys, *flags, "zb_h2")
+    assert "step in a run" not in said(capsys, *flags, "one_f_one_b")
+
+
+def test_a_llama_by_sizes_and_flash_attention(capsys):
+    sizes = ["--hidden", "4096", "--layers", "32", "--heads", "32", "--vocabulary", "32000", "--feed-forward", "11008"]
+    facts = json.loads(said(capsys, *sizes, "--json"))
+    assert facts["parameters"] == 6_738_415_616  # Llama 2 7B
+    grouped = json.loads(said(capsys, *sizes, "--kv-heads", "8", "--attention", "flash", "--json"))
+    assert grouped["parameters"] < facts["parameters"]
+    assert grouped["memory_bytes_by_kind"]["activations"] < facts["memory_bytes_by_kind"]["activations"]
+    assert "leave out --feed-forward" in said(capsys, "--model", "llama-2-7b", "--feed-forward", "8", status=2)
+
+
+def test_the_stack_is_chosen_by_name(capsys):
+    slow, best = (
+        json.loads(said(capsys, "--stack", name, "--json"))["duration_s"] for name in ("megatron", "best-case")
+    )
+    assert slow > 1.1 * best
+    assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
+    assert re.search(r"  megatron +\d+% of the best product", said(capsys, "--list"))

@@ -1,0 +1,227 @@
+"""Torch's tools on sharded models: refused in words on every rank, since each rank would get an answer of its own.
+
+FSDP2 of torch 2.13 keeps each parameter's true dimensions and takes norms over all ranks. So `clip_grad_norm_`,
+GradScaler and groups by `p.dim()` work there. Its Adafactor and LBFGS end in errors about placements of DTensor.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from distlab.large_batch import LAMB, LARS
+from distlab.rng import generator
+from distlab.sharding import FullyShard, ShardedOptimizer
+
+
+def net():
+    """A matrix that odd numbers cut, biases and a norm."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.4, generator=generator(0, 0, name))
+    return model
+
+
+def rows(step, ranks):
+    return torch.cat([torch.randn(4, 7, generator=generator(step, r, "rows"), dtype=torch.float64) for r in ranks])
+
+
+def message(action):
+    """Return the text of the error that an action raises."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def steps_without_synchronize(stage):
+    model = net()
+    optimizer = ShardedOptimizer(model, adamw, stage=stage)
+    x, texts = rows(0, [dist.get_rank()]), []
+    start = [parameter.clone() for parameter in model.parameters()]
+    texts.append(message(optimizer.step))  # nothing at all has run
+    model(x).square().mean().backward()
+    texts.append(message(optimizer.step))
+    unmoved = all(torch.equal(one, other) for one, other in zip(model.parameters(), start, strict=True))
+    optimizer.synchronize()
+    texts.append(message(optimizer.step))
+    model(x).square().mean().backward()  # the old mean is still there, and is not that of this pass
+    texts.append(message(optimizer.step))
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    texts.append(message(optimizer.step))
+    with optimizer.no_sync():
+        model(x).square().mean().backward()
+    texts.append(message(optimizer.step))
+    return texts, unmoved
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_without_synchronize_says_so(ranks, stage):
+    """Torch's ZeroRedundancyOptimizer relies on DDP, which has averaged when backward ends; here a call is needed."""
+    for rank, (texts, unmoved) in enumerate(ranks(2).run(steps_without_synchronize, stage)):
+        assert unmoved
+        assert texts.pop(2) == "no error"
+        assert all(f"rank {rank}: step" in text and "call synchronize() before step()" in text for text in texts)
+        assert len(texts) == 5
+
+
+def tools_on_whole_parameters(split):
+    """Torch's tools on the model's own parameters and on pieces; rank 2 owns no piece where tensors are dealt out."""
+    model = net() if split == "elements" else nn.Sequential(nn.Linear(7, 5)).double()
+    optimizer = ShardedOptimizer(model, adamw, split=split)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    model(rows(0, [dist.get_rank()])).square().mean().backward()
+    optimizer.synchronize()
+    texts = [
+        message(lambda: clip_grad_norm_(model.parameters(), 0.1)),
+        message(lambda: clip_grad_norm_(model.parameters(), 0.1, foreach=False)),
+        message(lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)),
+        message(lambda: model.zero_grad(set_to_none=False)),
+        message(lambda: scaler.step(optimizer)),
+    ]
+    pieces = [piece for _, piece in optimizer.named_pieces()]
+    if pieces:
+        texts.append(message(lambda: clip_grad_norm_(pieces, 0.1)))
+    shapes = [parameter.grad.shape == parameter.shape for parameter in model.parameters()]
+    norm = optimizer.clip_gradients_(0.1)
+    optimizer.step()
+    return texts, all(shapes), norm.item(), [p.detach().clone() for p in model.parameters()], len(pieces)
+
+
+@pytest.mark.parametrize("split", ["elements", "tensors"])
+def test_clip_and_scaler_on_the_models_parameters_are_refused_and_the_own_clip_is_right(ranks, split):
+    model = net() if split == "elements" else nn.Sequential(nn.Linear(7, 5)).double()
+    model(rows(0, range(3))).square().mean().backward()
+    expected = clip_grad_norm_(model.parameters(), 0.1).item()
+    results = ranks(3).run(tools_on_whole_parameters, split)
+    for rank, (texts, shapes, norm, _, _) in enumerate(results):
+        for text in texts[:4]:
+            assert f"rank {rank}: the module's parameters have no gradients after" in text
+            assert "clip_gradients_(max_norm)" in text
+        assert "distlab.precision.LossScaler" in texts[4]
+        assert all("call clip_gradients_(max_norm)" in text for text in texts[5:])
+        assert shapes
+        if split == "elements":
+            assert norm == pytest.approx(expected, rel=1e-12)
+        assert norm == results[0][2]
+    if split == "tensors":
+        assert [count for *_, count in results] == [1, 1, 0]
+
+
+def accumulated():
+    """Two passes with a synchronize() after each add up, though the parameters' gradients stand for nothing between."""
+    found = []
+    for stage in (1, 2):
+        model = net()
+        optimizer = ShardedOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.3), stage=stage)
+        for step in range(3):
+            model(rows(step, [dist.get_rank()])).square().mean().backward()
+            optimizer.synchronize()
+            if step == 1:
+                with optimizer.no_sync():
+                    model(rows(step, [dist.get_rank()])).square().mean().backward()
+        optimizer.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+def test_passes_still_add_up(ranks):
+    model = net()
+    for step in (0, 1, 1, 2):
+        model(rows(step, range(3))).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.3).step()
+    for result in ranks(3).run(accumulated):
+        for parameters in result:
+            for one, other in zip(parameters, model.parameters(), strict=True):
+                assert torch.allclose(one, other, atol=1e-12, rtol=0)
+
+
+def whole_tensor_optimizers():
+    """Optimizers that take norms of their gradients, where each rank owns whole tensors."""
+    found = []
+    for make in WHOLE_TENSORS:
+        model = net()
+        optimizer = ShardedOptimizer(model, make, split="tensors", stage=2)
+        for step in range(3):
+            model(rows(step, [dist.get_rank()])).square().mean().backward()
+            optimizer.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+WHOLE_TENSORS = [
+    lambda p: torch.optim.Adafactor(p, lr=0.02),
+    lambda p: LAMB(p, lr=0.02),
+    lambda p: LARS(p, lr=0.02, momentum=0.9),
+]
+
+
+def test_optimizers_of_whole_tensors_equal_one_process(ranks):
+    results = ranks(3).run(whole_tensor_optimizers)
+    for number, make in enumerate(WHOLE_TENSORS):
+        model = net()
+        optimizer = make(list(model.parameters()))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(step, range(3))).square().mean().backward()
+            optimizer.step()
+        for result in results:
+            for one, other in zip(result[number], model.parameters(), strict=True):
+                assert torch.allclose(one, other, atol=1e-10, rtol=0)
+
+
+def on_flat_shards():
+    model = FullyShard(net())
+    shards = list(model.parameters())
+    texts = {
+        "LAMB": message(lambda: LAMB(shards, lr=0.1)),
+        "LARS": message(lambda: LARS(shards, lr=0.1)),
+        "Muon": message(lambda: torch.optim.Muon(shards)),
+        "dim": message(lambda: [p for p in model.parameters() if p.dim() >= 2]),
+        "ndim": message(lambda: [p for p in model.parameters() if p.ndim >= 2]),
+        "norm": message(lambda: shards[0].norm()),
+    }
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+
+    def loss():
+        model.zero_grad()
+        value = model(rows(0, [dist.get_rank()])).square().mean()
+        value.backward()
+        model.synchronize()
+        return value
+
+    loss()
+    for foreach in (False, True):
+        adafactor = torch.optim.Adafactor(shards, lr=0.1, foreach=foreach)
+        texts[f"Adafactor {foreach}"] = message(adafactor.step)
+        texts[f"clip {foreach}"] = message(lambda foreach=foreach: clip_grad_norm_(shards, 0.1, foreach=foreach))
+    texts["scaler"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1)))
+    texts["scaler, fused"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1, fused=True)))
+    texts["LBFGS"] = message(lambda: torch.optim.LBFGS(shards).step(loss))
+    return texts
+
+
+def test_what_looks_at_more_than_elements_is_refused_on_flat_shards(ranks):
+    for rank, texts in enumerate(ranks(3).run(on_flat_shards)):
+        assert "LAMB takes the norm of each tensor" in texts["LAMB"]
+        assert "LARS takes the norm of each tensor" in texts["LARS"]
+        for name in ("dim", "ndim", "Muon"):  # Muon takes matrices only
+            assert f"rank {rank}: the number of dimensions of a shard" in texts[name]
+        for name in ("norm", "Adafactor False", "Adafactor True"):
+            assert "a norm of a shard (Adafactor, LAMB and LARS take one)" in texts[name], name
+        for name in ("clip False", "clip True"):
+            assert "call clip_gradients_(max_norm)" in texts[name], name
+        for name in ("scaler", "scaler, fused"):
+            assert "distlab.precision.LossScaler" in texts[name], name
+        assert "seen as one long vector (LBFGS)" in texts["LBFGS"]

@@ -1,0 +1,127 @@
+"""Stacks of software, launches, messages between stages, and the steady time of a step."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
+from simulator import Stack, cluster, compute_s, device, gpt_workload, names, simulate, simulate_schedule, stack
+
+WORKLOAD = gpt_workload(
+    hidden_size=1024, num_layers=8, num_heads=16, sequence_length=512, vocab_size=8192, microbatch_size=2
+)
+WIRE = Link("wire", (Protocol(1e-6, 1e11),))
+MACHINE = Cluster("machine", Device("card", 1e14, 1e12, 80e9), 8, 8, WIRE, WIRE)
+
+
+@pytest.mark.parametrize("name", names("stacks"))
+def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from(name):
+    bare, own = cluster("dgx-a100", 16, stack="best-case"), cluster("dgx-a100", 16, stack=name)
+    assert own.device.matmul_flops_per_s <= bare.device.matmul_flops_per_s
+    assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s
+    assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s
+    assert "20" in stack(name).source
+    assert own.device.peak_flops_per_s == 312e12
+
+
+def test_a_cluster_has_its_own_stack_and_takes_another():
+    assert cluster("dgx-a100") == cluster("dgx-a100", stack="megatron")
+    assert cluster("dgx-a100", stack=Stack("mine", matmul_fraction=0.5)).device.matmul_flops_per_s == 271.2e12 / 2
+    assert cluster("dgx-a100", measured=False) == cluster("dgx-a100", measured=False, stack="fsdp")
+    assert device("a100-sxm-80gb").kernel_s == 0
+    with pytest.raises(ValueError, match="no preset 'abacus' among the stacks"):
+        cluster("dgx-a100", stack="abacus")
+
+
+def test_no_work_is_shorter_than_the_launches_of_its_kernels():
+    slow = replace(MACHINE.device, kernel_s=1e-6, launch_s=5e-5)
+    assert compute_s(Work(0.0, 0.0, 10), slow) == pytest.approx(5e-4)
+    assert compute_s(Work(1e12, 0.0, 10), slow) == pytest.approx(1e-2 + 1e-5)
+    with pytest.raises(ValueError, match="launch_s is -1"):
+        replace(MACHINE.device, launch_s=-1)
+
+
+def test_tensor_parallelism_is_not_free_where_launches_bound_the_step():
+    host_bound = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
+    one, four = (simulate(WORKLOAD, host_bound, Plan(tensor=n)).duration_s for n in (1, 4))
+    assert four > one > simulate(WORKLOAD, MACHINE, Plan()).duration_s
+
+
+def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
+    plan = Plan(pipeline=2)
+    plain = simulate(WORKLOAD, MACHINE, plan)
+    slow = simulate(WORKLOAD, replace(MACHINE, send_s=1e-3, send_fraction=0.5), plan)
+    size = plain.stages[0].send_forward_bytes
+    assert size == 2 * 512 * 1024 * 2
+    assert plain.stages[0].send_forward_ns == pytest.approx((1e-6 + size / 1e11) * 1e9, abs=1)
+    assert slow.stages[0].send_forward_ns == pytest.approx((1e-3 + 1e-6 + 2 * size / 1e11) * 1e9, abs=1)
+
+
+def test_tensor_ranks_split_messages():
+    plan = Plan(pipeline=2, tensor=4)
+    whole, parts = (simulate(WORKLOAD, replace(MACHINE, splits_messages=on), plan) for on in (False, True))
+    assert parts.stages[0].send_forward_bytes * 4 == whole.stages[0].send_forward_bytes
+    split = replace(plan, sequence_parallel=True)  # they have parts anyway
+    same = [simulate(WORKLOAD, replace(MACHINE, splits_messages=on), split).duration_s for on in (False, True)]
+    assert same[0] == same[1]
+
+
+def test_overlap_hides_a_part_of_tensor_ranks_calls():
+    plan = Plan(tensor=4)
+    waits = [
+        simulate(WORKLOAD, replace(MACHINE, tensor_overlap=part), plan).exposed_by_axis["tensor"]
+        for part in (0.0, 0.5, 1.0)
+    ]
+    assert waits[0] > waits[1] > waits[2] == 0
+    with pytest.raises(ValueError, match="tensor_overlap is 2"):
+        replace(MACHINE, tensor_overlap=2)
+
+
+def test_gathers_of_stage_1_hide_under_the_next_forward():
+    plan = Plan(data=4, sharding=Sharding(1))
+    behind, ahead = (simulate(WORKLOAD, replace(MACHINE, gathers_ahead=on), plan) for on in (False, True))
+    gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
+    assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
+
+
+def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batch():
+    mixed = Precision("bfloat16", gradients="float32")
+    pure = Precision("bfloat16", gradients="bfloat16", reduce="float32")
+    slow, fast = (simulate(WORKLOAD, MACHINE, Plan(precision=each)).stages[0] for each in (mixed, pure))
+    added = (sum(slow.backward_ns) - sum(fast.backward_ns)) / 1e9
+    assert added == pytest.approx(10 * WORKLOAD.num_parameters / 1e12, rel=1e-3)
+
+
+def test_a_step_of_a_run_is_the_longest_ranks_own_span():
+    """ZB-H2's last ranks begin late and end late: only a step alone pays for both."""
+    from distlab.plan import SCHEDULES, ActionTimes
+
+    times = ActionTimes(1.0, 1.0, 1.0)
+    alone = {name: simulate_schedule(SCHEDULES[name].make(4, 16), times) for name in ("one_f_one_b", "zb_h2")}
+    assert alone["one_f_one_b"].steady_s == alone["one_f_one_b"].duration_s
+    assert alone["zb_h2"].steady_s == pytest.approx(3 * 16 / 1e3)  # no bubble at all
+    assert alone["zb_h2"].duration_s > alone["zb_h2"].steady_s
+    step = simulate(WORKLOAD, MACHINE, Plan(pipeline=4, num_microbatches=16, schedule="zb_h2"))
+    assert step.steady_s < step.duration_s
+
+
+def test_mfu_is_over_the_data_sheet_and_utilization_over_what_is_achieved():
+    step = simulate(WORKLOAD, cluster("dgx-a100", 8), Plan(data=8))
+    assert step.mfu / step.utilization == pytest.approx(step.cluster.device.matmul_flops_per_s / 312e12)
+    unknown = simulate(WORKLOAD, MACHINE, Plan())
+    assert unknown.mfu == unknown.utilization
+
+
+def test_zb_2p_holds_what_its_paper_counts():
+    """An I frees all but 32 of 34 + 5 a s / h parts, so that 2p micro-batches in memory hold more in flight."""
+    model = gpt_workload(
+        hidden_size=2304, num_layers=22, num_heads=24, sequence_length=1024, vocab_size=51200, microbatch_size=6
+    )
+    plan = Plan(pipeline=8, num_microbatches=32, schedule="zb_2p")
+    step = simulate(model, cluster("dgx-a100", 8), plan)
+    kept = model.layers[1].activation_bytes
+    assert step.memory.peak_bytes[1, 4] <= 2 * 8 * 3 * kept * 1.001
+    one = simulate(model, cluster("dgx-a100", 8), replace(plan, schedule="zb_1p"))
+    assert step.steady_s < one.steady_s
+    assert step.memory.stages[1].until_weights.sum() < step.memory.stages[1].kept.sum()
+    assert (one.memory.stages[1].until_weights == one.memory.stages[1].kept).all()
