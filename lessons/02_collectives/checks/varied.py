@@ -60,7 +60,7 @@ TREE_BROADCAST = Vary(_draw_broadcast, left_out={"layout": CONTIGUOUS})
 TIMES = Vary(_draw_times, use=_use_times)
 
 WRONG_RING_REDUCE_SCATTER = (
-    Mutant("through float32", "values", "float32 somewhere", 2, "one dtype").edit(
+    Mutant("through float32", "values", "float32 somewhere", 3, "one dtype").edit(
         "grows += received", "grows += received.float().to(grows.dtype)"
     ),
 )
@@ -73,7 +73,7 @@ WRONG_TIMES = (
     Mutant("rounded log2", "values", "['tree']", 1, "one size").edit("math.ceil(math.log2(n))", "round(math.log2(n))"),
 )
 WRONG_RELAY = (
-    Mutant("through float32", "values", "float32 somewhere", 2, "one dtype").edit(
+    Mutant("through float32", "values", "float32 somewhere", 3, "one dtype").edit(
         "tensor += incoming", "tensor += incoming.float().to(tensor.dtype)"
     ),
 )
