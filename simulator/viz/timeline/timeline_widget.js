@@ -61,14 +61,13 @@ class Timeline {
     this.model.on("change", this.update);
     this.resized = new ResizeObserver(() => this.schedule());
     this.resized.observe(this.canvas);
-    this.themed = new MutationObserver(() => this.schedule());
-    this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
+    // Another theme: its colours arrive after its name. A transition of 1 ms (CSS) says when this figure has them.
+    this.figure.addEventListener("transitionend", (event) => { if (event.target === this.figure) this.schedule(); });
   }
 
   remove() {
     this.model.off("change", this.update);
     this.resized.disconnect();
-    this.themed.disconnect();
   }
 
   changed() {
@@ -97,8 +96,9 @@ class Timeline {
       Object.assign(make(item, "i", { textContent: letter }).style, style);
       item.append(words);
     };
-    for (const kind of this.kinds) {
-      if (kind.explained) entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
+    const explained = new Map(this.kinds.filter((kind) => kind.explained).map((kind) => [kind.words, kind]));
+    for (const kind of explained.values()) { // several kinds may share their words: every send is a send
+      entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
     }
     if (this.kinds.some((kind) => !kind.explained)) entry("", "lighter: a later stage of the rank", { background: "#a3a3a3" });
     if (this.rows.some((row) => row.predicted)) {
