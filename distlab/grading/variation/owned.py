@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm.launch.worker import environment
+
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and a copy of every plain value in an argument: numbers, texts, tensors, gradients, weights."""
@@ -59,7 +61,7 @@ def state() -> dict[str, Any]:
         "the number of threads of torch": torch.get_num_threads(),
         "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the working directory": _folder(),
-        "the environment": hash(frozenset(os.environ.items())),
+        "the environment": hash(environment()),
         "running threads": sum(thread.is_alive() for thread in threading.enumerate()),
     }
     if dist.is_initialized():
