@@ -105,11 +105,13 @@ def survivors(results: dict[str, dict[str, str]]) -> dict[str, list[str]]:
 
 
 def summary(results: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Return by exercise how many wrong answers were generated, how many leave it right, and which others passed."""
+    """Count by exercise the changes, those checked and those that leave the answer right; name others that passed."""
     same, left = equivalents(), survivors(results)
+    made = {exercise.name: len(mutations(reference_of(exercise))) for exercise in exercises()}
     return {
         name: {
-            "generated": len(found),
+            "generated": made[name],
+            "checked": len(found),
             "equivalent": sum(one in same.get(name, {}) for one in found),
             "survived": left[name],
         }
@@ -131,7 +133,7 @@ def main() -> int:
         print(f"{name:24} {mutation:60} {words}", flush=True)
     found = summary(load_results())
     SUMMARY.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    wrong = sum(one["generated"] - one["equivalent"] for one in found.values())
+    wrong = sum(one["checked"] - one["equivalent"] for one in found.values())
     passed = [f"{name}  {one}" for name, row in found.items() for one in row["survived"]]
     print(f"{wrong - len(passed)} of {wrong} generated wrong answers rejected", *passed, sep="\nsurvived: ")
     return 0
