@@ -21,7 +21,8 @@ def state_bytes(num_parameters: int, plan: Plan, numbers: int) -> dict[str, int]
     """Return the bytes that a rank holds all the time, by kind: what a model needs before it has seen any data.
 
     `plan.precision` says in which types parameters and gradients are kept, and whether there is a float32 copy
-    (`has_master_weights`). The optimizer keeps so many float32 `numbers` for each parameter: 2 for Adam.
+    (`has_master_weights`); None means `Precision()`, all in float32. The optimizer keeps so many float32 `numbers` for
+    each parameter: 2 for Adam.
     `plan.sharding.stage` says what `plan.sharding.num_shards(plan.data)` ranks split among them: 1 optimizer state and
     float32 copy, 2 gradients too, 3 parameters too. A shard is rounded up to whole elements.
     """

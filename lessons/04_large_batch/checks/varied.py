@@ -31,7 +31,12 @@ def _draw_accumulate(draw: Draw) -> tuple[Any, ...]:
         inputs = draw.tensor(size, num_features, dtype=dtype, strided=True)
         pairs.append((inputs, draw.tensor(size, num_outputs, dtype=dtype)))
         left -= size
-    return weight, pairs, draw.one_of(nn.functional.mse_loss, nn.functional.smooth_l1_loss)
+    return weight, pairs, draw.one_of(_lopsided_loss, nn.functional.smooth_l1_loss)
+
+
+def _lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared distance from twice the targets: not the same where outputs and targets change places."""
+    return (outputs - 2 * targets).square().mean()
 
 
 def _use_accumulate(fn: Callable[..., Any], weight: Tensor, pairs: list[tuple[Tensor, Tensor]], loss_fn: Any) -> Any:
@@ -53,6 +58,8 @@ def _draw_lars(draw: Draw) -> tuple[Any, ...]:
     zero = draw.one_of("none", "none", "weight", "gradient", "both")
     weight = torch.zeros_like(weight) if zero in ("weight", "both") else weight
     gradient = torch.zeros_like(gradient) if zero in ("gradient", "both") else gradient
+    size = draw.one_of(1.0, 0.01)  # norms below and above 1
+    weight, gradient = size * weight, size * gradient
     terms = {"lr": draw.number(0.01, 2.0), "momentum": draw.one_of(0.0, draw.number(0.1, 0.99))}
     terms |= {"decay": draw.one_of(0.0, draw.number(0.001, 0.3)), "coefficient": draw.number(0.001, 0.5)}
     return weight, gradient, buffer, Keywords(terms)

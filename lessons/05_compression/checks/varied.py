@@ -53,7 +53,7 @@ def _draw_quantize(draw: Draw) -> tuple[Any, ...]:
 
 def _draw_signs(draw: Draw) -> tuple[Any, ...]:
     gradient, _ = _draw_quantize(draw)
-    return (gradient,)
+    return (gradient.relu() if draw.one_of("zeros", "none") == "zeros" else gradient,)
 
 
 def _first_half(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class StateCase(NamedTuple):
 
 
 STATE_CASES = (
+    StateCase("no precision given (float32) and Adam", 1000, Plan(), 2),
     StateCase("float32 and Adam", 1000, Plan(precision=Precision()), 2),
     StateCase("bfloat16 with gradients in float32", 1000, Plan(precision=BF16), 2),
     StateCase("bfloat16 with gradients in bfloat16", 1000, Plan(precision=BF16_GRADIENTS), 2),

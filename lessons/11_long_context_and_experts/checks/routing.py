@@ -44,7 +44,9 @@ def drive_balance(fn: Callable[..., Any]) -> list[dict[str, Any]]:
         got = fn(probabilities, probabilities.detach().topk(top_k, dim=-1).indices)
         if isinstance(got, Tensor) and got.requires_grad and got.numel() == 1:
             got.backward()  # type: ignore[no-untyped-call]
-        results.append({"got": detached(got), "gradient": probabilities.grad})
+        wide = fn(probabilities.detach().double(), probabilities.detach().topk(top_k, dim=-1).indices)
+        dtype = str(wide.dtype) if isinstance(wide, Tensor) else ""
+        results.append({"got": detached(got), "gradient": probabilities.grad, "wide": dtype})
     return results
 
 
@@ -195,6 +197,9 @@ def judge_balance(evidence: Evidence) -> Iterator[Fault]:
         want, gradient = true_loss(case)
         if fault := compare(result["got"], want, f"{what}: the loss", 1):
             yield known_mistake(result["got"], want, _wrong_losses(case), f"{what}: the loss") or fault
+        if result["wide"] not in ("", "torch.float64"):
+            text = f"{what}: the loss of float64 probabilities is {result['wide']}"
+            yield Fault("dtype", f"{text}, expected torch.float64: take the dtype from the argument")
         if result["gradient"] is None:
             text = f"{what}: right number, but no gradient reaches the probabilities"
             yield Fault("no gradient", f"{text}: the loss would change nothing")
