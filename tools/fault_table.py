@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,13 @@ VARIES = """## What varies
 After its own cases, a check calls the answer with arguments that are drawn from a seed, another one each time. Results,
 arguments and the state of the process are compared with those of the reference. A number in brackets stands for the
 reason, below the table, why the calls do not vary this."""
+GENERATED = ROOT / "tests" / "mutation"
+PASSES = "passes:"
+COUNTS = """## How many
+
+Wrong answers are also generated: one change of the reference each, such as an operator, a number, a dropped statement,
+swapped arguments, a dropped `group=` or `clone()`. `make soak` checks all of them; this is the last run that was kept.
+Those that are right answers after all are left out of "checked" and stand below with their reason."""
 HANG_S = 5.0  # a wrong version that hangs need not be waited for as long as a learner's
 HEAD = """# Faults that the checks name
 
@@ -61,7 +70,33 @@ def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
             lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
         cells = (mutant.exercise, mutant.name, str(mutant.world), what_it_says(report.message), mutant.source)
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + what_varies()
+    return "\n".join(lines) + "\n" + how_many() + what_varies()
+
+
+def how_many() -> str:
+    """Return how many wrong answers each exercise has, written by hand and generated, and which are not rejected."""
+    found = json.loads((GENERATED / "summary.json").read_text(encoding="utf-8"))
+    same = tomllib.loads((GENERATED / "equivalent.toml").read_text(encoding="utf-8"))
+    rows = ["", COUNTS, "", "| exercise | by hand | generated | checked | rejected |", "|---|---|---|---|---|"]
+    left: list[str] = []
+    for number in lessons(ROOT / "lessons"):
+        lesson = load_lesson(number, ROOT / "lessons")
+        for exercise in lesson.exercises:
+            name, row = exercise.name, found[exercise.name]
+            by_hand = sum(mutant.exercise == name for mutant in lesson.mutants)
+            checked = row["checked"] - row["equivalent"]
+            rows.append(f"| {name} | {by_hand} | {row['generated']} | {checked} | {checked - len(row['survived'])} |")
+            left += [f"- {name}, line `{change}`: {_why(same, name, change)}" for change in row["survived"]]
+    wrong = sum(row["checked"] - row["equivalent"] for row in found.values())
+    rows += ["", f"{wrong - len(left)} of {wrong} are rejected. These pass:", "", *(left or ["- none"])]
+    rows += ["", "These are right answers:", ""]
+    right = [(name, change, why) for name, those in same.items() for change, why in those.items()]
+    rows += [f"- {name}, line `{change}`: {why}" for name, change, why in right if not why.startswith(PASSES)]
+    return "\n".join(rows) + "\n"
+
+
+def _why(reasons: dict[str, dict[str, str]], name: str, change: str) -> str:
+    return reasons.get(name, {}).get(change, "not looked into yet").removeprefix(PASSES).strip()
 
 
 def what_varies() -> str:

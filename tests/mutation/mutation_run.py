@@ -4,7 +4,7 @@
     PYTHONPATH=tests/mutation python -m mutation_run 02.times   # these, again
     PYTHONPATH=tests/mutation python -m mutation_run --sample 8  # at most so many of each exercise
 
-`equivalent.toml` holds the changes that leave an answer right, each with its reason; `summary.json` what the last run
+`equivalent.toml` says why a change passes: most leave an answer right; `summary.json` what the last run
 found, which lessons/FAULTS.md shows. The words of each check are kept in work/mutation.json, which git ignores.
 """
 
@@ -74,7 +74,11 @@ def load_results() -> dict[str, dict[str, str]]:
 
 def equivalents() -> dict[str, dict[str, str]]:
     """Return the changes that leave an answer right, by exercise, each with its reason."""
-    return tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")) if EQUIVALENT.exists() else {}
+    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    return {
+        name: {change: why for change, why in those.items() if not why.startswith("passes:")}
+        for name, those in known.items()
+    }
 
 
 def save_results(results: dict[str, dict[str, str]]) -> None:

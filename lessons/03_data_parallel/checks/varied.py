@@ -44,9 +44,9 @@ def _draw_average(draw: Draw) -> tuple[Any, ...]:
 
 
 def _draw_buckets(draw: Draw) -> tuple[Any, ...]:
-    most = draw.one_of(3, 60)  # small ones fill a bucket exactly, or but for one byte
-    sizes = [draw.integer(0, most) for _ in range(draw.one_of(0, 1, draw.integer(2, 6), draw.integer(7, 20)))]
-    return sizes, draw.one_of(1, draw.integer(2, 9), draw.integer(5, 40), draw.integer(41, 200))
+    sizes = [draw.integer(0, 60) for _ in range(draw.one_of(0, 1, draw.integer(4, 9), draw.integer(7, 20)))]
+    some = sum(sizes[-draw.integer(1, 3) :])  # exactly what some parameters hold, or one byte more
+    return sizes, draw.one_of(max(some, 1), some + 1)
 
 
 def _draw_overlap(draw: Draw) -> tuple[Any, ...]:
