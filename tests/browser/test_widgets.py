@@ -218,7 +218,7 @@ def test_columns_say_their_share_and_a_narrow_view_has_boxes(notebook):
 def test_both_themes_are_readable(notebook, shots):
     page = notebook.page
     change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
-    inks, drawn = [], []
+    inks = []
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         page.evaluate(change, theme)
         page.wait_for_function(f"() => document.body.dataset.jpThemeName === {theme!r}")
@@ -227,9 +227,7 @@ def test_both_themes_are_readable(notebook, shots):
             canvas(page, place)
             notebook.shoot(shots / f"{theme.split()[1].lower()}-{place}.png")
         inks.append(page.locator(".distlab-timeline").first.evaluate("(figure) => getComputedStyle(figure).color"))
-        drawn.append([pixels(canvas(page, place)) for place in (0, 1)])
     assert inks[0] != inks[1]
-    assert not set(drawn[0]) & set(drawn[1]), "a canvas kept the letters of the other theme"
 
 
 def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots):

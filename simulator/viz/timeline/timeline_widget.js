@@ -61,13 +61,20 @@ class Timeline {
     this.model.on("change", this.update);
     this.resized = new ResizeObserver(() => this.schedule());
     this.resized.observe(this.canvas);
-    // Another theme: its colours arrive after its name. A transition of 1 ms (CSS) says when this figure has them.
+    this.themed = new MutationObserver(() => this.schedule());
+    this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
+    // A theme's colours may arrive after its name, and out of sight they may be the old ones: draw when they have come
+    // (a transition of 1 ms, in the CSS, says so) and when the canvas comes into sight.
     this.figure.addEventListener("transitionend", (event) => { if (event.target === this.figure) this.schedule(); });
+    this.seen = new IntersectionObserver((found) => { if (found.some((one) => one.isIntersecting)) this.schedule(); });
+    this.seen.observe(this.canvas);
   }
 
   remove() {
     this.model.off("change", this.update);
     this.resized.disconnect();
+    this.themed.disconnect();
+    this.seen.disconnect();
   }
 
   changed() {
