@@ -8,11 +8,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from distlab.grading import Lesson, Mutant, Report, lessons, load_lesson
+from distlab.grading import Lesson, Mutant, Report, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
+from distlab.grading.variation.axes import AXES, COVERED, coverage
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "lessons" / "FAULTS.md"
+SEED = 0  # of the drawn arguments
+VARIES = """## What varies
+
+After its own cases, a check calls the answer with arguments that are drawn from a seed, another one each time. Results,
+arguments and the state of the process are compared with those of the reference. A number in brackets stands for the
+reason, below the table, why the calls do not vary this."""
 HANG_S = 5.0  # a wrong version that hangs need not be waited for as long as a learner's
 HEAD = """# Faults that the checks name
 
@@ -27,7 +34,7 @@ def examine_mutant(lesson: Lesson, mutant: Mutant, *, world: int | None = None) 
     exercise = lesson.exercise(mutant.exercise)
     if mutant.fault == "hang":
         exercise = replace(exercise, timeout_s=min(exercise.timeout_s, HANG_S))
-    return examine(exercise, mutant.fn, worlds=(mutant.world if world is None else world,))
+    return examine(exercise, mutant.fn, worlds=(mutant.world if world is None else world,), seed=SEED)
 
 
 def what_it_says(message: str) -> str:
@@ -54,7 +61,26 @@ def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
             lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
         cells = (mutant.exercise, mutant.name, str(mutant.world), what_it_says(report.message), mutant.source)
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + what_varies()
+
+
+def what_varies() -> str:
+    """Return the matrix of variation: what the drawn calls of each exercise vary, or why they do not."""
+    reasons: list[str] = []
+    rows = ["", VARIES, "", f"| exercise | {' | '.join(AXES)} |", "|---" * (len(AXES) + 1) + "|"]
+    for number in lessons(ROOT / "lessons"):
+        for exercise in load_lesson(number, ROOT / "lessons").exercises:
+            if exercise.vary is None:
+                rows.append(f"| {exercise.name} " + "| not yet " * len(AXES) + "|")
+                continue
+            cells = []
+            for cell in coverage(exercise, reference_of(exercise)).values():
+                if cell != COVERED and cell not in reasons:
+                    reasons.append(cell)
+                cells.append(cell if cell == COVERED else f"({reasons.index(cell) + 1})")
+            rows.append(f"| {exercise.name} | {' | '.join(cells)} |")
+    rows += [""] + [f"{index}. {reason}" for index, reason in enumerate(reasons, start=1)]
+    return "\n".join(rows) + "\n"
 
 
 def all_reports() -> Iterable[tuple[Lesson, Mutant, Report]]:

@@ -24,6 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("lesson", metavar="NN", help="a lesson's number, such as 03, or an exercise, such as 03.flat")
     command.add_argument("--impl", metavar="MODULE|FILE", help="where answers are (default: mine, your working copy)")
     command.add_argument("--exercise", metavar="NAME", help="check one exercise, such as flat")
+    command.add_argument("--seed", type=int, metavar="N", help="draw the arguments of an earlier check again")
     command.add_argument("--json", action="store_true", help="print the reports as JSON")
     command.add_argument("--list", action="store_true", help="list the exercises with minutes and difficulty; run none")
 
@@ -45,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     reports: list[Report] = []
     told: list[str] = []
     for exercise in exercises:
-        report = examine(exercise, functions[exercise.name])
+        report = examine(exercise, functions[exercise.name], seed=arguments.seed)
         told += [keep(report, start)] if impl != "reference" else []
         again = bool(reports) and report.fault == "not loaded" and report.message == reports[0].message
         reports.append(report)

@@ -13,6 +13,7 @@ from distlab.comm import RankError, RankTimeout
 from distlab.comm.launch.failures import Failure, well_formed
 from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.plain_errors import in_words
+from distlab.grading.variation.draw import IN_CALL
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
@@ -21,6 +22,7 @@ _LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") +
 _CELL_FILE = re.compile(r"([^\s\"()]*ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>)(?::(\d+))?")
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
+_NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
 _NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
@@ -90,6 +92,8 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     place = place_in(root.traceback, fn)
     who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
     where = f"\n  at {place}" if place else ""
+    if (note := _NOTE.search(root.traceback)) is not None:
+        where += f"\n  in call {note[1]}"
     also = _explanation(str(error))
     return _of_failure(root, place, who, where + (f"\n{also}" if also else ""))
 

@@ -7,6 +7,7 @@ Every number of ranks gets processes of its own, which are killed afterwards, so
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 _stand_ins: dict[str, Callable[..., Any]] = {}  # the reference that each exercise's last failed check handed out
 
 
-def check(name: str, fn: Any, *, worlds: Sequence[int] | None = None) -> Report:
+def check(name: str, fn: Any, *, worlds: Sequence[int] | None = None, seed: int | None = None) -> Report:
     """Check fn as an answer to an exercise, show the report in a notebook, keep the progress, and return the report.
 
     Args:
         name: the exercise, such as "03.flat".
         fn: the function that you wrote.
         worlds: numbers of ranks to run it on; by default those of the exercise.
+        seed: of the drawn arguments; by default another one each time. A failure says which it was.
 
     Raises:
         ValueError: there is no such exercise, or a number of ranks is not a positive number.
@@ -38,7 +40,7 @@ def check(name: str, fn: Any, *, worlds: Sequence[int] | None = None) -> Report:
     if stand_in is not None and fn is stand_in:
         report = _stand_in_again(exercise, stand_in)
     else:
-        report = examine(exercise, fn, worlds=worlds)
+        report = examine(exercise, fn, worlds=worlds, seed=seed)
     if not report.passed:
         _stand_ins[exercise.name] = report.function
     report = report.with_progress(keep(report))
@@ -55,8 +57,8 @@ def _stand_in_again(exercise: Exercise, reference: Callable[..., Any]) -> Report
     return Report(exercise, "not attempted", "not attempted", message, (), (), 0.0, None, reference)
 
 
-def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None) -> Report:
-    """Check fn without showing or keeping anything."""
+def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None, seed: int | None = None) -> Report:
+    """Check fn without showing or keeping anything; a seed draws the same arguments again."""
     from distlab.grading.blame import in_plain_names
     from distlab.grading.fresh import Unavailable
     from distlab.grading.lesson import reference_of
@@ -71,7 +73,7 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None)
     blocked = ""
     if fault is None:
         try:
-            fault, right, budget = _run_worlds(exercise, fn, chosen)
+            fault, right, budget = _run_worlds(exercise, fn, chosen, _another_seed() if seed is None else seed)
         except Unavailable as error:
             blocked = str(error)
     if fault is not None and fault.code != "not attempted" and right:
@@ -87,6 +89,10 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None)
         answer=fn if callable(fn) else None,
         reference=reference,
     )
+
+
+def _another_seed() -> int:
+    return random.SystemRandom().randrange(10**6)
 
 
 def _verdict(fault: Fault | None, blocked: str) -> str:
@@ -110,11 +116,13 @@ def check_worlds(worlds: Sequence[int]) -> tuple[int, ...]:
 
 
 def _run_worlds(
-    exercise: Exercise, fn: Callable[..., Any], worlds: Sequence[int]
+    exercise: Exercise, fn: Callable[..., Any], worlds: Sequence[int], seed: int
 ) -> tuple[Fault | None, list[int], tuple[str, ...]]:
     """Run one number of ranks after the other; return the first fault, where it was right, and the budget's lines."""
     from distlab.grading.fresh import fresh_ranks
+    from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
+    from distlab.grading.variation.verdict import varied_fault
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
@@ -122,6 +130,8 @@ def _run_worlds(
         for ranks in sets:
             outcome = run_world(exercise, fn, ranks)
             fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
+            if fault is None and exercise.vary is not None:
+                fault = varied_fault(exercise, fn, reference_of(exercise), ranks, seed)
             if fault is not None:
                 return fault, right, ()
             right.append(ranks.world_size)

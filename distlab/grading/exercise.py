@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.grading.mutant import Mutant
+from distlab.grading.variation.draw import Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError, Records
@@ -83,6 +84,7 @@ class Exercise:
         budget: what a right solution is told that it used, in short lines.
         broken: a wrong version to be repaired, for "spot the bug": the name of one of the mutants.
         mutants: wrong versions, each with the fault that a check must name.
+        vary: how more calls are drawn from a seed, whose results are compared with the reference's.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Exercise:
     budget: Callable[[Evidence], Sequence[str]] | None = None
     broken: str | None = None
     mutants: tuple[Mutant, ...] = ()
+    vary: Vary | None = None
 
     @property
     def function(self) -> str:

@@ -27,10 +27,22 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    from distlab.notebook.trouble import ENDED_TOO, STOPPED, CellError, called_from, is_in_ranks, name_cells, shorten
+    from distlab.notebook.trouble import (
+        ENDED_TOO,
+        STOPPED,
+        CellError,
+        called_from,
+        is_in_ranks,
+        name_cells,
+        shorten,
+        stopped_check,
+    )
 
     text = shorten(str(error))
     if isinstance(error, KeyboardInterrupt):
+        if line := stopped_check(error, trace, shell):
+            shell.showtraceback((CellError, CellError(line), None))
+            return
         if not is_in_ranks(trace):  # an interrupt of anything else
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
             return

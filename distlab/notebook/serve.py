@@ -22,8 +22,10 @@ def main() -> None:
     put_on_path()  # for terminals and kernels
     token = sys.stdin.read().strip()
     threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True, name="lifeline").start()
+    from jupyter_server.serverapp import ServerApp
     from jupyterlab.labapp import LabApp
 
+    ServerApp.static_custom_path.tag(config=True)  # the folder of the lessons' style sheet can then be an option
     LabApp.launch_instance(argv=[*options, f"--IdentityProvider.token={token}"])
 
 

@@ -24,6 +24,8 @@ FIRST_PORT, NUM_PORTS = 8888, 20
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 3.5
 SETTINGS = ".jupyter"
+# JupyterLab breaks a long line of an output in the middle of a word; here it breaks between words where it can.
+STYLE = "body .jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }\n"
 
 
 class Server:
@@ -145,6 +147,8 @@ def _options(work: Path, port: int) -> list[str]:
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
         "--LabApp.expose_app_in_browser=True",
+        "--LabApp.custom_css=True",
+        f"--ServerApp.static_custom_path={settings / 'custom'}",
         f"--LabApp.user_settings_dir={settings / 'settings'}",
         f"--LabApp.workspaces_dir={settings / 'workspaces'}",
     ]
@@ -163,8 +167,13 @@ def _quiet_settings(folder: Path) -> None:
     """Write settings that suit the lessons, where you have made none of your own.
 
     No pop-ups; the glossary as a page; long lines of code are wrapped, so that a cell fits a window of 1280 pixels.
+    Long lines of outputs break between words.
     """
-    (folder / "workspaces").mkdir(parents=True, exist_ok=True)
+    for name in ("workspaces", "custom"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    style = folder / "custom" / "custom.css"
+    if not style.exists():
+        style.write_text(STYLE, encoding="utf-8")
     ours = {
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "docmanager-extension/plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
+WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1280 pixels
 ENDED_TOO = "They have ended."
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
+_CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
 
 
@@ -68,6 +71,19 @@ def is_in_ranks(trace: TracebackType | None) -> bool:
     return any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in traceback.extract_tb(trace))
 
 
+def stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
+    """Return one line for an interrupt that came inside `check`: which check, and where the answer stood; else ""."""
+    while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("distlab/grading/check.py"):
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    name = trace.tb_frame.f_locals.get("name", "this exercise")
+    frames = "".join([*traceback.format_tb(trace), *getattr(error, "__notes__", ())])
+    stood = _CELL_FRAME.findall(name_cells(frames, shell))
+    where = "; your function stood in {}, {}: {}".format(*stood[-1]) if stood else ""
+    return f"You stopped the check of {name}{where}. Its ranks have ended; nothing was kept."
+
+
 def name_cells(text: str, shell: InteractiveShell) -> str:
     """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for one of another cell."""
     newest = f"In[{len(shell.user_ns.get('In', ' ')) - 1}]"
@@ -82,11 +98,21 @@ def name_cells(text: str, shell: InteractiveShell) -> str:
 
 
 def in_cells(error: BaseException) -> str:
-    """Return an error's text with lines of this notebook's cells in place of the kernel's files: "In[3], line 8"."""
+    """Return an error's text with this notebook's cells in place of the kernel's files: "In[3], line 8".
+
+    A line that is longer than a cell's output is wide goes on below, further to the right.
+    """
     from IPython import get_ipython
 
     shell = get_ipython()
-    return str(error) if shell is None else name_cells(str(error), shell)
+    text = str(error) if shell is None else name_cells(str(error), shell)
+    return "\n".join(_folded(line) for line in text.splitlines())
+
+
+def _folded(line: str) -> str:
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    folded = textwrap.wrap(line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(folded) or line
 
 
 def _is_foreign(file: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_01.checks import decisions, links, messages
+from distlab_lesson_01.checks import decisions, links, messages, varied
 
 from distlab.grading import Exercise
 
@@ -40,7 +40,8 @@ EXERCISES = (
             "into it from the rank before, start `isend` of `tensor` to the next one, wait for both, return what was "
             "received.",
         ),
-        mutants=messages.WRONG_SHIFTS,
+        mutants=messages.WRONG_SHIFTS + varied.WRONG_SHIFTS,
+        vary=varied.SHIFT,
     ),
     Exercise(
         name="01.ping_pong",
@@ -64,7 +65,8 @@ EXERCISES = (
             "`send`; receive into a tensor of your own (`torch.empty_like`). Read the clock again; divide by `2 * "
             "rounds`.",
         ),
-        mutants=links.WRONG_PING_PONGS,
+        mutants=links.WRONG_PING_PONGS + varied.WRONG_PING_PONGS,
+        vary=varied.PING_PONG,
     ),
     Exercise(
         name="01.fit",
@@ -84,7 +86,8 @@ EXERCISES = (
             "Turn both lists into arrays, stack the columns `1 / times` and `sizes / times`, solve for ones with "
             "`np.linalg.lstsq(rows, ones, rcond=None)[0]`; the first number is alpha, beta is 1 over the second.",
         ),
-        mutants=links.WRONG_FITS,
+        mutants=links.WRONG_FITS + varied.WRONG_FITS,
+        vary=varied.FIT,
     ),
     Exercise(
         name="01.gather",
@@ -106,7 +109,8 @@ EXERCISES = (
             "order `torch.empty_like(tensor)`, received from that rank, or `tensor.clone()` at root's own place. "
             "Return it.",
         ),
-        mutants=messages.WRONG_GATHERS,
+        mutants=messages.WRONG_GATHERS + varied.WRONG_GATHERS,
+        vary=varied.GATHER,
     ),
     Exercise(
         name="01.repair",
@@ -127,6 +131,7 @@ EXERCISES = (
             "Every rank needs the same sum: use the collective that leaves it on every rank (`dist.all_reduce`), or "
             "send the decision of rank 0 to all others.",
         ),
-        mutants=decisions.WRONG_STOPS,
+        mutants=decisions.WRONG_STOPS + varied.WRONG_STOPS,
+        vary=varied.SHOULD_STOP,
     ),
 )

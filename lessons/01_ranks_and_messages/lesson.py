@@ -27,7 +27,8 @@
 # You train a model of 94 million parameters. On one GPU a step takes **120 ms**. You rent a second GPU in a second
 # machine and give each GPU a batch of its own. Now a step takes **135 ms**. The program is right. *Where did 15 ms go?*
 #
-# The next picture shows this step. Each GPU has two rows: what it computes, and what it sends. Time runs to the right.
+# The next picture shows this step. The two GPUs are called rank 0 and rank 1 in it; what a rank is, the lesson tells
+# soon. Each GPU has two rows: what it computes, and what it sends. Time runs to the right.
 # Look at the end, after 120 ms: both GPUs stand still, and only the wire between them works. What decides how long
 # that last box is? This lesson answers it, for any wire.
 
@@ -307,9 +308,9 @@ show(draw_message_diagram(swap.records()), describe_message_diagram(swap.records
 swap.close()
 
 # %% [markdown]
-# That is a **deadlock**, and this is how to read any hang: *who* waits, *in which call*, *for whom*? (The file with the
-# long number is the cell that you ran; behind the colon stands its line.) Follow the last question from rank to rank.
-# If you come back to where you began, no rank will ever move.
+# That is a **deadlock**, and this is how to read any hang: *who* waits, *in which call*, *for whom*? (`In[7], line 4`
+# is line 4 of the cell that has `[7]` on its left.) Follow the last question from rank to rank. If you come back to
+# where you began, no rank will ever move.
 #
 # Here you are told after two seconds, because each rank's calls are recorded. On a cluster you are not told. All GPUs
 # show 100 % use (they wait busily), no line is printed, and PyTorch gives up after 10 minutes with nccl, after
@@ -559,7 +560,7 @@ for name, wire in rows:
     best = max(wire.protocols, key=lambda protocol: protocol.bytes_per_s)
     print(
         f"{name:<15} {format_s(best.latency_s):>8} {format_bytes_per_s(best.bytes_per_s):>10}  ",
-        textwrap.shorten(wire.source, 72),
+        textwrap.shorten(wire.source, 64, placeholder=" ..."),
     )
 print(f"{'this machine':<15} {format_s(alpha_s):>8} {format_bytes_per_s(beta):>10}   gloo, as measured above")
 

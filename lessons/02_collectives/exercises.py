@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from distlab_lesson_02.checks import rings, shared, sums, trees
+from distlab_lesson_02.checks import rings, shared, sums, trees, varied
 
 from distlab.grading import Exercise
 
@@ -40,7 +40,8 @@ EXERCISES = (
         timeout_s=15.0,
         on_failure=shared.explain_failure,
         budget=partial(shared.most_sent, formula="(n-1)/n S"),
-        mutants=rings.WRONG_SCATTERS,
+        mutants=rings.WRONG_SCATTERS + varied.WRONG_RING_REDUCE_SCATTER,
+        vary=varied.RING_REDUCE_SCATTER,
     ),
     Exercise(
         name="02.ring_all_gather",
@@ -62,6 +63,7 @@ EXERCISES = (
         on_failure=shared.explain_failure,
         budget=partial(shared.most_sent, formula="(n-1)/n S"),
         mutants=rings.WRONG_GATHERS,
+        vary=varied.RING_ALL_GATHER,
     ),
     Exercise(
         name="02.repair",
@@ -83,7 +85,8 @@ EXERCISES = (
         on_failure=shared.explain_failure,
         budget=partial(shared.most_sent, formula="(n-1) S"),
         broken="never passes on",
-        mutants=sums.WRONG_RELAYS,
+        mutants=sums.WRONG_RELAYS + varied.WRONG_RELAY,
+        vary=varied.RELAY,
     ),
     Exercise(
         name="02.tree_broadcast",
@@ -105,7 +108,9 @@ EXERCISES = (
         timeout_s=15.0,
         on_failure=shared.explain_failure,
         budget=trees.broadcast_budget,
-        mutants=trees.WRONG_BROADCASTS,
+        mutants=trees.WRONG_BROADCASTS + varied.WRONG_TREE_BROADCAST,
+        vary=varied.TREE_BROADCAST,
+        worlds=(1, 2, 3, 4, 5),
     ),
     Exercise(
         name="02.halving_doubling",
@@ -129,6 +134,7 @@ EXERCISES = (
         on_failure=shared.explain_failure,
         budget=partial(shared.most_sent, formula="2 (n-1)/n S"),
         mutants=sums.WRONG_HALVINGS,
+        vary=varied.HALVING_DOUBLING,
     ),
     Exercise(
         name="02.times",
@@ -147,7 +153,8 @@ EXERCISES = (
             "carries the whole tensor. `math.ceil(math.log2(n))` is the number of levels.",
         ),
         worlds=(1,),
-        mutants=trees.WRONG_TIMES,
+        mutants=trees.WRONG_TIMES + varied.WRONG_TIMES,
+        vary=varied.TIMES,
     ),
     Exercise(
         name="02.hierarchical",
@@ -171,5 +178,6 @@ EXERCISES = (
         on_failure=shared.explain_failure,
         budget=sums.hierarchical_budget,
         mutants=sums.WRONG_LEVELS,
+        vary=varied.HIERARCHICAL,
     ),
 )

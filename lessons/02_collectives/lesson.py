@@ -335,7 +335,7 @@ for n in (2, 8, 64, 1000):
     print(f"{n:5} ranks: ring {n - 1:3} steps, tree {math.ceil(math.log2(n)):2}")
 
 # %%
-print(steps_guess.compare(math.ceil(math.log2(1000))))
+print(steps_guess.compare(math.ceil(math.log2(1000)), how="counted"))
 
 # %% [markdown]
 # Run the film backwards and you have a **tree reduce**: in each step half of the ranks that are left hand their tensor
@@ -614,7 +614,7 @@ def six_steps(rounds):
 
 # %%
 ranks = Ranks(4, timeout_s=180)
-ranks.run(timed)  # the first time warms up
+_ = ranks.run(timed)  # the first time warms up
 
 
 # %%

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from distlab_lesson_03.checks import accumulation, averages, buckets, hooks, overlap, sampler, shared, starts, tokens
+from distlab_lesson_03.checks import (
+    accumulation,
+    averages,
+    buckets,
+    hooks,
+    overlap,
+    sampler,
+    shared,
+    starts,
+    tokens,
+    varied,
+)
 
 from distlab.grading import Exercise
 
@@ -37,7 +48,8 @@ EXERCISES = (
         ),
         on_failure=starts.broadcast_failure,
         budget=shared.budget_calls,
-        mutants=starts.WRONG_BROADCASTS,
+        mutants=starts.WRONG_BROADCASTS + varied.WRONG_BROADCAST,
+        vary=varied.BROADCAST,
     ),
     Exercise(
         name="03.average",
@@ -57,6 +69,7 @@ EXERCISES = (
         on_failure=averages.missing_gradient,
         budget=shared.budget_calls,
         mutants=averages.WRONG_AVERAGES,
+        vary=varied.AVERAGE,
     ),
     Exercise(
         name="03.flat",
@@ -76,7 +89,8 @@ EXERCISES = (
         ),
         on_failure=averages.missing_gradient,
         budget=averages.budget_flat,
-        mutants=averages.WRONG_FLATS,
+        mutants=averages.WRONG_FLATS + varied.WRONG_FLAT,
+        vary=varied.FLAT,
     ),
     Exercise(
         name="03.buckets",
@@ -93,7 +107,8 @@ EXERCISES = (
             "and begin an empty one. After the loop, what is open is the last bucket, if it holds anything.",
         ),
         worlds=(1,),
-        mutants=buckets.WRONG_BUCKETS,
+        mutants=buckets.WRONG_BUCKETS + varied.WRONG_BUCKETS,
+        vary=varied.BUCKETS,
     ),
     Exercise(
         name="03.overlap",
@@ -118,6 +133,7 @@ EXERCISES = (
         on_failure=overlap.overlap_failure,
         budget=overlap.budget_overlap,
         mutants=overlap.WRONG_OVERLAPS,
+        vary=varied.OVERLAP,
     ),
     Exercise(
         name="03.accumulate",
@@ -142,7 +158,8 @@ EXERCISES = (
             "nullcontext() for the last): forward, loss / num_accumulated, backward. After the last: step, zero_grad.",
         ),
         budget=accumulation.budget_accumulate,
-        mutants=accumulation.WRONG_ACCUMULATIONS,
+        mutants=accumulation.WRONG_ACCUMULATIONS + varied.WRONG_ACCUMULATE,
+        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="03.sampler",
@@ -162,6 +179,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         mutants=sampler.WRONG_SAMPLERS,
+        vary=varied.SAMPLER,
     ),
     Exercise(
         name="03.uneven",
@@ -182,7 +200,8 @@ EXERCISES = (
         ),
         on_failure=tokens.tokens_failure,
         budget=shared.budget_calls,
-        mutants=tokens.WRONG_WEIGHTS,
+        mutants=tokens.WRONG_WEIGHTS + varied.WRONG_TOKENS,
+        vary=varied.TOKENS,
     ),
     Exercise(
         name="03.repair",
@@ -202,5 +221,6 @@ EXERCISES = (
         broken="weights, not gradients",
         budget=shared.budget_calls,
         mutants=hooks.WRONG_HOOKS,
+        vary=varied.HOOKS,
     ),
 )

@@ -546,7 +546,7 @@ names = [name for name, _ in GPT(CONFIG).named_parameters()]
 for number, bucket in enumerate(fill_buckets(sizes_bytes, 500_000)):
     num_bytes = sum(sizes_bytes[index] for index in bucket)
     first, last = names[bucket[0]], names[bucket[-1]]
-    print(f"bucket {number}: {len(bucket):2} gradients, {num_bytes:7,} bytes, {first} to {last}")
+    print(f"bucket {number}: {len(bucket):2} gradients, {num_bytes:7,} bytes\n    from {first} to {last}")
 
 # %% [markdown]
 # The embedding is the first parameter, so its gradient fills the last bucket, though it is shared with the output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_04.checks import accumulation, layers, rates
+from distlab_lesson_04.checks import accumulation, layers, rates, varied
 
 from distlab.grading import Exercise
 
@@ -35,7 +35,8 @@ EXERCISES = (
             "otherwise peak. With num_warmup 0 the first case never comes, so nothing is divided by zero.",
         ),
         on_failure=rates.rate_failure,
-        mutants=rates.WRONG_RATES,
+        mutants=rates.WRONG_RATES + varied.WRONG_RATE,
+        vary=varied.RATE,
     ),
     Exercise(
         name="04.accumulate",
@@ -60,6 +61,7 @@ EXERCISES = (
         ),
         budget=accumulation.accumulate_budget,
         mutants=accumulation.WRONG_ACCUMULATIONS,
+        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="04.lars",
@@ -78,7 +80,8 @@ EXERCISES = (
             "coefficient * |w| / (|g| + decay * |w|). New buffer = momentum * buffer + lr * ratio * (gradient + decay "
             "* weight). Return weight - buffer, and the buffer.",
         ),
-        mutants=layers.WRONG_LARS,
+        mutants=layers.WRONG_LARS + varied.WRONG_LARS,
+        vary=varied.LARS,
     ),
     Exercise(
         name="04.lamb",
@@ -97,7 +100,8 @@ EXERCISES = (
             " + 1e-6) + decay * weight; ratio = |weight| / |update|, or 1 where one is zero; return weight - lr * ratio"
             " * update, mean, square.",
         ),
-        mutants=layers.WRONG_LAMBS,
+        mutants=layers.WRONG_LAMBS + varied.WRONG_LAMB,
+        vary=varied.LAMB,
     ),
     Exercise(
         name="04.repair",
@@ -116,6 +120,7 @@ EXERCISES = (
             "+ 1) / num_warmup).",
         ),
         broken="from what it finds",
-        mutants=rates.WRONG_WARMUPS,
+        mutants=rates.WRONG_WARMUPS + varied.WRONG_WARM_UP,
+        vary=varied.WARM_UP,
     ),
 )

@@ -418,15 +418,16 @@ def at_largest(records, rule, warmup=True):
 
 
 # %%
+RULES = {"linear": ("linear", True), "no warmup": ("linear", False)}
+RULES |= {name: (name, True) for name in ("square root", "own rate")}
+print(f"{'':14}{'batch 32':>10}   batch 1,437:", *(f"{rule:>12}" for rule in RULES))
 for name, task in RESULTS["tasks"].items():
     records = task["records"]
     for optimizer in OPTIMIZERS:
         small = [r for r in records if (r["optimizer"], r["rule"], r["warmup"]) == (optimizer, "base", True)][0]
-        line = f"{name:8}{optimizer:6} batch 32 {fmean(small['accuracies']):6.1%}; batch 1,437:"
-        for rule, warmup in (("linear", True), ("linear", False), ("square root", True), ("own rate", True)):
-            mean = fmean(at_largest(records, rule, warmup)[optimizer]["accuracies"])
-            line += f" {rule}{'' if warmup else ', no warmup'} {mean:.1%},"
-        print(line.rstrip(","))
+        row = [fmean(at_largest(records, *how)[optimizer]["accuracies"]) for how in RULES.values()]
+        before = f"{name:8}{optimizer:6}{fmean(small['accuracies']):10.1%}{'':15}"
+        print(before, *(f"{mean:12.1%}" for mean in row))
 
 # %% [markdown]
 # **With a rate of its own for the batch, no rule wins on two layers.** SGD, AdamW and LAMB are within half a point of

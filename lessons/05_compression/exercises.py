@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_05.checks import choices, codes, factors, signs
+from distlab_lesson_05.checks import choices, codes, factors, signs, varied
 
 from distlab.grading import Exercise
 
@@ -37,7 +37,8 @@ EXERCISES = (
             "adds where two ranks chose the same. Divide by the number of ranks.",
         ),
         budget=choices.budget_top_k,
-        mutants=choices.WRONG_TOP_KS,
+        mutants=choices.WRONG_TOP_KS + varied.WRONG_TOP_K,
+        vary=varied.TOP_K,
     ),
     Exercise(
         name="05.random_k",
@@ -56,7 +57,8 @@ EXERCISES = (
             "into zeros at those places.",
         ),
         budget=choices.budget_random_k,
-        mutants=choices.WRONG_RANDOM_KS,
+        mutants=choices.WRONG_RANDOM_KS + varied.WRONG_RANDOM_K,
+        vary=varied.RANDOM_K,
     ),
     Exercise(
         name="05.pack",
@@ -74,7 +76,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=codes.budget_pack,
-        mutants=codes.WRONG_PACKS,
+        mutants=codes.WRONG_PACKS + varied.WRONG_PACK,
+        vary=varied.PACK,
     ),
     Exercise(
         name="05.quantize",
@@ -94,6 +97,7 @@ EXERCISES = (
         ),
         budget=codes.budget_quantize,
         mutants=codes.WRONG_QUANTIZES,
+        vary=varied.QUANTIZE,
     ),
     Exercise(
         name="05.repair",
@@ -112,6 +116,7 @@ EXERCISES = (
         broken="unsigned bytes",
         budget=signs.budget_signs,
         mutants=signs.WRONG_SIGNS,
+        vary=varied.SIGNS,
     ),
     Exercise(
         name="05.feedback",
@@ -129,7 +134,8 @@ EXERCISES = (
             "divide sent by the number of ranks and all_reduce it.",
         ),
         budget=signs.budget_memory,
-        mutants=signs.WRONG_MEMORIES,
+        mutants=signs.WRONG_MEMORIES + varied.WRONG_MEMORY,
+        vary=varied.MEMORY,
     ),
     Exercise(
         name="05.powersgd",
@@ -148,5 +154,6 @@ EXERCISES = (
         ),
         budget=factors.budget_low_rank,
         mutants=factors.WRONG_FACTORS,
+        vary=varied.LOW_RANK,
     ),
 )

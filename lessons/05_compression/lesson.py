@@ -900,8 +900,8 @@ for name in ("float16", "PowerSGD"):
     gap = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
     ratios = [a[1] / b[1] for a, b in zip(ours[3:], theirs[3:], strict=True)]
     low, _, high = quantiles(ratios)
-    print(f"{name:9} losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times torch's", end="")
-    print(f" (half of the pairs: {low:.2f} to {high:.2f})")
+    print(f"{name:9} losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times torch's")
+    print(f"{'':9} half of the pairs: {low:.2f} to {high:.2f}")
     step_ms[name] = {who: 1e3 * median(s for _, s in rows[3:]) for who, rows in (("ours", ours), ("torch", theirs))}
 words = {"unit": "ms", "title": "A step with the library's hook, and with torch's own"}
 show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))

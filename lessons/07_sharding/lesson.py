@@ -75,7 +75,7 @@ guess_0
 
 # %%
 guess_0.default(8)  # assumed if you gave no number above
-print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64)))
+print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64), how="counted"))
 
 # %% tags=["nbval-check-output"]
 print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs saves at most")
@@ -152,7 +152,7 @@ def bench(name, prepare):
     mean = sum(sent) / len(sent)
     sent_psi[name] = mean / PSI * 4 / 3
     state_mb[name] = {"smallest": min(state) / 1e6, "largest": max(state) / 1e6}
-    print(f"{name:24} sent {mean / 1e6:.2f} MB a rank, {sent_psi[name]:.2f} Psi (n-1)/n; ", end="")
+    print(f"{name:24} sent {mean / 1e6:.2f} MB, {sent_psi[name]:.2f} Psi (n-1)/n; ", end="")
     print(f"state {min(state) / 1e6:.2f} to {max(state) / 1e6:.2f} MB; losses differ by {gap:.0e}")
 
 
@@ -543,7 +543,7 @@ def step_with(machines=MACHINES, **sharding):
 
 
 guess_2.default(1.5)  # assumed if you gave no number above
-print(guess_2.compare(step_with(stage=3).duration_s / step_with(stage=0).duration_s))
+print(guess_2.compare(step_with(stage=3).duration_s / step_with(stage=0).duration_s, how="simulated"))
 
 # %% tags=["nbval-check-output"]
 for stage in range(4):
@@ -588,7 +588,7 @@ units
 # %%
 guess_units.default(1)  # assumed if you gave no number above
 units.controls["unit_layers"].value = 2
-print(guess_units.compare(2))
+print(guess_units.compare(2, how="simulated"))
 print(units.text)
 
 # %% [markdown]

@@ -262,8 +262,8 @@ for name, wire in WIRES.items():
 # %%
 guess_0.default(85)  # assumed if you gave no number above
 guess_1.default(60)
-print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"]))))
-print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"]))))
+print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"])), how="calculated"))
+print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"])), how="calculated"))
 
 # %%
 shown = {name: {f"t={t}": 100 / (1 + ratio_of(t, wire)) for t in (2, 4, 8)} for name, wire in WIRES.items()}
@@ -535,7 +535,7 @@ show_bars(shown, "MB", "Without the split, a part of the activations stays whole
 
 # %%
 guess_2.default(4)  # assumed if you gave no number above
-print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True)))
+print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True), how="counted"))
 split_losses, split_sent, _ = ranks.run(partial(trained, sequence_parallel=True))[0]
 gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=True))
 print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequence split; losses differ by {gap:.0e}")

@@ -757,7 +757,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
     v = SCHEDULES[name].stages_per_rank(None)
     step = step_of_model(name, 64, stages_per_rank=v)
     held, idle = step.memory.max_bytes / 1e9, step.bubble_fraction
-    words = f"{step.duration_s:5.2f} s a step, busy {1 - idle:4.0%}, {month * idle:5,.0f} dollars a month for waiting"
+    words = f"{step.duration_s:5.2f} s a step, busy {1 - idle:4.0%}, {month * idle:5,.0f} dollars a month lost"
     print(f"{SCHEDULES[name].title:24}{words}, {held:3.0f} GB{', does not fit' if held > 80 else ''}")
 
 # %% [markdown]

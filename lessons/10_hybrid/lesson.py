@@ -79,7 +79,7 @@ guess_0
 QUESTION = Plan(data=2, tensor=8, pipeline=4, num_microbatches=32, recompute="selective")
 good, bad = (simulate(MODEL, MACHINE, QUESTION, order=order) for order in (GOOD, BAD))
 guess_0.default(2)  # assumed if you gave no number above
-print(guess_0.compare(bad.duration_s / good.duration_s))
+print(guess_0.compare(bad.duration_s / good.duration_s, how="simulated"))
 
 # %% tags=["nbval-check-output"]
 for words, step in (("tensor inside a machine", good), ("tensor across machines", bad)):
@@ -342,7 +342,7 @@ whole = {
 }
 count = sum(parameter.numel() for name, parameter in new_gpt().named_parameters() if name in whole)
 guess_1.default(10)  # assumed if you gave no number above
-print(guess_1.compare(100 * count / new_gpt().num_parameters))
+print(guess_1.compare(100 * count / new_gpt().num_parameters, how="counted"))
 
 # %%
 all_of_it = new_gpt().num_parameters
@@ -582,7 +582,7 @@ def all_plans(num_ranks, batch, samples=1, most_stages=8):
 steps = sorted((simulate(MODEL, MACHINE, plan) for plan in all_plans(64, 64)), key=lambda step: step.duration_s)
 fitting = [step for step in steps if step.memory.max_bytes < 80e9]
 guess_2.default(8)  # assumed if you gave no number above
-print(guess_2.compare(fitting[0].plan.tensor))
+print(guess_2.compare(fitting[0].plan.tensor, how="simulated"))
 
 # %% tags=["nbval-check-output"]
 print(f"{len(steps)} plans, {len(fitting)} of them fit 80 GB; waited for, in seconds:")

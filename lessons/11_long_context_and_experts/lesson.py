@@ -66,7 +66,7 @@ def show_bars(numbers, unit, title, subtitle=""):
 
 
 guess_0.default(50)  # assumed if you gave no number above
-print(guess_0.compare(SCORES / 1e9))
+print(guess_0.compare(SCORES / 1e9, how="counted"))
 needs = {"scores of one layer": SCORES, "all else, all layers": LAYERS * rest, "states": states, "a GPU has": 80e9}
 needs_gb = {name: size / 1e9 for name, size in needs.items()}
 show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and what a GPU has")
@@ -163,7 +163,7 @@ print(f"all wait for rank 3, which has {4 * pairs[3] / sum(pairs):.2f} times an 
 
 # %%
 guess_1.default(4)  # assumed if you gave no number above
-print(guess_1.compare(pairs[3] / pairs[0]))
+print(guess_1.compare(pairs[3] / pairs[0], how="counted"))
 
 # %% [markdown]
 # With many ranks the last one has nearly *twice* an even share, so straight pieces waste half of the machine.
@@ -255,8 +255,8 @@ def spread(attention):
 ranks, sent_mb = Ranks(4), {}
 for name, attention in (("ring", ring_attention), ("all-to-all", all_to_all_attention)):
     sent, gaps = zip(*ranks.run(spread, attention), strict=True)
-    print(f"{name:10} sent {sent[0] / 1e6:.2f} MB a rank, {sent[0] / BLOCK:.2f} times the keys of the whole", end="")
-    print(f" sequence; output and gradients differ from one process by {max(gaps):.0e}")
+    print(f"{name:10} sent {sent[0] / 1e6:.2f} MB a rank, {sent[0] / BLOCK:.2f} times the keys of the whole sequence")
+    print(f"{'':10} output and gradients differ from one process by {max(gaps):.0e}")
     sent_mb[name] = sent[0] / 1e6
 
 # %%
@@ -292,13 +292,13 @@ WIRES = ("nvlink4", "infiniband-ndr", "ethernet-100g")
 print(f"an H100 with {flops / 1e12:.0f} TFLOP/s hides hops from so many positions a rank:")
 for wire in WIRES:
     per_s = max(protocol.bytes_per_s for protocol in link(wire).protocols)
-    shared = ", ".join(f"{2 * flops / per_s / group:,.0f} with {group} query heads a key head" for group in (1, 8))
-    print(f"  {wire:15} {per_s / 1e9:5.0f} GB/s: {shared}")
+    alone, shared = (f"{2 * flops / per_s / heads:,.0f}" for heads in (1, 8))
+    print(f"  {wire:15} {per_s / 1e9:5.0f} GB/s: {alone}; {shared} with 8 query heads per key head")
 
 # %%
 guess_2.default(4096)  # assumed if you gave no number above
 infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").protocols)
-print(guess_2.compare(2 * flops / infiniband))
+print(guess_2.compare(2 * flops / infiniband, how="calculated"))
 
 # %% [markdown]
 # **"[Ring attention](../GLOSSARY.md#ring-attention) overlaps communication, so it is free."** From some length on.
@@ -534,7 +534,7 @@ print(f"operations a token, forward: {k * 2 * one / 1e6:.0f} million for {2 * on
 
 # %%
 guess_3.default(8)  # assumed if you gave no number above
-print(guess_3.compare(k))
+print(guess_3.compare(k, how="counted"))
 
 # %% [markdown]
 # **"An 8x7B model has 56 billion parameters."** Only feed-forward layers are eight times there; attention and
@@ -718,7 +718,7 @@ for weight in (0.0, 0.05):
     for step in (0, 9, 19):
         loss, fullest, dropped = history[step]
         print(f"{weight:4} x balance loss, step {step:2}: loss {loss:.2f}, fullest expert {fullest:.2f}", end=" ")
-        print(f"times an even share, {dropped:.0%} of choices dropped")
+        print(f"times an even share, {dropped:.0%} dropped")
 
 # %%
 show_bars(fullest_at, "x", "Without the second loss the router collapses", "the fullest expert, over an even share")
@@ -774,7 +774,7 @@ for shares in ((0.25, 0.25, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.7, 0.1, 0.1, 0
     print(f"rows a rank {rows}: {max(times) * 1e3:.1f} ms measured, {fullest * ROW_S * 1e3:.0f} ms predicted;", end=" ")
     print(f"ranks busy {sum(rows) / 4 / fullest:.0%} of it on average")
 guess_4.default(50)  # assumed if you gave no number above
-print(guess_4.compare(160 * ROW_S * 1e3))
+print(guess_4.compare(160 * ROW_S * 1e3, how="predicted"))
 show_bars(shown, "ms", "A layer takes as long as its fullest rank")
 
 # %% [markdown]

@@ -63,6 +63,8 @@ def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
         lesson.shoot(shots / f"lesson-03-timeline-{place}.png")
     move_panel(page)
     lesson.shoot(shots / "lesson-03-panel.png")
+    output = page.locator(".jp-OutputArea-output pre").first
+    assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
     move_timeline(page, timelines.first)
     assert lesson.console == []
     assert lesson.offsite == []

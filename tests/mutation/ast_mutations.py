@@ -37,6 +37,8 @@ OPERATORS: dict[type, type] = {
     ast.Or: ast.And,
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "isend": "irecv", "ceil": "floor", "floor": "ceil"}
+COMMUTES = {"min", "max", "logaddexp", "exchange", "gcd", "allclose", "equal"}  # swapped arguments change nothing
+HARMLESS_KEYWORDS = {"strict", "rcond"}  # the lengths are equal, the default serves
 DROPPED_METHODS = ("clone", "contiguous", "detach", "copy", "abs", "item", "flatten", "sort", "double", "float")
 
 
@@ -147,7 +149,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.AST | None, str]]:
 
 
 def _of_expression(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and not isinstance(node.value, str):
         yield from (ast.Constant(value) for value in _other_values(node.value))
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
@@ -185,10 +187,12 @@ def _of_expression(node: ast.expr) -> Iterator[ast.expr]:
 def _of_call(node: ast.Call) -> Iterator[ast.expr]:
     if isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED_METHODS and not node.args:
         yield node.func.value
-    if len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    starred = any(isinstance(arg, ast.Starred) for arg in node.args[:2])
+    if len(node.args) >= 2 and called not in COMMUTES and not starred:
         yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
     for at, keyword in enumerate(node.keywords):
-        if keyword.arg is not None:
+        if keyword.arg is not None and keyword.arg not in HARMLESS_KEYWORDS:
             yield ast.Call(node.func, node.args, [*node.keywords[:at], *node.keywords[at + 1 :]])
     if isinstance(node.func, ast.Name) and node.func.id == "range":
         last = ast.BinOp(node.args[-1 if len(node.args) < 3 else 1], ast.Sub(), ast.Constant(1))

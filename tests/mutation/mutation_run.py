@@ -22,9 +22,9 @@ from typing import Any
 
 from ast_mutations import Mutation, mutations
 
-from distlab.grading import Exercise, lessons, load_lesson, reference_of
+from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.mutant import Mutant, build
+from distlab.grading.mutant import build
 
 FOLDER = Path(__file__).resolve().parent
 LESSONS = FOLDER.parents[1] / "lessons"

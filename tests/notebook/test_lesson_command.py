@@ -249,3 +249,13 @@ def test_long_lines_of_code_are_wrapped_unless_you_set_it_otherwise(tmp_path):
     settings.write_text("{}")
     server._quiet_settings(tmp_path)
     assert settings.read_text() == "{}"
+
+
+def test_long_lines_of_outputs_break_between_words_unless_you_set_it_otherwise(tmp_path):
+    server._quiet_settings(tmp_path)
+    style = tmp_path / "custom" / "custom.css"
+    assert "word-break: normal" in style.read_text()
+    assert f"--ServerApp.static_custom_path={tmp_path / '.jupyter' / 'custom'}" in server._options(tmp_path, 8888)
+    style.write_text("")
+    server._quiet_settings(tmp_path)
+    assert style.read_text() == ""

@@ -250,6 +250,13 @@ def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_
     assert "KeyboardInterrupt" in interrupted(notebook, "time.sleep(60)")
 
 
+def test_an_interrupt_of_a_check_is_one_line_that_says_where_the_answer_stood(notebook):
+    source = "import time\ndef shift(tensor):\n    time.sleep(60)\n    return tensor"
+    told = interrupted(notebook, f"{source}\ncheck('01.shift', shift)")
+    stood = "your function stood in your cell, line 3: time.sleep(60)"
+    assert told == f"You stopped the check of 01.shift; {stood}. Its ranks have ended; nothing was kept."
+
+
 def test_the_last_records(notebook):
     notebook.lines("%%ranks --new 2\ndist.all_reduce(torch.ones(4))")
     assert notebook.lines("[call.op for call in last_records().calls(rank=0)]") == ["['all_reduce']"]

@@ -73,3 +73,14 @@ def test_a_picture_has_alt_text_and_words():
 
 def test_an_error_names_cells_only_in_a_notebook():
     assert in_cells(ValueError("at /tmp/ipykernel_1/23.py:4")) == "at /tmp/ipykernel_1/23.py:4"
+
+
+def test_a_long_line_of_an_error_goes_on_below_further_to_the_right():
+    waits = (
+        "  rank 0 waits in recv from 1 #1 (float32[4], group [0, 1]) at In[19], line 4 for 2.4 s: rank 1 has not called"
+    )
+    told = in_cells(RuntimeError(f"deadlock: all wait\n{waits} the send"))
+    assert [len(line) <= 100 for line in told.splitlines()] == [True, True, True]
+    assert told.splitlines()[0] == "deadlock: all wait"
+    assert told.splitlines()[1].startswith("  rank 0 waits")
+    assert told.splitlines()[2] == "      not called the send"

@@ -113,6 +113,11 @@ def own_job() -> str:
     return os.environ.get(JOB_VARIABLE, "")
 
 
+def environment() -> frozenset[tuple[str, str]]:
+    """Return this process's environment variables as they are now."""
+    return frozenset(os.environ.items())
+
+
 def keep_freed_memory() -> None:
     """Let malloc keep what is freed, up to 1 GiB (glibc; elsewhere nothing).
 

@@ -51,6 +51,9 @@ def judge_shift(evidence: Evidence) -> Iterator[Fault]:
     yield from from_scratch(evidence)
     for rank in range(evidence.world_size):
         per_call = len(calls(evidence, rank, "send")) / len(SHAPES)
+        if not per_call and evidence.world_size > 1:
+            text = f"right result, but rank {rank} calls neither dist.send nor dist.isend"
+            yield Fault("unseen", f"{text}: send the tensor with one of them, not with what is below them")
         if per_call != (evidence.world_size > 1):
             text = f"right result, but rank {rank} sends {per_call:g} messages per call where one is enough"
             yield Fault("too many messages", f"{text}: only to the next rank")

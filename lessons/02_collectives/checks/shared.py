@@ -193,7 +193,7 @@ def explain_failure(error: RankError, world_size: int) -> Fault | None:
         message += " dist.get_rank(group) and dist.get_world_size(group), and pass group=group to every exchange, whose"
         return Fault("group ignored", f"{message} ranks are then counted inside the group\n{tell.splitlines()[0]}")
     if "do not fit" in text:
-        return Fault("messages do not fit", f"a send and its receive differ in size. {tell}")
+        return Fault("messages do not fit", f"a send and its receive differ in size or dtype. {tell}")
     if "deadlock" in text:
         message = "the ranks wait for each other forever. Does every Send meet a Receive from its sender in the same"
         return Fault(

@@ -127,7 +127,7 @@ def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
         for kind, style in styles.items()
         if is_first_shade(kind)
     }
-    if len(boxes) < len(styles):
+    if not all(map(is_first_shade, styles)):
         boxes["lighter"] = LegendBox(lighter(FAINT, 1), "white", "", "lighter: a later stage of the rank")
     if both:
         boxes["measured"] = LegendBox(FAINT, "white", "", "measured")

@@ -25,7 +25,7 @@ class Facts(NamedTuple):
         compute_share: share of the time in which a rank computes.
         communication_s: time in which a rank communicates, the mean over ranks.
         exposed_s: time in which a rank communicates and does not compute, the mean over ranks.
-        last_rank: the rank that ends last.
+        last_rank: the rank that ends last; None: all of several ranks end at the same time.
     """
 
     num_ranks: int
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     compute_share: float
     communication_s: float
     exposed_s: float
-    last_rank: int
+    last_rank: int | None
 
     @property
     def bubble_fraction(self) -> float:
@@ -75,6 +75,7 @@ def facts_of(trace: Trace) -> Facts:
         return covered_ns(trace.rank[mask], trace.start_ns[mask], trace.end_ns[mask])
 
     num_ranks, busy = len(trace.ranks), covered(compute)
+    last = np.unique(trace.rank[trace.end_ns == trace.end_ns.max()])
     total = trace.duration_s * 1e9 * num_ranks
     return Facts(
         num_ranks=num_ranks,
@@ -82,7 +83,7 @@ def facts_of(trace: Trace) -> Facts:
         compute_share=busy / total if total else 0.0,
         communication_s=covered(moves) / 1e9 / num_ranks,
         exposed_s=(covered(compute | moves) - busy) / 1e9 / num_ranks,
-        last_rank=int(trace.rank[int(np.argmax(trace.end_ns))]),
+        last_rank=None if 1 < len(last) == num_ranks else int(last[0]),
     )
 
 

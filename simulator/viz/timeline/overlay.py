@@ -108,4 +108,4 @@ class Overlay:
 
     def __str__(self) -> str:
         verdict = self.verdict[0].upper() + self.verdict[1:]
-        return f"{verdict}. {self.advice}"
+        return "\n".join([f"{verdict}.", *([self.trouble, AGAIN] if self.trouble else [self.difference])])

@@ -93,19 +93,22 @@ def describe_timeline(measured: Trace | Overlay, predicted: Trace | None = None)
     facts = facts_of(measured)
     ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
     text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."
-    text += f" Compute fills {percent(facts.compute_share)} of the ranks' time."
+    if facts.compute_share:
+        text += f" Compute fills {percent(facts.compute_share)} of the ranks' time."
     if facts.communication_s > 0:
-        text += f" A rank communicates for {format_s(facts.communication_s)} on average;"
-        text += f" {format_s(facts.exposed_s)} of it is exposed: not hidden behind compute."
+        text += f" A rank communicates for {format_s(facts.communication_s)} on average"
+        exposed = f"; {format_s(facts.exposed_s)} of it is exposed: not hidden behind compute"
+        text += f"{exposed if facts.compute_share else ''}."
     else:
         text += " No rank communicates."
     if facts.num_ranks > 1:
-        text += f" Rank {facts.last_rank} ends last."
+        text += " All ranks end together." if facts.last_rank is None else f" Rank {facts.last_rank} ends last."
     if predicted is not None:
         expected = facts_of(predicted)
         error = percent(_error(facts, expected), 1, "+")
-        text += f" The prediction is {format_s(expected.duration_s)}, an error of {error},"
-        text += f" with compute at {percent(expected.compute_share)} and {format_s(expected.exposed_s)} exposed."
+        text += f" The prediction is {format_s(expected.duration_s)}, an error of {error}"
+        both = f", with compute at {percent(expected.compute_share)} and {format_s(expected.exposed_s)} exposed"
+        text += f"{both if expected.compute_share else ''}."
     return text
 
 

@@ -63,12 +63,18 @@ class Timeline {
     this.resized.observe(this.canvas);
     this.themed = new MutationObserver(() => this.schedule());
     this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
+    // A theme's colours may arrive after its name, and out of sight they may be the old ones: draw when they have come
+    // (a transition of 1 ms, in the CSS, says so) and when the canvas comes into sight.
+    this.figure.addEventListener("transitionend", (event) => { if (event.target === this.figure) this.schedule(); });
+    this.seen = new IntersectionObserver((found) => { if (found.some((one) => one.isIntersecting)) this.schedule(); });
+    this.seen.observe(this.canvas);
   }
 
   remove() {
     this.model.off("change", this.update);
     this.resized.disconnect();
     this.themed.disconnect();
+    this.seen.disconnect();
   }
 
   changed() {
@@ -97,8 +103,9 @@ class Timeline {
       Object.assign(make(item, "i", { textContent: letter }).style, style);
       item.append(words);
     };
-    for (const kind of this.kinds) {
-      if (kind.explained) entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
+    const explained = new Map(this.kinds.filter((kind) => kind.explained).map((kind) => [kind.words, kind]));
+    for (const kind of explained.values()) { // several kinds may share their words: every send is a send
+      entry(kind.letter, kind.words, { background: kind.fill, color: kind.ink });
     }
     if (this.kinds.some((kind) => !kind.explained)) entry("", "lighter: a later stage of the rank", { background: "#a3a3a3" });
     if (this.rows.some((row) => row.predicted)) {

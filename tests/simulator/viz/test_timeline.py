@@ -12,6 +12,8 @@ from distlab.trace import Span, Trace
 from simulator.viz import describe_timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.boxes import pixel_columns
 from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
+from simulator.viz.drawing.style import kind_styles
+from simulator.viz.timeline.draw_rows import legend_boxes
 
 
 def artists(figure, gid):
@@ -199,3 +201,24 @@ def test_pictures_import_neither_widgets_nor_pyplot_nor_torch():
         "assert not {'torch', 'matplotlib.pyplot', 'anywidget'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_text_says_nothing_of_compute_where_there_is_none_and_names_no_last_rank_where_all_end_together():
+    def message(rank, end):
+        return Span(rank, "communication", "send", "send", 0, end * MS)
+
+    text = describe_timeline(Trace.from_spans([message(0, 5), message(1, 5)]))
+    assert (
+        text
+        == "Timeline of 2 ranks over 5 ms, 2 spans. A rank communicates for 5 ms on average. All ranks end together."
+    )
+    assert "Rank 1 ends last." in describe_timeline(Trace.from_spans([message(0, 5), message(1, 6)]))
+    assert "end together" in describe_timeline(Trace.from_spans([message(0, 5), message(1, 5), message(0, 4)]))
+    both = describe_timeline(Trace.from_spans([message(0, 5)]), Trace.from_spans([message(0, 4)]))
+    assert both.endswith("The prediction is 4 ms, an error of -20.0 %.")
+
+
+def test_kinds_that_share_their_words_have_one_entry_in_the_legend_and_are_no_stages():
+    kinds = ["SEND_B", "SEND_F", "send"]
+    assert [box.words for box in legend_boxes(kind_styles(kinds), False)] == ["send"]
+    assert [box.words for box in legend_boxes(kind_styles(["F", "F~1"]), False)][1].startswith("lighter")

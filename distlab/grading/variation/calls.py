@@ -1,0 +1,102 @@
+"""Call a function with drawn arguments on this rank, several times; return what came out and what it left behind."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
+from distlab.grading.variation.owned import leaves, named, said, state
+
+
+def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any]) -> dict[str, Any]:
+    """Make the calls of one seed and return plain data: a dict per call, and how many collectives torch counted.
+
+    Args:
+        fn: the learner's function, or the reference.
+        vary: how the calls vary.
+        seed: of all draws.
+        names_of: the reference; its parameters name the arguments.
+    """
+    groups: dict[str, Any] = {}
+    takes = names_of if vary.use is None else functools.partial(vary.use, fn)
+    calls: list[dict[str, Any]] = []
+    results: list[Any] = []
+    num_collectives = 0
+    for number in range(vary.num_calls):
+        draw = vary.draw(seed, number, dist.get_rank(), dist.get_world_size(), lambda parts: _group_of(parts, groups))
+        drawn = vary.arguments(draw)
+        if drawn is None:
+            calls.append({"words": "", "result": None, "before": [], "after": [], "state": []})
+            results.append(None)
+            continue
+        positional, keywords = split(drawn)
+        own = named(takes, positional, keywords)
+        words = ", ".join(f"{name}={said(value)}" for name, value in own.items())
+        owned = {name: value for name, value in own.items() if name not in vary.scratch}
+        before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+        _seed_all(seed + number)
+        old, counted = state(), _num_collectives()
+        try:
+            result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
+        except Exception as error:
+            error.add_note(f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
+            raise
+        num_collectives += _num_collectives() - counted
+        new = state()
+        results.append(result)
+        after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+        changed = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
+        calls.append({"words": words, "result": copied(result), "before": before, "after": after, "state": changed})
+        torch.set_grad_enabled(True)
+    for call, result in zip(calls, results, strict=True):
+        call["later"] = copied(result)
+    return {"calls": calls, "num_collectives": num_collectives}
+
+
+def split(drawn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional arguments and the keyword-only ones of a draw."""
+    drawn = tuple(drawn)
+    if drawn and isinstance(drawn[-1], Keywords):
+        return drawn[:-1], dict(drawn[-1])
+    return drawn, {}
+
+
+def copied(value: Any) -> Any:
+    """Return a value with copies of its tensors, which later calls cannot change."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return [copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return value
+
+
+def _seed_all(seed: int) -> None:
+    """Begin each call with the same random states, for the learner's function and for the reference."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _group_of(parts: list[list[int]], made: dict[str, Any]) -> Any:
+    """Make the groups, once, and return this rank's."""
+    key = str(parts)
+    if key not in made:
+        groups = [dist.new_group(part) for part in parts]
+        made[key] = next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
+    return made[key]
+
+
+def _num_collectives() -> int:
+    """Return how many collectives torch has started in the group of all ranks, whoever called them."""
+    group: Any = dist.group.WORLD
+    return 0 if group is None else int(group._get_sequence_number_for_group())

@@ -1,0 +1,96 @@
+"""What belongs to the caller: the arguments with all that is in them, and the state of the process."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.launch.worker import environment
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and a copy of every plain value in an argument: numbers, texts, tensors, gradients, weights."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().clone()
+        if value.requires_grad or value.grad is not None:
+            yield f"{name}.requires_grad", value.requires_grad
+            yield f"{name}.grad", None if value.grad is None else value.grad.detach().clone()
+    elif isinstance(value, nn.Module):
+        for key, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield from leaves(f"{name}.{key}", tensor)
+        yield f"{name}.training", value.training
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from leaves(f"{name}.state", [list(state.values()) for state in value.state.values()])
+    elif isinstance(value, dict):
+        yield f"names of {name}", [str(key) for key in value]
+        for key, item in value.items():
+            yield from leaves(f"{name}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        yield f"length of {name}", len(value)
+        for index, item in enumerate(value):
+            yield from leaves(f"{name}[{index}]", item)
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield name, value
+
+
+def named(fn: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names that the reference gives them."""
+    try:
+        return dict(inspect.signature(fn).bind(*arguments, **keywords).arguments)
+    except (TypeError, ValueError):  # `use` takes other arguments than the function itself
+        return {f"argument {index}": value for index, value in enumerate(arguments)} | keywords
+
+
+def state() -> dict[str, Any]:
+    """Return what every function must leave as it found it, by name, each as a plain value."""
+    import numpy as np
+
+    found: dict[str, Any] = {
+        "the grad mode": torch.is_grad_enabled(),
+        "torch's random state": hash(torch.get_rng_state().numpy().tobytes()),
+        "Python's random state": hash(random.getstate()),
+        "numpy's random state": hash(str(np.random.get_state(legacy=False)["state"])),
+        "the number of threads of torch": torch.get_num_threads(),
+        "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "the working directory": _folder(),
+        "the environment": hash(environment()),
+        "running threads": sum(thread.is_alive() for thread in threading.enumerate()),
+    }
+    if dist.is_initialized():
+        found["the number of process groups"] = len(dist.distributed_c10d._world.pg_map)
+    return found
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def said(value: Any) -> str:
+    """Say in a few words what an argument is."""
+    if isinstance(value, Tensor):
+        layout = "" if value.is_contiguous() else ", not contiguous"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{layout}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(said(item) for item in value[:3])
+        more = ", ..." if len(value) > 3 else ""
+        return f"[{inner}{more}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {said(item)}" for key, item in list(value.items())[:3]) + "}"
+    if isinstance(value, dist.ProcessGroup):
+        return f"the group of ranks {dist.get_process_group_ranks(value)}"
+    if value is None or isinstance(value, bool | int | str):
+        return repr(value)
+    return getattr(value, "__name__", f"a {type(value).__name__}")

@@ -1,0 +1,198 @@
+"""Compare the varied calls of an answer with those of the reference, and name the fault by what was seen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.variation.calls import call_varied
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+
+
+def varied_fault(
+    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+) -> Fault | None:
+    """Call fn and then the reference with the arguments of a seed; return the first difference as a fault, or None.
+
+    Raises:
+        Unavailable: the ranks went for a reason that is not the function's.
+    """
+    fault = _fault(exercise, fn, reference, ranks, seed)
+    if fault is None or fault.code == "not attempted":
+        return fault
+    again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
+    return Fault(fault.code, f"{fault.message}\n  these arguments are drawn; the same ones again: {again}")
+
+
+def _fault(
+    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+) -> Fault | None:
+    from dataclasses import replace
+
+    from distlab.comm import RankError
+    from distlab.grading.fresh import Unavailable
+    from distlab.grading.run import run_world
+
+    assert exercise.vary is not None
+    drive = functools.partial(call_varied, vary=exercise.vary, seed=seed, names_of=reference)
+    outcome = run_world(replace(exercise, drive=drive), fn, ranks)
+    if isinstance(outcome, Fault):
+        return outcome
+    num_calls = outcome.records.num_calls()
+    try:
+        wanted = ranks.run(drive, reference)
+    except RankError as error:
+        raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
+    got = outcome.results
+    num_calls_wanted = ranks.records().num_calls()
+    faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
+    fault = next(faults, None) or _unseen(got, num_calls, num_calls_wanted)
+    if fault is None and exercise.vary.same_messages:
+        fault = _messages(outcome, Evidence(ranks.world_size, wanted, ranks.records()))
+    return fault
+
+
+def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
+    return all(isinstance(result, dict) and len(result.get("calls", ())) == num_calls for result in results)
+
+
+def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Fault]:
+    """Yield what differs, call by call: results first, then arguments, then the state of the process."""
+    name, n = exercise.function, len(got)
+    scale = exercise.vary.scale if exercise.vary is not None else 1.0
+    num_calls = len(wanted[0]["calls"])
+    wrong: dict[int, tuple[int, Fault]] = {}
+    for call in range(num_calls):
+        for rank in range(n):
+            fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, n), n, scale)
+            if fault is not None:
+                wrong.setdefault(call, (rank, fault))
+    for call, (rank, fault) in wrong.items():
+        words = wanted[rank]["calls"][call]["words"]
+        right = [wanted[rank]["calls"][other]["words"] for other in range(num_calls) if other not in wrong]
+        seen = f"; right for {name}({right[0]})" if right and fault.code != "kept" else ""
+        yield Fault(fault.code, f"call {call + 1}, {name}({words}): {fault.message}{seen}")
+    for call in range(num_calls):
+        for rank in range(n):
+            mine, theirs = got[rank]["calls"][call], wanted[rank]["calls"][call]
+            where = f"call {call + 1}, {name}({theirs['words']}): "
+            yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
+            left = [state for state in mine["state"] if state not in theirs["state"]]
+            if left:
+                text = f"{where}right result, but afterwards {left[0]} is not what it was before"
+                yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
+
+
+def _what(rank: int, n: int) -> str:
+    return f"rank {rank}'s result" if n > 1 else "the result"
+
+
+def _on(rank: int, n: int) -> str:
+    return f" on rank {rank}" if n > 1 else ""
+
+
+def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: int, scale: float) -> Fault | None:
+    """Compare one call's result with the reference's, and say where else it comes from."""
+    from distlab.grading.values import compare
+
+    mine, want = got[call]["result"], wanted[call]["result"]
+    fault = None if near(mine, want, scale) else compare(mine, want, what, n)
+    if fault is None:
+        if near(got[call]["later"], wanted[call]["later"], scale):
+            return None
+        text = f"{what} was right at first, but a later call changed it: both calls return the same memory"
+        return Fault("kept", f"{text}; make a new tensor in each call")
+    for earlier in range(call):
+        before = wanted[earlier]["result"]
+        if not _is_telling(before) or compare(mine, before, what, n) is not None:
+            continue
+        if compare(want, before, what, n) is not None:
+            text = f"{what} is that of call {earlier + 1}, which had other arguments"
+            return Fault("kept", f"{text}: something is kept between calls; work it out anew in each")
+    if fault.code == "dtype":
+        return Fault("dtype", f"{fault.message}: take the dtype from the argument, do not write one down")
+    return fault
+
+
+def near(got: Any, want: Any, scale: float) -> bool:
+    """Whether two results are equal up to the roundings of their dtype, relative to the numbers they came from."""
+    import torch
+
+    from distlab.grading.values import compare, equal, tolerance_of
+
+    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return False
+        if not want.is_floating_point() or equal(got, want):
+            return equal(got, want)
+        limit = tolerance_of(want.dtype) * scale * (8 if want.element_size() == 2 else 1)  # 16 bits: values up to 8
+        return torch.allclose(got, want, rtol=0.0, atol=limit, equal_nan=True)
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
+        return len(got) == len(want) and all(near(*pair, scale) for pair in zip(got, want, strict=True))
+    if isinstance(want, dict) and isinstance(got, dict):
+        return got.keys() == want.keys() and all(near(got[key], want[key], scale) for key in want)
+    return compare(got, want) is None
+
+
+def _is_telling(value: Any) -> bool:
+    """Whether a value has drawn numbers in it, so that two calls with other arguments never give the same one."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.numel() > (0 if value.is_floating_point() else 3) and bool(value.any())
+    if isinstance(value, list | tuple):
+        return any(_is_telling(item) for item in value)
+    return isinstance(value, dict) and any(_is_telling(item) for item in value.values())
+
+
+def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:
+    """Compare what the arguments are afterwards."""
+    from distlab.grading.values import compare
+
+    got, want, before = dict(mine["after"]), dict(theirs["after"]), dict(theirs["before"])
+    for name in dict.fromkeys([*want, *got]):
+        if name not in got or name not in want:
+            text = f"{where}afterwards {whose}{name} is {'there' if name in got else 'gone'}"
+            yield Fault("argument changed", f"{text}, which it must not be")
+            return
+        if near(got[name], want[name], scale):
+            continue
+        fault = compare(got[name], want[name], f"{whose}{name} afterwards")
+        if fault is None:
+            continue
+        if name in before and compare(want[name], before[name], name) is None:
+            text = f"{where}it changed {whose}{name}, which belongs to the caller"
+            yield Fault("argument changed", f"{text} ({fault.message}); leave it as it is, or work on a copy")
+        else:
+            yield Fault(fault.code, f"{where}{fault.message}")
+
+
+def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
+    """Compare the number of messages of each rank with the reference's."""
+    from distlab.grading.traffic import calls
+
+    for rank in range(got.world_size):
+        for op in ("send", "recv"):
+            made, needed = len(calls(got, rank, op)), len(calls(wanted, rank, op))
+            if made != needed:
+                text = f"rank {rank} made {made} {op}s in {len(wanted.results[rank]['calls'])} calls"
+                return Fault("wrong number of messages", f"{text}; expected {needed}: use every argument")
+    return None
+
+
+def _unseen(got: Sequence[Any], num_calls: int, num_calls_wanted: int) -> Fault | None:
+    """Find communication that the record of calls does not show."""
+    counted = sum(result.get("num_collectives", 0) for result in got if isinstance(result, dict))
+    if counted > 2 * num_calls:  # torch counts some calls twice
+        text = (
+            f"right results, but torch counted {counted} collectives on {len(got)} ranks, and {num_calls} were called"
+        )
+        return Fault("unseen", f"{text} through torch.distributed: call dist's own functions, not what is below them")
+    if num_calls_wanted and not num_calls and len(got) > 1:
+        text = "right results, but no rank called torch.distributed, and no rank can know the others' numbers"
+        return Fault("unseen", f"{text}: send them with dist's own functions")
+    return None

@@ -1,0 +1,45 @@
+"""The matrix of variation: every exercise varies every axis, or says why it leaves one out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from distlab.grading import Exercise, lessons, load_lesson, reference_of
+from distlab.grading.check import examine
+from distlab.grading.variation.axes import AXES, coverage, stale_reasons
+
+FOLDER = Path(__file__).resolve().parents[2] / "lessons"
+LESSONS = [load_lesson(number, FOLDER) for number in lessons(FOLDER)]
+NOT_YET = ("06", "07", "08", "09", "10", "11")  # lessons whose exercises are checked with fixed calls only
+EXERCISES = [
+    pytest.param(exercise, id=exercise.name)
+    for lesson in LESSONS
+    for exercise in lesson.exercises
+    if exercise.vary is not None
+]
+
+
+def test_every_exercise_has_drawn_calls() -> None:
+    without = [e.name for lesson in LESSONS for e in lesson.exercises if e.vary is None and e.lesson not in NOT_YET]
+    assert not without
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_every_axis_is_varied_or_left_out_for_a_reason(exercise: Exercise) -> None:
+    cells = coverage(exercise, reference_of(exercise))
+    assert list(cells) == list(AXES)
+    empty = [axis for axis, cell in cells.items() if not cell]
+    assert not empty, f"{exercise.name}: vary {empty}, or give the reason in Vary(left_out=...)"
+    assert not stale_reasons(exercise, cells), f"{exercise.name}: these are varied, and said to be left out"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_reference_passes_with_any_seed(exercise: Exercise) -> None:
+    for _ in range(20):
+        report = examine(exercise, reference_of(exercise), seed=(seed := random.randrange(10**6)))
+        assert report.passed, f"seed {seed}: {report}"
