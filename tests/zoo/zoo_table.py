@@ -76,8 +76,8 @@ def main():
             "# Models that were not written for this package\n\nEach model is trained for "
             f"{UPDATES} updates of AdamW in float64, and compared with one process on the whole\nbatch. The last "
             "columns are torch's own. `make zoo` writes this. A number leads to what was said,\nand a refusal is any "
-            "error. Torch's tensor parallelism gets the same plan in its own styles. It leaves a module's\nnumber of heads "
-            "as it is; its users change that by hand.\n\n"
+            "error. Torch's tensor parallelism gets the same plan in its own styles. It leaves a module's\nnumber of "
+            "heads as it is; its users change that by hand.\n\n"
             f"{today}, {platform.machine()}, {platform.system()}, CPU and gloo; torch {torch.__version__}, Python "
             f"{platform.python_version()}.\n\n"
         )
