@@ -8,11 +8,14 @@ Then what makes it good. `overlap` makes the exchange during a matrix product. `
 regions by positions. `dropout` has masks that must be equal, and those that must not. `norm` is the gradients' norm,
 with what every rank holds counted once.
 
-Last, `parallelize` does all of it to the package's GPT; `split` says how a tensor lies on the ranks, and with it
+Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any model, by names of its layers (as torch's
+`parallelize_module`); `split` says how a tensor lies on the ranks, and with it
 `full_state_dict` puts the model together again.
 """
 
 from distlab.tensor_parallel.attention import ParallelAttention
+from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module
+from distlab.tensor_parallel.by_plan.plan import PLANS
 from distlab.tensor_parallel.dropout import SplitDropout, own_random
 from distlab.tensor_parallel.functions import (
     add_once,
@@ -34,6 +37,7 @@ from distlab.tensor_parallel.split import Split, splits_of
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 __all__ = [
+    "PLANS",
     "ColumnParallelLinear",
     "ParallelAttention",
     "ParallelGPT",
@@ -54,6 +58,7 @@ __all__ = [
     "load_full_state_dict",
     "own_random",
     "parallelize",
+    "parallelize_module",
     "reduce_from_ranks",
     "reduce_scatter_sequence",
     "split_sequence",

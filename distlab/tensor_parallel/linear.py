@@ -17,6 +17,8 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -49,11 +51,20 @@ class _ParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, group: ProcessGroup | None, splits: dict[str, Split]) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.group = full.in_features, full.out_features, group
+        self.group, self.sequence_parallel, self.overlap = group, False, True
+        self.in_features, self.out_features = linear_sizes(full)
+        self.transposed = is_conv1d(full)
+        if self.transposed:
+            splits |= {"weight": replace(splits["weight"], dim=1 - splits["weight"].dim)}
+            self.local_kind = None  # its weight is not laid out as that of an nn.Linear
         self.splits = splits
-        self.sequence_parallel, self.overlap = False, True
         splits["weight"].check(dist.get_world_size(group), group_rank(group), type(self).__name__)
         take_parts(self, full, group=group, splits=splits)
+
+    @property
+    def _rows(self) -> Tensor:
+        """The part of the weight with one row per output feature."""
+        return self.weight.t() if self.transposed else self.weight
 
     def _check_input(self, x: Tensor, features: int) -> None:
         if x.shape[-1] != features:
@@ -132,8 +143,8 @@ class ColumnParallelLinear(_ParallelLinear):
         Raises:
             ValueError: t does not divide the features, or ranks disagree on the layer.
         """
-        split = Split(0, tuple(sections or (layer.out_features,)), padded)
-        made = cls(layer.in_features, layer.out_features, group, full=layer, split=split)
+        split = Split(0, tuple(sections or (linear_sizes(layer)[1],)), padded)
+        made = cls(*linear_sizes(layer), group, full=layer, split=split)
         made.sequence_parallel, made.join_output = sequence_parallel, join_output
         return made
 
@@ -142,15 +153,15 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check_input(x, self.in_features)
         if self.overlap and not is_replaced(self):
             region = Region(self.group, self.sequence_parallel, self.regather)
-            y = column_linear(x, self.weight, self.bias, region)
+            y = column_linear(x, self._rows, self.bias, region)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
             y = self.local_compute(begin(x, self.group))  # [..., S, O/t]
-        return join_features(y, self.group) if self.join_output else y
+        return join_features(y, self.group)[..., : self.out_features] if self.join_output else y
 
     def local_compute(self, x: Tensor) -> Tensor:
         """Make this rank's features of what the ranks begin with; see `distlab.local_compute`."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._rows, self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -210,7 +221,7 @@ class RowParallelLinear(_ParallelLinear):
         """
         if num_parts < 1:
             raise ValueError(f"num_parts is {num_parts}; pass at least 1")
-        made = cls(layer.in_features, layer.out_features, group, full=layer)
+        made = cls(*linear_sizes(layer), group, full=layer)
         made.sequence_parallel, made.num_parts = sequence_parallel, num_parts
         return made
 
@@ -218,13 +229,24 @@ class RowParallelLinear(_ParallelLinear):
         """Make all features of the sum."""
         self._check_input(x, self.in_features // dist.get_world_size(self.group))
         if self.overlap and not self.sequence_parallel and not is_replaced(self):
-            return row_linear(x, self.weight, self.bias, self.group, num_parts=self.num_parts)
+            return row_linear(x, self._rows, self.bias, self.group, num_parts=self.num_parts)
         end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
         return end(self.local_compute(x), self.group)
 
     def local_compute(self, x: Tensor) -> Tensor:
         """Make this rank's summand of all features; see `distlab.local_compute`."""
-        return F.linear(x, self.weight, None if self.bias is None else add_once(self.bias, self.group))
+        return F.linear(x, self._rows, None if self.bias is None else add_once(self.bias, self.group))
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is a Conv1D of Hugging Face: a linear layer that stores its weight as [I, O]."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def linear_sizes(layer: nn.Module) -> tuple[int, int]:
+    """Return the input and output features of a linear layer: an nn.Linear or a Conv1D."""
+    rows, columns = cast(Tensor, layer.weight).shape
+    return (rows, columns) if is_conv1d(layer) else (columns, rows)
 
 
 def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:

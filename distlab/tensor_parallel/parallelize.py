@@ -73,7 +73,10 @@ def parallelize(
     agree_on("the model or the options of parallelize", group, **given)
     rank = group_rank(group)
     if not is_model:
-        raise ValueError(f"rank {rank}: parallelize got a {type(model).__name__}; expected a GPT that is not split yet")
+        raise ValueError(
+            f"rank {rank}: parallelize got a {type(model).__name__}; expected a GPT that is not split yet; for any "
+            "other model see parallelize_module"
+        )
     if num_parts < 1:
         raise ValueError(f"rank {rank}: num_parts is {num_parts}; pass at least 1")
     if regather and not sequence_parallel:

@@ -727,6 +727,162 @@ for name, plan in (
 compare_losses("context 2 x tensor 2", Plan(context=2, tensor=2))
 
 # %% [markdown]
+# ## Your own model
+#
+# None of this needs the package's GPT. Here is a small Llama, written as people write theirs: rotary positions, 8 heads
+# of queries that share 4 of keys and values, a gated feed-forward. Hugging Face's `LlamaForCausalLM` has the same
+# shape. This course does not need it. Where it is installed, `PLANS["Llama"]` of `distlab.tensor_parallel` is its plan.
+
+# %%
+from torch import nn
+from torch.nn import functional as F
+
+
+def turn(x):
+    """Rotate pairs of features by an angle that grows with the position: [B, A, S, d] -> the same."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[2])[:, None] / 100 ** (torch.arange(half) / half)
+    cosine, sine = angles.cos().to(x), angles.sin().to(x)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+# %%
+class LlamaAttention(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in projections)
+        mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+# %%
+class LlamaLayer(nn.Module):
+    def __init__(self, width=32, inner=88):
+        super().__init__()
+        self.input_norm, self.post_norm, self.self_attn = nn.RMSNorm(width), nn.RMSNorm(width), LlamaAttention()
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_norm(x))
+        y = self.post_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+# %%
+def llama(seed=0):
+    torch.manual_seed(seed)
+    ends = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    return nn.Sequential(ends[0], *(LlamaLayer() for _ in range(4)), nn.RMSNorm(32), ends[1]).double()
+
+
+def llama_batch(step, part=0, parts=1):
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1].chunk(parts)[part], tokens[:, 1:].chunk(parts)[part]
+
+
+def llama_loss(scores, targets):
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+# %% [markdown]
+# Four ways over four ranks. `DataParallel` and `FullyShard` take the model as it is; each rank has a quarter of the
+# batch. The pipeline gets the layers of a stage. Tensor parallelism needs to know which layers are cut, and how. A
+# *plan* gives a style to names, and a * stands for any name. `column` cuts outputs, `row` inputs, `heads` outputs by
+# whole heads, and `vocabulary` the tokens (lesson 8). Every other layer stays whole on each rank.
+
+# %%
+from distlab.data_parallel import DataParallel
+from distlab.sharding import FullyShard
+from distlab.tensor_parallel import parallelize_module
+
+LLAMA_PLAN = {
+    "0": "vocabulary",
+    "*.self_attn.[qkv]_proj": "heads",
+    "*.self_attn.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+    "6": "vocabulary",
+}
+
+
+# %%
+def set_up(way):
+    if way == "one process":
+        return llama(), lambda: None
+    model = llama(seed=dist.get_rank())  # rank 0's weights count
+    if way == "DataParallel":
+        return model, DataParallel(model).synchronize
+    if way == "FullyShard":
+        sharded = FullyShard(model)
+        return sharded, sharded.synchronize
+    return parallelize_module(model, LLAMA_PLAN, example=llama_batch(0)[:1]), lambda: None
+
+
+# %%
+def train_llama(way):
+    (model, finish), losses = set_up(way), []
+    part, parts = (dist.get_rank(), 4) if way in ("DataParallel", "FullyShard") else (0, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(6):
+        model.zero_grad()
+        inputs, targets = llama_batch(step, part, parts)
+        loss = llama_loss(model(inputs), targets)
+        loss.backward()
+        finish()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, sum(p.numel() for p in model.parameters())
+
+
+# %%
+from distlab.pipeline import Pipeline
+from distlab.plan import make_schedule
+
+
+def train_stages():
+    first, behind = [(0, 2), (2, 3), (3, 4), (4, 7)][dist.get_rank()]
+    stage = llama()[first:behind]
+    pipeline = Pipeline({dist.get_rank(): stage}, make_schedule("one_f_one_b", 4, 4), loss=llama_loss)
+    optimizer, losses = torch.optim.AdamW(stage.parameters(), lr=0.01), []
+    for step in range(6):
+        pipeline.zero_grad()
+        losses.append(pipeline.step(*llama_batch(step)))  # the last stage returns the loss
+        optimizer.step()
+    return [float(loss) for loss in losses if loss is not None], sum(p.numel() for p in stage.parameters())
+
+
+# %% tags=["nbval-check-output"]
+alone, whole = train_llama("one process")
+results = {way: ranks.run(train_llama, way) for way in ("DataParallel", "FullyShard", "tensor parallel")}
+results["pipeline"] = ranks.run(train_stages)
+held = {"one process": whole}
+for way, said in results.items():
+    held[way] = max(numbers for _, numbers in said)
+    means = [sum(each) / len(each) for each in zip(*(losses for losses, _ in said if losses), strict=True)]
+    gap = max(abs(mean - expected) for mean, expected in zip(means, alone, strict=True))
+    print(f"{way:16} losses as one process: {gap < 1e-9}; a rank updates at most {held[way]:6,} of {whole:,} numbers")
+
+# %%
+show_bars(held, "numbers", "A small Llama: the most that one rank keeps and updates")
+
+# %% [markdown]
+# One model, four ways, the same losses. The bars tell them apart: data parallelism keeps everything, the others about a
+# quarter. The pipeline's bar shows its largest stage: the ends have an embedding and a head too.
+#
+# A plan can be wrong: a name that matches nothing, heads that the ranks do not divide, a `column` without its `row`.
+# `parallelize_module` refuses these on every rank. What a plan does not show, `example=` finds: it compares the output
+# with that of the whole model. [ZOO.md](../../benchmarks/ZOO.md) says which models were trained in which ways.
+
+# %% [markdown]
 # ## The loss falls, and it is wrong: spot the bug
 #
 # A step on data x tensor for a model of two layers, all in plain tensors. The loss falls, on any number of ranks, and

@@ -10,12 +10,12 @@ CLASSES, SIDE, WIDTH = 5, 8, 8
 class ViT(nn.Module):
     """Patches, a class token and positions as bare parameters, blocks that a class makes."""
 
-    def __init__(self, depth=3):
+    def __init__(self, depth=3, block=None):
         super().__init__()
         self.patch_embed = nn.Conv2d(3, WIDTH, 4, stride=4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.1)
         self.pos_embed = nn.Parameter(torch.randn(1, 5, WIDTH) * 0.1)
-        self.blocks = nn.Sequential(*(ViTBlock() for _ in range(depth)))
+        self.blocks = nn.Sequential(*((block or ViTBlock)() for _ in range(depth)))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images):
@@ -35,6 +35,39 @@ class ViTBlock(nn.Module):
         y = self.norm1(x)
         x = x + self.attn(y, y, y, need_weights=False)[0]
         return x + self.mlp(self.norm2(x))
+
+
+class FusedAttention(nn.Module):
+    """As timm's: query, key and value in one layer, their heads told apart by attributes; a norm of each head."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = heads, WIDTH // heads, WIDTH
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(query), self.k_norm(key), value)
+        return self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim))
+
+
+class FusedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = FusedAttention()
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(WIDTH, 12), "fc2": nn.Linear(12, WIDTH)})
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
+
+
+def fused_vit(depth=3):
+    return ViT(depth, block=FusedBlock)
 
 
 class Swin(nn.Module):

@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import zoo_gpt as gpt
 import zoo_images as images
 import zoo_odd as odd
 import zoo_text as text
 from torch import nn
 
 from distlab.rng import generator
+from distlab.tensor_parallel import PLANS
 
 BATCH = 12  # for 1, 2, 3 and 4 ranks
 TIED = "its head is tied to its embedding, in another stage"
@@ -30,6 +32,7 @@ class Kind(NamedTuple):
         stages: cuts a model in two stages for a pipeline; None where it cannot be, and `alone` says why.
         unused: whether some parameters get no gradient.
         alone: why there is no pipeline of it that equals one process.
+        plan: how tensor parallelism cuts it; None where it has no layers of kinds that can be cut.
     """
 
     make: Callable[[], nn.Module]
@@ -39,6 +42,7 @@ class Kind(NamedTuple):
     stages: Callable[[nn.Module], list[nn.Module]] | None = None
     unused: bool = False
     alone: str = ""
+    plan: dict[str, str] | None = None
 
     def batch(self, step, rank=0, num_ranks=1):
         """Return a rank's part of a step's batch, or all of it where samples see each other."""
@@ -93,20 +97,55 @@ def cut_before(head, logits=lambda output: output):
     return cut
 
 
+LLAMA = {
+    "embed_tokens": "vocabulary",
+    "layers.*.[qkv]": "heads",
+    "layers.*.o": "row",
+    "layers.*.gate": "column",
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "lm_head": "vocabulary",
+}
+FEED_FORWARD = {"layer.*.linear1": "column", "layer.*.linear2": "row"}
+BERT = {"words": "vocabulary", "decoder": "vocabulary"} | FEED_FORWARD
+T5 = {
+    f"{part}.*.{layer}": style for part in ("encoder", "decoder") for layer, style in (("wi", "column"), ("wo", "row"))
+}
+MLP = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}
+FUSED = PLANS["ViT"] | {"blocks.*.attn.[qk]_norm": "inside"}
+TRANSLATE = {f"transformer.*.{name.replace('layer', 'layers')}": style for name, style in FEED_FORWARD.items()}
+
 KINDS = {
-    "nanoGPT": Kind(text.TiedGPT, "tokens", own_loss_second, alone=TIED),
-    "Llama": Kind(text.Llama, "tokens", own_loss_by_name, stages=cut_before("lm_head", lambda output: output.logits)),
-    "BERT": Kind(text.Bert, "tokens", of_logits, unused=True, stages=cut_before("decoder")),
-    "T5": Kind(text.T5, "tokens", of_logits, alone=TIED),
-    "Mixtral": Kind(text.Mixture, "tokens", of_logits, unused=True, stages=cut_before("head")),
-    "ViT": Kind(images.ViT, "images", of_logits, stages=cut_before("head")),
+    "nanoGPT": Kind(gpt.TiedGPT, "tokens", own_loss_second, alone=TIED, plan=PLANS["nanoGPT"]),
+    "GPT-2": Kind(gpt.conv1d_gpt, "tokens", own_loss_second, alone=TIED, plan=PLANS["GPT-2"]),
+    "Llama": Kind(
+        text.Llama, "tokens", own_loss_by_name, stages=cut_before("lm_head", lambda output: output.logits), plan=LLAMA
+    ),
+    "BERT": Kind(text.Bert, "tokens", of_logits, unused=True, stages=cut_before("decoder"), plan=BERT),
+    "T5": Kind(text.T5, "tokens", of_logits, alone=TIED, plan=T5),
+    "Mixtral": Kind(
+        text.Mixture,
+        "tokens",
+        of_logits,
+        unused=True,
+        stages=cut_before("head"),
+        plan={"embed": "vocabulary", "head": "vocabulary"},
+    ),
+    "ViT": Kind(images.ViT, "images", of_logits, stages=cut_before("head"), plan=MLP),
+    "ViT, fused qkv": Kind(images.fused_vit, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
-    "ConvNeXt": Kind(images.ConvNeXt, "images", of_logits, stages=cut_before("head")),
+    "ConvNeXt": Kind(
+        images.ConvNeXt,
+        "images",
+        of_logits,
+        stages=cut_before("head"),
+        plan={"stages.*.block.up": "column", "stages.*.block.down": "row"},
+    ),
     "ResNet": Kind(images.ResNet, "images", of_logits, apart=False, alone=BATCH_NORM),
     "MobileNet": Kind(images.MobileNet, "images", of_logits, apart=False, alone=BATCH_NORM),
     "LSTM": Kind(images.Recurrent, "images", of_logits, stages=cut_before("fc")),
     "GRU": Kind(lambda: images.Recurrent(nn.GRU), "images", of_logits, stages=cut_before("fc")),
-    "nn.Transformer": Kind(images.Translate, "images", of_logits, stages=cut_before("head")),
+    "nn.Transformer": Kind(images.Translate, "images", of_logits, stages=cut_before("head"), plan=TRANSLATE),
     "block under two names": Kind(odd.TwoNames, "images", of_logits, stages=cut_before("head")),
     "0-dim parameter": Kind(odd.Scalar, "images", of_logits, stages=cut_before("head")),
     "mask made at first forward": Kind(odd.CachesMask, "images", of_logits, stages=cut_before("head")),

@@ -5,8 +5,10 @@ import transformers
 from zoo_kinds import Kind, of_logits
 from zoo_text import LENGTH, VOCAB
 
-SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-GROUPED = {"intermediate_size": 32, "num_key_value_heads": 1}
+from distlab.tensor_parallel import PLANS
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {"intermediate_size": 32, "num_key_value_heads": 2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the fast kernels have no float64
 
 
@@ -53,17 +55,30 @@ def vision(name, **options):
     return make
 
 
+BERT = {
+    "bert.encoder.layer.*.attention.self.query": "heads",
+    "bert.encoder.layer.*.attention.self.key": "heads",
+    "bert.encoder.layer.*.attention.self.value": "heads",
+    "bert.encoder.layer.*.attention.output.dense": "row",
+    "bert.encoder.layer.*.intermediate.dense": "column",
+    "bert.encoder.layer.*.output.dense": "row",
+}
+T5 = {
+    "*.block.*.layer.*.DenseReluDense.wi": "column",
+    "*.block.*.layer.*.DenseReluDense.wo": "row",
+}
 KINDS = {
-    "transformers Llama": Kind(causal("Llama", intermediate_size=32, num_key_value_heads=1), "tokens", own_loss),
+    "transformers Llama": Kind(causal("Llama", **GROUPED), "tokens", own_loss, plan=PLANS["Llama"]),
     "transformers Mixtral": Kind(
-        causal("Mixtral", intermediate_size=32, num_key_value_heads=1, num_local_experts=4),
+        causal("Mixtral", **GROUPED, num_local_experts=4),
         "tokens",
         own_loss,
         unused=True,
+        plan={name: style for name, style in PLANS["Llama"].items() if ".mlp." not in name},
     ),
-    "transformers GPT-2": Kind(gpt2, "tokens", own_loss),
-    "transformers BERT": Kind(bert, "tokens", own_loss),
-    "transformers T5": Kind(t5, "tokens", own_loss),
+    "transformers GPT-2": Kind(gpt2, "tokens", own_loss, plan=PLANS["GPT-2"]),
+    "transformers BERT": Kind(bert, "tokens", own_loss, plan=BERT),
+    "transformers T5": Kind(t5, "tokens", own_loss, plan=T5),
 }
 try:
     import timm  # noqa: F401 (it needs torchvision, which is not built for each torch)
@@ -72,5 +87,5 @@ except (ImportError, RuntimeError) as error:
 else:
     WITHOUT_TIMM = ""
     VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    KINDS |= {"timm ViT": Kind(vision("vit_tiny_patch16_224", **VIT), "images", of_logits)}
+    KINDS |= {"timm ViT": Kind(vision("vit_tiny_patch16_224", **VIT), "images", of_logits, plan=PLANS["ViT"])}
 torch.set_num_threads(1)

@@ -1,9 +1,11 @@
-"""Write benchmarks/ZOO.md: model x technique, what became of each, with torch's own beside it.
+"""Write benchmarks/ZOO.md: model x technique x ranks, what became of each, with torch's own next to it.
 
-PYTHONPATH=tests/zoo python -m zoo_table            # 2 ranks, all techniques
-PYTHONPATH=tests/zoo python -m zoo_table FullyShard # one technique, printed only
+PYTHONPATH=tests/zoo python -m zoo_table            # 2 and 4 ranks, all techniques
+PYTHONPATH=tests/zoo python -m zoo_table FullyShard # one technique on 2 ranks, printed only
 """
 
+import datetime
+import platform
 import sys
 import warnings
 from pathlib import Path
@@ -23,14 +25,19 @@ def run_all(techniques, num_ranks=2):
     expected = {name: one_process(kind) for name, kind in KINDS.items()}
     found = {}
     for technique in techniques:
+        print(f"{num_ranks} ranks: {technique}", file=sys.stderr, flush=True)
         found[technique] = {}
+        ranks = Ranks(num_ranks, timeout_s=60)
         for name, kind in KINDS.items():
-            with Ranks(num_ranks, timeout_s=60) as ranks:  # fresh ones: a technique may leave a broken group
-                try:
-                    said = ranks.run(outcomes, technique, {name: kind}, {name: expected[name]})
-                    found[technique][name] = " / ".join(dict.fromkeys(each[name] for each in said))
-                except RankError as error:
-                    found[technique][name] = f"the ranks ended: {str(error).splitlines()[0]}"
+            try:
+                said = ranks.run(outcomes, technique, {name: kind}, {name: expected[name]})
+                found[technique][name] = " / ".join(dict.fromkeys(each[name] for each in said))
+            except RankError as error:
+                found[technique][name] = f"the ranks ended: {str(error).splitlines()[0]}"
+            if not found[technique][name].startswith(("equal", "not tried")):  # it may leave a broken group
+                ranks.close()
+                ranks = Ranks(num_ranks, timeout_s=60)
+        ranks.close()
     return found
 
 
@@ -44,22 +51,35 @@ def _cell(said, notes):
     return f"{words[0]} [{notes.index(said) + 1}]"
 
 
-def main():
-    techniques = sys.argv[1:] or [*OURS, *PEERS]
-    found = run_all(techniques)
-    notes: list[str] = []
+def table(techniques, num_ranks, notes):
+    """Return the table of one number of ranks as Markdown; add what was said to the notes."""
+    found = run_all(techniques, num_ranks)
     rows = []
     for name in KINDS:
         cells = [_cell(found[technique][name], notes) for technique in techniques]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| model | {' | '.join(techniques)} |\n|{'---|' * (len(techniques) + 1)}"
-    text = "\n".join([head, *rows, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+    return "\n".join([f"## {num_ranks} ranks\n", head, *rows, ""])
+
+
+def main():
+    techniques = sys.argv[1:] or [*OURS, *PEERS]
+    notes: list[str] = []
+    tables = [table(techniques, 2, notes)]
+    if not sys.argv[1:]:
+        tables.append(table([name for name in techniques if not name.startswith("pipeline")], 4, notes))
+    text = "\n".join([*tables, "## Notes\n", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
     print(text)
     if not sys.argv[1:]:
+        today = datetime.datetime.now(datetime.UTC).date()
         intro = (
-            "# Models that are not ours\n\nEach model is trained for "
-            f"{UPDATES} updates of AdamW on 2 ranks in float64, and compared with one process on\nthe whole batch. "
-            f"The last columns are torch's own ({torch.__version__}). `make zoo` writes this.\n\n"
+            "# Models that were not written for this package\n\nEach model is trained for "
+            f"{UPDATES} updates of AdamW in float64, and compared with one process on the whole\nbatch. The last "
+            "columns are torch's own. `make zoo` writes this. A number leads to what was said,\nand a refusal is any "
+            "error. Torch's tensor parallelism gets the same plan in its own styles. It leaves a module's\nnumber of "
+            "heads as it is; its users change that by hand.\n\n"
+            f"{today}, {platform.machine()}, {platform.system()}, CPU and gloo; torch {torch.__version__}, Python "
+            f"{platform.python_version()}.\n\n"
         )
         FILE.write_text(intro + text + "\n")
 

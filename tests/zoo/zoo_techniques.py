@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from zoo_kinds import Kind
@@ -14,6 +17,8 @@ from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
+from distlab.tensor_parallel import full_state_dict as full_tensor_state
+from distlab.tensor_parallel import parallelize_module
 
 UPDATES, RATE = 6, 0.01
 CLOSE = 1e-9
@@ -39,8 +44,8 @@ def states(model):
     return {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
 
 
-def train(kind: Kind, call, optimizer, *, between=lambda: None, zero=None):
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+def train(kind: Kind, call, optimizer, *, between=lambda: None, zero=None, same_batch=False):
+    rank, num_ranks = (0, 1) if same_batch else (dist.get_rank(), dist.get_world_size())
     for step in range(UPDATES):
         (zero or optimizer.zero_grad)()
         kind.loss(call, *kind.batch(step, rank, num_ranks)).backward()
@@ -123,6 +128,32 @@ def pipeline(family):
     return technique
 
 
+def tensor_parallel(kind):
+    model = parallelize_module(kind.build(dist.get_rank()), kind.plan)
+    train(kind, model, adamw(model.parameters()), same_batch=True)
+    return full_tensor_state(model)
+
+
+def torch_tensor_parallel(kind):
+    """The same plan in torch's styles; the model keeps its numbers of heads, since torch does not know them."""
+    model = kind.build(0)
+    styles = {}
+    for name, style in kind.plan.items():
+        if style in ("column", "heads", "fused"):
+            styles[name] = ColwiseParallel()
+        elif style == "row":
+            styles[name] = RowwiseParallel()
+        elif style == "vocabulary":
+            is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
+            style_of = RowwiseParallel if is_embedding else ColwiseParallel
+            layouts = {"input_layouts": Replicate()} if is_embedding else {"output_layouts": Replicate()}
+            styles[name] = style_of(**layouts)
+    torch_parallelize_module(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, foreach=False)
+    train(kind, model, optimizer, same_batch=True)
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in states(model).items()}
+
+
 OURS: dict[str, Callable] = {
     "DataParallel": data_parallel,
     "ZeRO-1": zero(1),
@@ -131,8 +162,13 @@ OURS: dict[str, Callable] = {
     "FullyShard, offload": fully(offload=True),
     "pipeline 1F1B": pipeline("one_f_one_b"),
     "pipeline ZB-H1": pipeline("zb_h1"),
+    "tensor parallel": tensor_parallel,
 }
-PEERS: dict[str, Callable] = {"torch DDP": torch_ddp, "torch FSDP2": torch_fsdp2}
+PEERS: dict[str, Callable] = {
+    "torch DDP": torch_ddp,
+    "torch FSDP2": torch_fsdp2,
+    "torch tensor parallel": torch_tensor_parallel,
+}
 
 
 def outcome(kind: Kind, name: str, expected) -> str:
@@ -141,6 +177,8 @@ def outcome(kind: Kind, name: str, expected) -> str:
         return f"not tried: {kind.alone}"
     if name.startswith("pipeline") and dist.get_world_size() != 2:
         return "not tried: it has two stages"
+    if name.endswith("tensor parallel") and kind.plan is None:
+        return "not tried: no pair of layers in it can be cut"
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, LENGTH, WIDTH, HEADS = 11, 6, 8, 2
+VOCAB, LENGTH, WIDTH, HEADS = 11, 6, 8, 4
+KEY_HEADS = 2  # of keys and values in a Llama
 
 
 def attend(queries, keys, values, *, causal, bias=None):
@@ -23,43 +24,6 @@ def attend(queries, keys, values, *, causal, bias=None):
 
 def in_heads(x, heads=HEADS):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-class TiedGPT(nn.Module):
-    """As nanoGPT: tied embeddings, a norm without bias, (logits, loss) returned."""
-
-    def __init__(self, depth=3):
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(VOCAB, WIDTH),
-                "wpe": nn.Embedding(LENGTH, WIDTH),
-                "h": nn.ModuleList(GPTBlock() for _ in range(depth)),
-                "ln_f": nn.LayerNorm(WIDTH, bias=False),
-            }
-        )
-        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-
-    def forward(self, tokens, targets=None):
-        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class GPTBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        parts = map(in_heads, self.c_attn(self.ln_1(x)).chunk(3, -1))
-        x = x + self.c_proj(attend(*parts, causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
 
 
 class Cache:
@@ -107,9 +71,10 @@ class LlamaLayer(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.head_dim, self.groups = WIDTH // HEADS, HEADS // KEY_HEADS
         self.input_norm, self.post_norm = RMSNorm(), RMSNorm()
         self.q, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(WIDTH, KEY_HEADS * self.head_dim, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
         self.down = nn.Linear(12, WIDTH, bias=False)
 
@@ -121,10 +86,14 @@ class LlamaLayer(nn.Module):
             half = torch.cat([-part[..., part.shape[-1] // 2 :], part[..., : part.shape[-1] // 2]], -1)
             return part * cosine + half * sine
 
-        keys, values = turned(in_heads(self.k(x), 1)), in_heads(self.v(x), 1)
+        queries, keys, values = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        keys = turned(keys)
         if past_key_values is not None:
             past_key_values.update(keys, values)
-        x = attend(turned(in_heads(self.q(x))), keys, values, causal=True).transpose(1, 2).flatten(2)
+        keys, values = (each.repeat_interleave(self.groups, 1) for each in (keys, values))
+        x = attend(turned(queries), keys, values, causal=True).transpose(1, 2).flatten(2)
         hidden_states = hidden_states + self.o(x)
         x = self.post_norm(hidden_states)
         return (hidden_states + self.down(F.silu(self.gate(x)) * self.up(x)),)

@@ -1,0 +1,115 @@
+"""Hooks on a model that was cut by a plan: they refuse, on every rank, what no plan can show before it runs.
+
+Ranks that work on different inputs would add up parts of different samples. A layer that was left whole behind one that
+was cut gets too few features. A parameter that each rank holds whole must have the same gradient on all: where it
+has not, the ranks' copies drift apart, and training goes wrong without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from distlab.comm import agree
+from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
+from distlab.tensor_parallel.split import splits_of
+
+TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
+
+
+def watch(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Compare ranks before forward: inputs where their shape is new, weights at call 2, 4, 8 and so on in training."""
+    seen: set[object] = set()
+    calls = 0
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal calls
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        shapes = (tuple(tuple(tensor.shape) for tensor in tensors), module.training)
+        if shapes not in seen:
+            agree(list(shapes), group, what="the shapes of the inputs of tensor ranks")
+            what = "the inputs of tensor ranks, which work on the same samples (sha256)"
+            agree([_digest(tensor) for tensor in tensors], group, what=what)
+            if module.training and _drops(module):
+                what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
+                agree(_digest(torch.get_rng_state()), group, what=what)
+            seen.add(shapes)
+        if module.training:
+            calls += 1
+            if calls > 1 and calls & (calls - 1) == 0:
+                _compare_whole(module, group)
+
+    if dist.get_world_size(group) > 1:
+        model.register_forward_pre_hook(before, with_kwargs=True)
+    for name, module in model.named_modules():
+        if type(module).forward is nn.Linear.forward or is_conv1d(module):
+            module.register_forward_pre_hook(_whole_input(name, group))
+
+
+@torch.no_grad()
+def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Refuse parameters that every rank holds whole, and whose values differ between ranks.
+
+    Cost: an all-gather of 16 bytes per parameter.
+
+    Raises:
+        ValueError: naming them, on every rank.
+    """
+    split = splits_of(model)
+    whole = {name: parameter for name, parameter in model.named_parameters() if name not in split}
+    if not whole:
+        return
+    mine = torch.stack([_two_numbers(parameter) for parameter in whole.values()])  # [N, 2]
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    values = torch.stack(everyone)  # [t, N, 2]
+    spread = (values.amax(0) - values.amin(0)).amax(-1)
+    apart = (spread > TOLERANCE * values.abs().amax((0, 2))).tolist()
+    differ = [name for name, is_apart in zip(whole, apart, strict=True) if is_apart]
+    if differ:
+        raise ValueError(
+            f"rank {group_rank(group)}: {', '.join(differ[:5])}{' and others' if differ[5:] else ''} differ between "
+            "ranks, and must be the same on all tensor ranks. A module that works on each rank's own heads or features "
+            "needs the style 'inside'. Clip with clip_tensor_parallel_, not with torch's clip_grad_norm_. Dropout "
+            "needs one seed on all ranks of the group"
+        )
+
+
+def _two_numbers(parameter: Tensor) -> Tensor:
+    """Return a norm, and a sum in which each element has a weight of its own: [...] -> [2]."""
+    values = parameter.detach().double().flatten()
+    weights = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
+    return torch.stack([values.norm(), values @ weights / max(len(values), 1) ** 0.5])
+
+
+def _whole_input(name: str, group: ProcessGroup | None) -> Any:
+    def before(module: nn.Module, args: Any) -> None:
+        features = linear_sizes(module)[0]
+        if args and isinstance(args[0], Tensor) and args[0].shape[-1] != features:
+            raise ValueError(
+                f"rank {group_rank(group)}: {name} got {args[0].shape[-1]} features; expected {features}. A layer "
+                f"before it is cut by output features: give {name} the style 'row', or leave that layer whole"
+            )
+
+    return before
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _drops(model: nn.Module) -> bool:
+    """Return whether a module has a probability of dropping that is not zero."""
+    for module in model.modules():
+        named = {"dropout": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in named.items()):
+            return True
+    return False

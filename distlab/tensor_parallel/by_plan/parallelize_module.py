@@ -1,0 +1,267 @@
+"""A model that was not written for tensor parallelism, cut by a plan of module names and styles.
+
+Each layer that the plan names is replaced by its part; everything else of the model stays: its classes, its forward,
+its buffers, the names in its state. So its own loss and its own output work as before, on every rank:
+
+    model = parallelize_module(LlamaForCausalLM(config), PLANS["Llama"], group)
+    model(input_ids=tokens, labels=tokens).loss.backward()     # the same tokens on all ranks of the group
+    clip_tensor_parallel_(model, 1.0, group)
+    optimizer.step()                                           # each rank updates its parts
+
+Symbols: t ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import group_rank
+from distlab.replicate import broadcast_each
+from distlab.tensor_parallel.async_calls import Sum
+from distlab.tensor_parallel.by_plan.guards import watch
+from distlab.tensor_parallel.by_plan.heads import AttentionHeads
+from distlab.tensor_parallel.by_plan.plan import (
+    check_kinds,
+    check_partners,
+    check_sizes,
+    check_ties,
+    find_styles,
+    shapes_of,
+)
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
+from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
+
+
+def parallelize_module(
+    model: nn.Module,
+    plan: Mapping[str, str],
+    group: ProcessGroup | None = None,
+    *,
+    head_counts: Sequence[str] = (),
+    example: Sequence[Any] | None = None,
+) -> nn.Module:
+    """Cut the layers that a plan names, in place; rank 0's weights and buffers count. Return the model.
+
+    Make optimizers and wrappers afterwards. `full_state_dict` returns the uncut model's state with its names, and
+    `load_full_state_dict` takes it. Layers that the plan does not name stay whole, and every rank computes them.
+
+    Dropout: seed torch's generator the same on all ranks of the group, which is compared where the model drops. Ranks
+    then drop the same of what they hold whole. Of their own heads and features they drop the same places, too: the
+    mask repeats along the heads.
+
+    Args:
+        model: the same on all ranks but for its weights. Attributes with the number of its heads (`num_heads`,
+            `n_head`, ...) become this rank's number.
+        plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
+            and of timm's ViT.
+        group: the ranks.
+        head_counts: names of more attributes that hold a number of heads.
+        example: inputs for one forward, the same on all ranks. The cut model must give what the whole one gave: so a
+            forward that counts heads by a constant is found. Without it nothing is computed.
+
+    Shapes: as the model's: outputs are whole on every rank
+    Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
+        the vocabulary, and (t-1)/t of the padded scores; backward 2 (t-1)/t of the input of each column, heads, fused
+        and scores layer (query, key and value apart: one each) and of each gradient of style "inside". A forward with
+        a new shape of inputs compares them: two or three exchanges of 40 bytes; forward 2, 4, 8, ... in training
+        compares the whole parameters, 16 bytes each. Here: two broadcasts of each parameter that is cut, and one of
+        all others and of buffers.
+    Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
+
+    Raises:
+        ValueError: equal on every rank: ranks disagree; a pattern matches nothing; a module cannot be cut, or the ranks
+            do not divide it; a column without its row; a tied tensor that is cut once only; with example, another
+            output. Forward: inputs that differ, a whole layer that gets a part, parameters that drift apart.
+    """
+    facts = {"plan": dict(plan), "head_counts": list(head_counts), "tensors": shapes_of(model)}
+    agree_on("the model, plan or head_counts of parallelize_module", group, **facts)
+    styles, ties, heads = _check(model, plan, group, head_counts)
+    with torch.no_grad():
+        broadcast_each([tensor.data for tensor in (*model.parameters(), *model.buffers())], group)
+    expected = None if example is None else _outputs(model, example)
+    for name, style in styles.items():
+        _cut(model, name, style, group, heads)
+    for names in ties:
+        _tie(model, names)
+    for attention in heads.values():
+        attention.make_local()
+    watch(model, group)
+    if expected is not None:
+        _compare_outputs(_outputs(model, example or ()), expected, group_rank(group))
+    return model
+
+
+def _check(
+    model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, head_counts: Sequence[str]
+) -> tuple[dict[str, str], list[list[str]], dict[str, AttentionHeads]]:
+    """Return the modules' styles, the names of tied tensors, and heads; refuse a plan that cannot be done.
+
+    Raises:
+        ValueError: see `parallelize_module`.
+    """
+    num_ranks = dist.get_world_size(group)
+    try:
+        if any(hasattr(module, "splits") for module in model.modules()):
+            raise ValueError("the model is cut already; pass one that is not")
+        styles = find_styles(model, plan)
+        check_kinds(model, styles)
+        check_sizes(model, styles, num_ranks)
+        check_partners(styles)
+        return styles, check_ties(model, styles), _find_heads(model, styles, num_ranks, head_counts)
+    except ValueError as error:
+        raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
+
+
+def _find_heads(
+    model: nn.Module, styles: Mapping[str, str], num_ranks: int, head_counts: Sequence[str]
+) -> dict[str, AttentionHeads]:
+    """Return the heads of each module that holds layers of style "heads" or "fused", by its name."""
+    layers: dict[str, dict[str, nn.Module]] = {}
+    fused: dict[str, str] = {}
+    for name, style in styles.items():
+        if style in ("heads", "fused"):
+            parent, _, own = name.rpartition(".")
+            layers.setdefault(parent, {})[own] = model.get_submodule(name)
+        if style == "fused":
+            fused[parent] = name
+    for parent, name in fused.items():
+        if len(layers[parent]) > 1:
+            raise ValueError(f"{name} has style 'fused', and {parent} has other layers of heads; a fused one is alone")
+    for name, style in styles.items():
+        if style == "narrow" and name not in layers:
+            raise ValueError(
+                f"{name} has style 'narrow', but no layer in it has style 'heads' or 'fused'; leave it out"
+            )
+    return {
+        name: AttentionHeads(name, model.get_submodule(name), own, num_ranks, head_counts, is_fused=name in fused)
+        for name, own in layers.items()
+    }
+
+
+def _cut(
+    model: nn.Module, name: str, style: str, group: ProcessGroup | None, heads: Mapping[str, AttentionHeads]
+) -> None:
+    """Put the part of one layer in its place, or a hook on a module."""
+    parent, _, own = name.rpartition(".")
+    module: Any = model.get_submodule(name)
+    made: nn.Module
+    if style == "inside":
+        _sum_gradients(module, group)
+        return
+    if style == "narrow":
+        _narrow(module, group)
+        return
+    if style == "row":
+        made = RowParallelLinear.from_full(module, group)
+    elif isinstance(module, nn.Embedding):
+        made = VocabularyParallelEmbedding(module, group)
+    elif style == "vocabulary":
+        made = ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
+    else:
+        sections = heads[parent].sections[own] if style in ("heads", "fused") else None
+        made = ColumnParallelLinear.from_full(module, group, sections=sections)
+    holder = model.get_submodule(parent)
+    holder.register_module(own, made.train(module.training))
+    if isinstance(holder, nn.TransformerEncoderLayer):
+        holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
+
+
+def _tie(model: nn.Module, names: Sequence[str]) -> None:
+    """Let all names mean the parameter of the first one again."""
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        parent, _, own = name.rpartition(".")
+        model.get_submodule(parent).register_parameter(own, first)
+
+
+def _sum_gradients(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Sum the gradients of a module that every rank uses on its own heads or features."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        return Sum(gradient.clone(memory_format=torch.contiguous_format), group).finish()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(summed)
+
+
+def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Show an attention module an input of the width of this rank's heads; the layers of its heads get the whole one.
+
+    What the module sees has the shape, and not a number in it: whatever computes with it gives NaN.
+    """
+    num_ranks = dist.get_world_size(group)
+    shown: list[Tensor] = []  # the stand-in and the input itself, during a forward
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError(f"rank {group_rank(group)}: style 'narrow' needs a tensor as the first argument")
+        x = args[0]
+        stand_in = x.detach().new_full((), torch.nan).expand(*x.shape[:-1], x.shape[-1] // num_ranks)
+        shown[:] = [stand_in, x]
+        return stand_in, *args[1:]
+
+    def whole_again(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (shown[1], *args[1:]) if shown and args[0] is shown[0] else args
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(lambda *_: shown.clear(), always_call=True)
+    for inner in module.children():
+        if isinstance(inner, ColumnParallelLinear):
+            inner.register_forward_pre_hook(whole_again)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, example: Sequence[Any]) -> list[Tensor]:
+    """Return the floating-point tensors of one forward, in eval mode."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    found = [tensor for tensor in _tensors_in(model(*example)) if tensor.is_floating_point()]
+    for module, was_training in training.items():
+        module.training = was_training
+    return found
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output: in tuples, lists, dicts (such as a ModelOutput) and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif is_dataclass(value):
+        yield from _tensors_in(list(vars(value).values()))
+
+
+def _compare_outputs(got: list[Tensor], expected: list[Tensor], rank: int) -> None:
+    """Refuse a cut model that computes something else; a cache of keys has another shape on each rank, and is left out.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    pairs = [(one, other) for one, other in zip(got, expected, strict=False) if one.shape == other.shape]
+    same = [
+        torch.allclose(one, other, rtol=0, atol=min(100 * torch.finfo(one.dtype).eps ** 0.75, 0.05) * _scale(other))
+        for one, other in pairs
+    ]
+    if not all(same) or not same:
+        shapes = f"{[list(one.shape) for one in got]}, expected {[list(one.shape) for one in expected]}"
+        worst = max((float((one - other).abs().max()) for one, other in pairs), default=float("nan"))
+        raise ValueError(
+            f"rank {rank}: parallelize_module: for the example the cut model returns other numbers than the whole one "
+            f"(by {worst:.1e}; shapes {shapes}). Does its forward use a constant number of heads "
+            "(see head_counts=), or a layer's weight without the layer? Leave those layers out of the plan"
+        )
+
+
+def _scale(values: Tensor) -> float:
+    return max(1.0, float(values.abs().max())) if values.numel() else 1.0

@@ -1,0 +1,206 @@
+"""A plan: which layers of a model are cut, and how. What it names is looked up, and what cannot be is refused.
+
+A pattern is a module's name, in which each part between dots may hold * or ? (as in file names); a * stands for
+one part at most. The first styles are those of layers:
+
+| style        | for                 | the layer's input      | its output                                  |
+|--------------|---------------------|------------------------|---------------------------------------------|
+| `column`     | a linear layer      | whole                  | the own features                            |
+| `row`        | a linear layer      | the own features       | whole: a sum over the ranks                 |
+| `heads`      | query, key or value | whole                  | the own heads                               |
+| `fused`      | all three in one    | whole                  | the own heads of queries, keys and values   |
+| `vocabulary` | embedding, scores   | whole                  | whole                                       |
+
+Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of its
+heads from the shape of its input. `inside`: a module with parameters that works on the own features or heads, such as
+the norm of each head; its gradients are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
+
+STYLES = ("column", "row", "heads", "fused", "vocabulary", "narrow", "inside")
+
+PLANS: dict[str, dict[str, str]] = {
+    "Llama": {
+        "model.embed_tokens": "vocabulary",
+        "model.layers.*.self_attn.[qkv]_proj": "heads",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp.gate_proj": "column",
+        "model.layers.*.mlp.up_proj": "column",
+        "model.layers.*.mlp.down_proj": "row",
+        "lm_head": "vocabulary",
+    },
+    "GPT-2": {
+        "transformer.wte": "vocabulary",
+        "transformer.h.*.attn.c_attn": "fused",
+        "transformer.h.*.attn.c_proj": "row",
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+        "lm_head": "vocabulary",
+    },
+    "ViT": {
+        "blocks.*.attn.qkv": "fused",
+        "blocks.*.attn.proj": "row",
+        "blocks.*.mlp.fc1": "column",
+        "blocks.*.mlp.fc2": "row",
+    },
+}
+PLANS["nanoGPT"] = PLANS["GPT-2"] | {"transformer.h.*.attn": "narrow"}
+
+
+def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the style of each module that the plan names.
+
+    Raises:
+        ValueError: an unknown style; a pattern that matches nothing, or a module with a style already.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style == "sequence":
+            raise ValueError(
+                f"{pattern!r}: there is no style 'sequence' for models that were not written for it: they take the "
+                "number of positions from the shape of activations. Leave these modules out (they stay whole), or use "
+                "parallelize(GPT(...), sequence_parallel=True)"
+            )
+        if style not in STYLES:
+            raise ValueError(f"{pattern!r} has style {style!r}; pass one of {', '.join(STYLES)}")
+        matched = [name for name in names if _matches(name, pattern)]
+        if not matched:
+            last = pattern.rpartition(".")[2]
+            near = [name for name in names if fnmatchcase(name.rpartition(".")[2], last)] or names
+            raise ValueError(
+                f"pattern {pattern!r} matches no module; a * stands for one part between dots. The model has for "
+                f"example {near[0] if near else 'no module'!r}"
+            )
+        for name in matched:
+            if found.setdefault(name, style) != style:
+                raise ValueError(f"{name} has style {found[name]!r}, and {pattern!r} gives it {style!r}; give it one")
+    return found
+
+
+def check_kinds(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse modules that are not of a kind that their style can cut.
+
+    Raises:
+        ValueError: naming module and kind.
+    """
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if style in ("narrow", "inside"):
+            if style == "inside" and not any(True for _ in module.parameters()):
+                raise ValueError(f"{name} has no parameters; leave it out of the plan")
+            continue
+        is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
+        is_embedding = style == "vocabulary" and type(module).forward is nn.Embedding.forward
+        if not (is_linear or is_embedding):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}; style {style!r} cuts "
+                f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
+                "plan (it stays whole), or write it with such layers"
+            )
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+            raise ValueError(
+                f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
+                "remove them, or leave it out of the plan"
+            )
+
+
+def check_sizes(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
+    """Refuse features that the ranks do not divide.
+
+    Raises:
+        ValueError: naming module, features and ranks.
+    """
+    for name, style in styles.items():
+        if style not in ("column", "row"):
+            continue
+        size = linear_sizes(model.get_submodule(name))[style == "column"]
+        if size % num_ranks:
+            what = "output" if style == "column" else "input"
+            raise ValueError(
+                f"{name} ({style}) has {size} {what} features, which {num_ranks} ranks do not divide; use a number of "
+                f"ranks that divides {size}, or leave it and its partners out of the plan"
+            )
+
+
+def check_partners(styles: Mapping[str, str]) -> None:
+    """Refuse a column without its row, and a row without its column.
+
+    The row that ends a region stands in the same module as the columns that begin it, or in the one around that.
+
+    Raises:
+        ValueError: naming the layer that is alone.
+    """
+    columns = {name for name, style in styles.items() if style in ("column", "heads", "fused")}
+    rows = {name for name, style in styles.items() if style == "row"}
+    free = set(rows)
+    parents = sorted({_parent(name) for name in columns}, key=lambda parent: (-parent.count("."), parent))
+    for parent in parents:
+        for place in dict.fromkeys((parent, _parent(parent))):
+            ends = {row for row in free if _is_in(row, place)}
+            if ends:
+                break
+        else:
+            first = sorted(name for name in columns if _parent(name) == parent)[0]
+            raise ValueError(
+                f"{first} is cut by output features, but no layer after it in {parent or 'the model'!r} or around it "
+                "is cut by input features; give the layer that reads it the style 'row'"
+            )
+        free -= ends
+    if free:
+        raise ValueError(
+            f"{sorted(free)[0]} has style 'row', but no layer next to it makes parts of its input; give the layer "
+            "before it the style 'column' or 'heads'"
+        )
+
+
+def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
+    """Return the names of each cut tensor that has several; refuse one that would be cut under one name only.
+
+    Raises:
+        ValueError: naming both.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = []
+    for group in names.values():
+        cut = [styles.get(_parent(name), "whole") for name in group]
+        if len(group) == 1 or not set(cut) - {"whole", "inside"}:
+            continue
+        if set(cut) != {"vocabulary"}:
+            what = " and ".join(f"{name} ({style})" for name, style in zip(group, cut, strict=True))
+            raise ValueError(
+                f"{what} are one tensor and must be cut as one. Give an embedding and the scores tied "
+                "to it both the style 'vocabulary'; leave a layer that stands under two names whole"
+            )
+        tied.append(group)
+    return tied
+
+
+def shapes_of(model: nn.Module) -> dict[str, Any]:
+    """Return what must be the same on all ranks before a model is cut: names, shapes, dtypes and what is trained."""
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_in(name: str, place: str) -> bool:
+    return not place or name.startswith(place + ".")

@@ -1,0 +1,304 @@
+"""Models that were not written for tensor parallelism, cut by a plan: equal to one process, or refused in words."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo_gpt
+import zoo_images
+import zoo_text
+from torch import nn
+from torch.nn.functional import dropout
+from zoo_kinds import FUSED, KINDS, LLAMA, own_loss_by_name
+from zoo_techniques import UPDATES, adamw
+
+from distlab.comm import recorded, run
+from distlab.tensor_parallel import (
+    PLANS,
+    clip_tensor_parallel_,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize_module,
+    splits_of,
+)
+
+MODELS = {  # of one layer: the zoo trains three
+    "nanoGPT": partial(zoo_gpt.TiedGPT, depth=1),
+    "GPT-2": partial(zoo_gpt.conv1d_gpt, depth=1),
+    "Llama": partial(zoo_text.Llama, depth=1),
+    "ViT, fused qkv": partial(zoo_images.fused_vit, depth=1),
+}
+MAX_NORM = 0.1
+
+
+def build(kind, rank=0):
+    """Return the model with weights of a size at which rounding does not grow from update to update."""
+    model = kind.build(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.3)
+    return model
+
+
+def outputs(kind, model):
+    """Return the scores of a batch, whatever the model returns them in."""
+    found = model(kind.batch(50)[0])
+    found = found.logits if hasattr(found, "logits") else found
+    return found[0] if isinstance(found, tuple) else found
+
+
+def whole_gradients(model):
+    """Return each gradient as one process has it."""
+    found, splits = {}, splits_of(model)
+    for name, parameter in model.named_parameters():
+        parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, parameter.grad.contiguous())
+        found[name] = splits[name].join(parts) if name in splits else parts[0]
+    return found
+
+
+def train(kind, model, clip):
+    """Return norms, the first update's gradients, the scores at the end, and the state."""
+    optimizer, norms, gradients = adamw(model.parameters()), [], {}
+    for step in range(UPDATES):
+        optimizer.zero_grad()
+        kind.loss(model, *kind.batch(step)).backward()
+        if step == 0:
+            is_cut = dist.is_initialized()
+            gradients = whole_gradients(model) if is_cut else {n: p.grad.clone() for n, p in model.named_parameters()}
+        norms.append(float(clip(model)))
+        optimizer.step()
+    with torch.no_grad():
+        scores = outputs(kind, model.eval())
+    state = full_state_dict(model) if dist.is_initialized() else model.state_dict()
+    return norms, gradients, scores, {name: value.clone() for name, value in state.items()}
+
+
+def clip_alone(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def cut_and_train():
+    zoo_text.KEY_HEADS = zoo_text.HEADS
+    found = {}
+    for name, make in MODELS.items():
+        kind = KINDS[name]._replace(make=make)
+        model = parallelize_module(build(kind, dist.get_rank()), kind.plan, example=kind.batch(9)[:1])
+        found[name] = train(kind, model, partial(clip_tensor_parallel_, max_norm=MAX_NORM))
+        again = kind.build(7)
+        again.load_state_dict(found[name][-1])  # the plain model takes it
+        load_full_state_dict(model, again.state_dict())
+        tied = [names for names in ("transformer.wte.weight", "lm_head.weight") if names in dict(model.state_dict())]
+        assert "nan" not in str(found[name][0])
+        assert len({model.state_dict()[name].data_ptr() for name in tied}) == (1 if "GPT" in name else len(tied))
+    return found
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, monkeypatch):
+    monkeypatch.setattr(zoo_text, "KEY_HEADS", zoo_text.HEADS)
+    said = run(cut_and_train, num_ranks, timeout_s=100)
+    for name, make in MODELS.items():
+        kind = KINDS[name]._replace(make=make)
+        norms, gradients, scores, state = train(kind, build(kind), clip_alone)
+        assert max(norms) > MAX_NORM  # something was clipped
+        for each in said:
+            got_norms, got_gradients, got_scores, got_state = each[name]
+            close(torch.tensor(got_norms, dtype=torch.float64), torch.tensor(norms, dtype=torch.float64))
+            close(got_scores, scores)
+            assert list(got_state) == list(state)
+            for key in state:
+                close(got_state[key], state[key])
+            for key in gradients:
+                close(got_gradients[key], gradients[key])
+
+
+class Small(nn.Module):
+    """Two layers that could be cut, and one attribute after the other that can be wrong."""
+
+    def __init__(self, inner=4, heads=2, drop=0.0):
+        super().__init__()
+        self.num_heads, self.drop = heads, drop
+        self.up, self.down, self.norm = nn.Linear(4, inner), nn.Linear(inner, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return dropout(self.norm(self.down(self.up(x).relu())), self.drop, self.training)
+
+
+class Constant(nn.Module):
+    """Counts heads by a constant: cut, it would mix features of different heads without an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.q(x).unflatten(-1, (4, -1))
+        return self.o((y.softmax(-1) * y).flatten(-2))
+
+
+class ReadsWeight(nn.Module):
+    """Uses the embedding's weight for the scores, past the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+
+    def forward(self, tokens):
+        return self.words(tokens) @ self.words.weight.t()
+
+
+def shared():
+    model = nn.ModuleDict({"a": Small(), "b": nn.Identity()})
+    model["b"] = model["a"]
+    return model
+
+
+def message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refusals():
+    rank = dist.get_rank()
+    both, x = {"up": "column", "down": "row"}, torch.ones(2, 4)
+    cut = parallelize_module
+    zoo_text.KEY_HEADS = 1
+    hooked, inner = Small(), Small()
+    hooked.up.register_forward_hook(lambda *_: None)
+
+    def without_inside():
+        model = cut(zoo_images.fused_vit().double(), PLANS["ViT"])
+        train(KINDS["ViT, fused qkv"], model, partial(clip_tensor_parallel_, max_norm=1.0))
+
+    def torchs_clip():
+        model = cut(zoo_images.fused_vit().double(), FUSED)
+        train(KINDS["ViT, fused qkv"], model, clip_alone)
+
+    cases = {
+        "nothing": lambda: cut(Small(), {"*.up": "column", "down": "row"}),
+        "unknown": lambda: cut(Small(), {"up": "columns"}),
+        "sequence": lambda: cut(Small(), both | {"norm": "sequence"}),
+        "twice": lambda: cut(Small(), {"up": "column", "u*": "row"}),
+        "no linear": lambda: cut(Small(), both | {"norm": "column"}),
+        "no embedding": lambda: cut(Small(), both | {"norm": "vocabulary"}),
+        "hooks": lambda: cut(hooked, both),
+        "sizes": lambda: cut(Small(5), both),
+        "no row": lambda: cut(Small(), {"up": "column"}),
+        "no column": lambda: cut(Small(), {"down": "row"}),
+        "heads": lambda: cut(Small(heads=3, inner=6), {"up": "heads", "down": "row"}),
+        "no heads": lambda: cut(Small(heads=None), {"up": "heads", "down": "row"}),
+        "odd heads": lambda: cut(Small(heads=2, inner=16), {"up": "fused", "down": "row"}),
+        "fused and heads": lambda: cut(zoo_text.Llama(), LLAMA | {"layers.*.q": "fused", "layers.*.[qkv]": "heads"}),
+        "two fused": lambda: cut(zoo_text.Llama(), LLAMA | {"layers.*.[qkv]": "fused"}),
+        "grouped": lambda: cut(zoo_text.Llama(), LLAMA),
+        "narrow": lambda: cut(nn.ModuleDict({"a": Small()}), {"a": "narrow"}),
+        "inside": lambda: cut(nn.ModuleDict({"a": nn.ReLU()}), {"a": "inside"}),
+        "tied": lambda: cut(zoo_gpt.TiedGPT(), {"lm_head": "vocabulary"}),
+        "shared": lambda: cut(shared(), {"a.up": "column", "a.down": "row"}),
+        "model differs": lambda: cut(Small(4 + 4 * rank), both),
+        "plan differs": lambda: cut(Small(), both if rank else {"up": "column"}),
+        "cut twice": lambda: cut(cut(Small(), both), both),
+        "constant": lambda: cut(Constant(), {"q": "heads", "o": "row"}, example=(torch.randn(2, 8).cumsum(0) * 0 + 1,)),
+        "reads weight": lambda: cut(ReadsWeight(), {"words": "vocabulary"}, example=(torch.arange(4),)),
+        "inputs differ": lambda: cut(Small(), both)(x + rank),
+        "shapes differ": lambda: cut(Small(), both)(torch.ones(2 + rank, 4)),
+        "seeds differ": lambda: (torch.manual_seed(rank), cut(Small(drop=0.1), both)(x)),
+        "whole behind": lambda: cut(nn.Sequential(Behind()), {"0.gate": "column", "0.end": "row"})(x),
+        "not inside": without_inside,
+        "torch's clip": torchs_clip,
+    }
+    found = {name: message(function) for name, function in cases.items()}
+    found["still works"] = message(lambda: cut(inner, both, example=(x,))(x))
+    return found
+
+
+class Behind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.other, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.end(self.other(self.gate(x)))
+
+
+EXPECTED = {
+    "nothing": r"'*.up' matches no module",
+    "unknown": "style 'columns'; pass one of column, row, heads",
+    "sequence": "no style 'sequence'",
+    "twice": "up has style 'column', and 'u*' gives it 'row'",
+    "no linear": "norm is a LayerNorm; style 'column' cuts an nn.Linear or a Conv1D",
+    "no embedding": "norm is a LayerNorm; style 'vocabulary' cuts an nn.Embedding",
+    "hooks": "up has hooks",
+    "sizes": "up (column) has 5 output features, which 2 ranks do not divide",
+    "no row": "up is cut by output features, but no layer after it",
+    "no column": "down has style 'row', but no layer next to it",
+    "heads": "up makes 3 heads of 2 features, which 2 ranks do not divide",
+    "no heads": "no attribute with their number or size",
+    "odd heads": "up has 16 output features, which are not [2, 2, 2] heads of 2",
+    "fused and heads": "layers.0.q has style 'heads', and 'layers.*.q' gives it 'fused'",
+    "two fused": "a fused one is alone",
+    "grouped": "layers.0.k makes 1 heads of 2 features, which 2 ranks do not divide",
+    "narrow": "a has style 'narrow', but no layer in it has style 'heads'",
+    "inside": "a has no parameters",
+    "tied": "transformer.wte.weight (whole) and lm_head.weight (vocabulary) are one tensor",
+    "shared": "leave a layer that stands under two names whole",
+    "model differs": "ranks disagree",
+    "plan differs": "ranks disagree",
+    "cut twice": "is cut already",
+    "constant": "returns other numbers than the whole one",
+    "reads weight": "returns other numbers than the whole one",
+    "inputs differ": "the inputs of tensor ranks, which work on the same samples",
+    "shapes differ": "the shapes of the inputs of tensor ranks",
+    "seeds differ": "the state of torch's generator",
+    "whole behind": "0.other got 2 features; expected 4",
+    "not inside": "needs the style 'inside'",
+    "torch's clip": "not with torch's clip_grad_norm_",
+    "still works": None,
+}
+
+
+def test_wrong_plans_are_refused_in_words_on_every_rank():
+    said = run(refusals, 2, timeout_s=60)
+    wrong = []
+    for rank, each in enumerate(said):
+        for name, words in EXPECTED.items():
+            got = each[name]
+            right = got is None if words is None else got is not None and got.startswith("ValueError") and words in got
+            if not right:
+                wrong.append(f"{name} on rank {rank}: {got}")
+    assert not wrong, "\n".join(wrong)
+
+
+def sent_by_llama():
+    """Return bytes that a cut Llama sends in steps 1 to 3, and the number of parameters that are whole."""
+    kind, rank, sent = KINDS["Llama"], dist.get_rank(), []
+    model = parallelize_module(kind.build(), LLAMA)
+    for step in range(3):
+        with recorded() as seen:
+            own_loss_by_name(model, *kind.batch(step)).backward()
+        sent.append(seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank))
+    return sent, len(dict(model.named_parameters())) - len(splits_of(model))
+
+
+def test_a_step_sends_what_the_docstring_says():
+    t, layers = 2, 3
+    tokens, width, padded = 12 * zoo_text.LENGTH, zoo_text.WIDTH, 12
+    regions = layers * tokens * width * (2 + 5)  # o and down; q, k, v, gate and up backward
+    ends = tokens * (width + width) + tokens * padded / 2  # words forward, the scores' input backward; scores forward
+    step = 8 * 2 * (t - 1) / t * (regions + ends)
+    for (first, second, third), num_whole in run(sent_by_llama, t, timeout_s=60):
+        assert third == step
+        assert second == step + 16 * num_whole * (t - 1)  # whole parameters are compared
+        assert first == step + 2 * 40 * (t - 1)  # shapes and values of the inputs are
