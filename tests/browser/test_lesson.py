@@ -49,7 +49,7 @@ def lesson(server, tmp_path_factory):
 
 @pytest.mark.timeout(300)
 def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
-    lesson.run_all(timeout_s=140)
+    lesson.run_all(timeout_s=220)
     assert lesson.trouble() == []
     page = lesson.page
     panels, timelines = page.locator(".distlab-picture"), page.locator(".distlab-timeline canvas")

@@ -14,8 +14,10 @@ ROW = "the text asks for one row, [L]"
 
 
 def _draw_row(draw: Draw) -> tuple[Any, ...]:
-    length = draw.one_of(0, draw.integer(1, 3), draw.integer(4, 9), draw.integer(10, 40))
-    return draw.tensor(length, dtype=draw.dtype()), draw.group()
+    length, dtype = draw.one_of(0, draw.integer(1, 3), draw.integer(4, 9), draw.integer(10, 40)), draw.dtype()
+    if length == 0 and str(dtype) == "torch.float64":  # only there lost precision shows
+        length = 6
+    return draw.tensor(length, dtype=dtype), draw.group()
 
 
 def _draw_any(draw: Draw) -> tuple[Any, ...]:
@@ -60,7 +62,7 @@ TREE_BROADCAST = Vary(_draw_broadcast, left_out={"layout": CONTIGUOUS})
 TIMES = Vary(_draw_times, use=_use_times)
 
 WRONG_RING_REDUCE_SCATTER = (
-    Mutant("through float32", "values", "float32 somewhere", 3, "one dtype").edit(
+    Mutant("through float32", "values", "float32 somewhere", 4, "one dtype").edit(
         "grows += received", "grows += received.float().to(grows.dtype)"
     ),
 )
