@@ -844,14 +844,19 @@ def train_llama(way):
 
 
 # %%
-from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
+
+schedule = make_schedule("one_f_one_b", 4, 4)
+schedule
+
+# %%
+from distlab.pipeline import Pipeline
 
 
 def train_stages():
     first, behind = [(0, 2), (2, 3), (3, 4), (4, 7)][dist.get_rank()]
     stage = llama()[first:behind]
-    pipeline = Pipeline({dist.get_rank(): stage}, make_schedule("one_f_one_b", 4, 4), loss=llama_loss)
+    pipeline = Pipeline({dist.get_rank(): stage}, schedule, loss=llama_loss)
     optimizer, losses = torch.optim.AdamW(stage.parameters(), lr=0.01), []
     for step in range(6):
         pipeline.zero_grad()

@@ -62,7 +62,7 @@ def train_alone(optimizer_name, dtype=torch.float64, clip=None):
     return finals(model)
 
 
-def train(cases, dtype=torch.float64, *, clip=None, accumulate=None):
+def train(cases, dtype=torch.float64, *, clip=None, accumulate=None, by_module=False):
     """Run each (form, optimizer) for ten updates; return every case's final parameters."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     results = {}
@@ -83,7 +83,9 @@ def train(cases, dtype=torch.float64, *, clip=None, accumulate=None):
             if clip:
                 optimizer.clip_gradients_(clip)
             optimizer.step()
-            optimizer.zero_grad()
+            (model if by_module else optimizer).zero_grad()
+            with pytest.raises(RuntimeError, match=r"call synchronize\(\) before step\(\)"):
+                optimizer.step()
         optimizer.close()
         results[form, name] = finals(model)
     return results
@@ -127,6 +129,8 @@ def many_ways():
         "again": train(cases, torch.float32),
         "no_sync": train([*cases, ("stage 2, tensors", "sgd")], accumulate="no_sync"),
         "synchronize each": train(cases, accumulate="each"),
+        "zeroed by the module": train([*cases, ("stage 2, tensors", "sgd")], by_module=True),
+        "zeroed by the module, no_sync": train(cases, accumulate="no_sync", by_module=True),
         "clipped": train([*cases, ("stage 2, tensors", "sgd")], clip=0.5),
     }
 
@@ -139,7 +143,7 @@ def test_other_ways_to_the_same_ten_updates(ranks, alone):
     for result in results:
         for case, final in result["float32"].items():
             assert difference(final, result["again"][case]) == 0.0, f"{case} does not repeat bit for bit"
-        for way in ("no_sync", "synchronize each", "clipped"):
+        for way in result.keys() - {"float32", "again"}:
             for case, final in result[way].items():
                 expected = alone("sgd", clip=0.5 if way == "clipped" else None)
                 assert difference(final, expected) <= 1e-10, (way, case)

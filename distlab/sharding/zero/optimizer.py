@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.gradient_status import UNUSED, find_faults
+from distlab.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
@@ -238,7 +238,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("ShardedOptimizer.step takes no closure: call backward and synchronize() before it")
-        if not self._has_means or any(status != UNUSED for bucket in self.buckets for status in bucket.statuses):
+        if not self._has_means or self._scattering.is_stale:
             raise RuntimeError(
                 f"rank {dist.get_rank(self.group)}: step {self.step_number}: expected mean gradients, and "
                 "synchronize() has not run since the last backward or zero_grad(); call synchronize() before step()"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat_gradients import SendInBackward
+from distlab.gradient_status import UNUSED
 from distlab.plan import assign_buckets
 from distlab.replicate import broadcast_each
-from distlab.sharding.shard_gradient import AbsentGradient
 from distlab.sharding.zero.buffers import Buffers, Kind, Lent
 from distlab.sharding.zero.shard_bucket import ShardBucket
 from distlab.trace import SpanWriter
@@ -50,7 +50,9 @@ class ScatterInBackward:
         self._num_finished = 0
         self._sending = SendInBackward(buckets, lambda bucket: bucket.start(spans), self._on_gradient)
         self._hooks = [
-            parameter.register_hook(_make_way(parameter)) for bucket in buckets for parameter in bucket.parameters
+            parameter.register_hook(_make_way(bucket, slot))
+            for bucket in buckets
+            for slot, parameter in enumerate(bucket.parameters)
         ]
 
     @contextmanager
@@ -61,6 +63,12 @@ class ScatterInBackward:
             yield
         finally:
             self._accumulating = before
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether gradients have come, or were forgotten, since the last sums were handed out."""
+        slots = [(bucket, slot) for bucket in self.buckets for slot in range(len(bucket.parameters))]
+        return any(bucket.statuses[slot] != UNUSED or bucket.lost_mark(slot) for bucket, slot in slots)
 
     def finish_pass(self) -> None:
         """Take what backward did not bring, and wait for all sums; every rank gets here once per pass."""
@@ -103,12 +111,11 @@ class ScatterInBackward:
             self._num_finished += 1
 
 
-def _make_way(parameter: nn.Parameter) -> Callable[[Tensor], None]:
-    """Return a hook that removes an `AbsentGradient` before backward adds to it."""
+def _make_way(bucket: ShardBucket, slot: int) -> Callable[[Tensor], None]:
+    """Return a hook that removes a parameter's `AbsentGradient` before backward adds to it."""
 
     def make_way(_: Tensor) -> None:
-        if isinstance(parameter.grad, AbsentGradient):
-            parameter.grad = None
+        bucket.take_mark(slot)
 
     make_way.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or torch.save warns
     return make_way

@@ -111,6 +111,7 @@ class ShardBucket(GradientSlots):
         self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
         self.held = False
         self.has_gradient = [False] * len(named)
+        self._is_marked = [False] * len(named)  # with an `AbsentGradient`, since `hand_out`
         self._carried: Tensor | None = None
         self._absent = [absent(parameter, self.shard) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
@@ -122,18 +123,39 @@ class ShardBucket(GradientSlots):
         return self.whole.numel() * self.whole.element_size()
 
     def forget(self) -> None:
-        """Forget gradients that were summed."""
-        self.held = False
+        """Forget all gradients."""
+        self.forget_sums()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def forget_sums(self) -> None:
+        """Forget gradients that were summed; those that this backward pass has brought stay."""
+        self.held, self._carried = False, None
         self.has_gradient = [False] * len(self.parameters)
-        for one in (*self.parameters, *(piece.parameter for piece in self.pieces)):
-            one.grad = None
+        self._is_marked = [False] * len(self.parameters)
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    def take_mark(self, slot: int) -> None:
+        """Remove a parameter's `AbsentGradient`; where `module.zero_grad()` has done so, forget what was summed."""
+        parameter = self.parameters[slot]
+        if self.lost_mark(slot):
+            self.forget_sums()
+        elif isinstance(parameter.grad, AbsentGradient):
+            parameter.grad = None
+        self._is_marked[slot] = False
+
+    def lost_mark(self, slot: int) -> bool:
+        """Whether a parameter's `AbsentGradient` was taken away since `hand_out`."""
+        return self._is_marked[slot] and self.parameters[slot].grad is None
 
     def pack(self, slot: int) -> None:
         """Copy a parameter's gradient to its place, divided by the ranks, and take it from the parameter."""
+        self.take_mark(slot)
         if self.num_packed == 0:
             self._open()
         view, parameter = self._place(self._buffer, slot), self.parameters[slot]
-        gradient = None if isinstance(parameter.grad, AbsentGradient) else parameter.grad
+        gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             self.statuses[slot], gradient = SPARSE, None
         elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
@@ -207,6 +229,7 @@ class ShardBucket(GradientSlots):
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
             parameter.grad = nothing if has_gradient else None
+        self._is_marked = list(self.has_gradient)
         self.mark_gradients(True)
 
     def mark_gradients(self, refusing: bool) -> None:
