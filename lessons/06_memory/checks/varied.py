@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 def _draw_recompute(draw: Draw) -> tuple[Any, ...]:
     dtype, shape, p = draw.dtype("float64", "float32", "bfloat16"), draw.shape(), draw.one_of(0.25, 0.6)
-    mode = draw.one_of("x needs a gradient", "x is data", "evaluation", "nothing is recorded")
+    mode = draw.one_of("x needs a gradient", "x is data", "evaluation", "no grad")
     blocks = [Block(draw.tensor(dtype=dtype), p).train(mode != "evaluation") for _ in range(draw.integer(1, 3))]
     return blocks, draw.tensor(*shape, dtype=dtype, strided=True), draw.tensor(*shape, dtype=dtype), mode
 
@@ -68,7 +68,7 @@ def _use_recompute(
     """Go through a chain of blocks and back twice; return what came out and the next random number."""
     x = x.detach().requires_grad_(mode != "x is data")
     seen: dict[str, Any] = {}
-    with torch.set_grad_enabled(mode != "nothing is recorded"):
+    with torch.set_grad_enabled(mode != "no grad"):
         for number in ("first", "second"):
             y = x
             for block in blocks:
@@ -80,7 +80,7 @@ def _use_recompute(
     return seen | {"the gradient of x": x.grad, "the next random number": torch.rand(())}
 
 
-class Tokens(nn.Module):
+class TokenModel(nn.Module):
     """Score every next token."""
 
     def __init__(self, table: Tensor, scores: Tensor) -> None:
@@ -101,10 +101,10 @@ def _draw_accumulate(draw: Draw) -> tuple[Any, ...]:
         pair = (draw.tensor(size, length, dtype=torch.int64, strided=True) for _ in range(2))
         inputs, targets = (tokens.remainder_(vocab_size) for tokens in pair)
         microbatches.append((inputs, targets))
-    return Tokens(table, scores), microbatches
+    return TokenModel(table, scores), microbatches
 
 
-def _use_accumulate(fn: Callable[..., float], model: Tokens, microbatches: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _use_accumulate(fn: Callable[..., float], model: TokenModel, microbatches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean as a number of the model's type: right answers add up in other orders."""
     return torch.tensor(float(fn(model, microbatches)), dtype=model.table.dtype)
 
