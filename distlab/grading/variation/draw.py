@@ -138,7 +138,7 @@ class Draw:
             shape: its sizes.
             dtype: float64 by default. In 16-bit and whole-number dtypes all values are small whole numbers, so that
                 sums over ranks are exact.
-            strided: whether every second call gets a tensor that is not contiguous.
+            strided: whether every second call gets a tensor that is not contiguous: a transposed or a cut one.
             same: whether all ranks get the same numbers.
         """
         import torch
@@ -153,6 +153,8 @@ class Draw:
         else:
             values = torch.randint(-8, 9, shape, generator=generator).to(dtype)
         if strided and (self.seed + self._form) % 2:
+            if len(shape) > 1 and min(shape) > 1:
+                return values.transpose(0, 1).contiguous().transpose(0, 1)
             apart = torch.zeros(*shape, 2, dtype=dtype)
             apart[..., 0] = values
             return apart[..., 0]
