@@ -73,8 +73,11 @@ def _is_check(file: str) -> bool:
 
 
 def file_of(fn: Callable[..., Any]) -> str:
-    """Return the file in which a function was written, or ""."""
-    code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+    """Return the file in which a function, or the class of what is called, was written, or ""."""
+    inner = inspect.unwrap(getattr(fn, "func", fn))
+    kind: object = inner if inspect.isclass(inner) else type(inner)
+    codes = (getattr(one, "__code__", None) for one in (inner, *vars(kind).values()))
+    code = next((code for code in codes if code is not None), None)
     return str(getattr(fn, "file", None) or getattr(code, "co_filename", ""))
 
 
