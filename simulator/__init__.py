@@ -28,9 +28,11 @@ from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.by_name import model_by_name
+from simulator.models.config import workload_from_config
+from simulator.models.description import ModelDescription
 from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
-from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.models.mixture_of_experts import mix_experts
+from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import Mixture, mix_experts
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Jitter, Uneven
 from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
@@ -53,10 +55,13 @@ __all__ = [
     "CompressionSweep",
     "DoesNotFitError",
     "Jitter",
+    "LatentSizes",
     "LlamaSizes",
     "Measured",
     "MeasuredCodec",
     "Memory",
+    "Mixture",
+    "ModelDescription",
     "PipelineRun",
     "Placed",
     "Stack",
@@ -106,4 +111,5 @@ __all__ = [
     "sweep_units",
     "why_not_timed",
     "with_bandwidth",
+    "workload_from_config",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
 from distlab.cli.clusters import find_cluster, presets
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
+from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
 from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
 
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(presets())
         return 0
-    plan, workload = plan_of(arguments), workload_of(arguments)
+    plan, workload = plan_of(arguments), description_of(arguments).workload()
     if plan.world_size > MOST_RANKS:
         raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
     for flag in ("timeline", "memory", "trace"):
