@@ -5,7 +5,7 @@ Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures ar
 Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
 `pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
 `memory`, `models`, `sweeps`, and `validation` (how near all of it comes to published steps). `units` and `precision`
-convert numbers and say how wide they are.
+convert numbers and say how wide they are; `plan_file` reads all that a step needs from one file.
 """
 
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
@@ -37,6 +37,7 @@ from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Jitter, Uneven
 from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
+from simulator.plan_file import ClusterDescription, PlanFile, plan_of_text, read_plan_file
 from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
 from simulator.step.timed import why_not_timed
@@ -50,6 +51,7 @@ from simulator.sweeps.compression import (
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
+    "ClusterDescription",
     "Codec",
     "CompiledSchedule",
     "CompressionSweep",
@@ -63,6 +65,7 @@ __all__ = [
     "Mixture",
     "ModelDescription",
     "PipelineRun",
+    "PlanFile",
     "Placed",
     "Stack",
     "Step",
@@ -101,7 +104,9 @@ __all__ = [
     "names",
     "arrays_of",
     "peak_in_flight",
+    "plan_of_text",
     "rank_orders",
+    "read_plan_file",
     "reduce_scatter_s",
     "simulate",
     "simulate_schedule",

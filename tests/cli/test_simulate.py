@@ -96,6 +96,26 @@ def test_a_model_from_a_hugging_face_configuration(capsys, tmp_path):
         assert found.count("\n") == 1
 
 
+def test_a_plan_file_says_what_flags_say(capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text("""
+    [workload]
+    num_layers = 8
+    [cluster]
+    name = "dgx-h100"
+    [plan]
+    data = 2
+    pipeline = 2
+    num_microbatches = 4
+    """)
+    flags = ["--layers", "8", "--cluster", "dgx-h100", "--data", "2", "--pipeline", "2", "--microbatches", "4"]
+    assert said(capsys, str(path), "--json") == said(capsys, *flags, "--json")
+    assert "leave out the flag for data" in said(capsys, str(path), "--data", "2", status=2)
+    assert "No such file" in said(capsys, str(tmp_path / "none.toml"), status=2)
+    many = ["--pipeline", "8", "--microbatches", "1000000"]
+    assert "8,000,000 passes" in said(capsys, *many, status=2)
+
+
 def test_the_stack_is_chosen_by_name(capsys):
     slow, best = (
         json.loads(said(capsys, "--stack", name, "--json"))["duration_s"] for name in ("megatron", "best-case")
