@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from distlab.shared_memory.arena import LEFT, join
 from distlab.shared_memory.collectives import Collectives, bytes_of
 from distlab.shared_memory.dense import Landings, check, flat_of, same_length
@@ -37,6 +36,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, members: list[int], rank: int, timeout_s: float) -> None:
         super().__init__(rank, len(members))
+        self._name = self._description = ""
         self._members = members
         self._meeting = Meeting(join(store, rank, members, timeout_s), members, timeout_s)
         self._collectives = Collectives(self._meeting)
@@ -50,6 +50,22 @@ class SharedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """The name that torch prints."""
         return "shared"
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives; its own place for it is in backends written in C++."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that torch gives."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The description that torch gave."""
+        return self._description
 
     def shutdown(self) -> None:
         """Leave the group; the others learn of it."""
@@ -142,10 +158,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self._gather_single([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As `all_gather_single`, for several tensors."""
+        return self._gather_single(outputs, inputs, opts)
+
+    def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         who, size = self._who("all_gather"), self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
             check(output, who)
@@ -191,10 +210,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Combine a tensor of all ranks; rank r gets the r-th part."""
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
+        return self._scatter_single([output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As `reduce_scatter_single`, for several tensors."""
+        return self._scatter_single(outputs, inputs, opts)
+
+    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         size, who = self._meeting.size, self._who("reduce_scatter")
         for output, source in zip(outputs, inputs, strict=True):
             check(source, who)
@@ -304,16 +326,19 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receive a tensor from whichever rank sends one."""
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         check(tensors[0], self._who("recv"))
         landings = Landings()
         message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
         message.landed = landings.settle
         self._messages.receive(message)
         return self._with(message.work)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """Receive a tensor from whichever rank sends one."""
-        return self.recv(tensors, -1, tag)
 
     def _message(self, tensor: torch.Tensor, memory: torch.Tensor, peer: int, tag: int, op: str) -> Message:
         if not -1 <= peer < self._meeting.size:
@@ -358,7 +383,7 @@ def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
         do()
     except BaseException as error:
         meeting.fail(error)
-        raise
+        raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
 
 
 def _wait_for(works: Sequence[SharedWork]) -> None:

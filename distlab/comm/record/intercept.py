@@ -22,6 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from distlab.comm import device
+from distlab.comm.record import shared
 from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import (
@@ -71,6 +72,7 @@ class FrontEnd:
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
         self._real_new_group = c10d._new_group_with_tag
         self._libraries: list[Any] = []
+        self._release_shared: Callable[[], None] = lambda: None
 
     @classmethod
     def add(cls, sink: Sink) -> None:
@@ -107,12 +109,14 @@ class FrontEnd:
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
         self._libraries = [library, functional]
+        self._release_shared = shared.tap(self)
 
     def _restore(self) -> None:
         dist.Work.wait = self._real_wait  # type: ignore[method-assign]
         c10d._new_group_with_tag = self._real_new_group
         for library in self._libraries:
             library._destroy()
+        self._release_shared()
 
     def _new_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the making of a group: a rank waits in it for all ranks, and no call of a group shows that."""
