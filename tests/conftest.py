@@ -61,6 +61,14 @@ def no_process_left() -> Iterator[None]:
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --backend shared, skip what is about gloo itself."""
+    if config.getoption("--backend") == "shared":
+        for item in items:
+            if (mark := item.get_closest_marker("gloo")) is not None:
+                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _default_backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """With --backend shared, ranks for which a test names no backend meet in shared memory."""

@@ -18,6 +18,7 @@ import mmap
 import os
 import platform
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ class Arena:
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
         self.layout = Layout(size)
-        self.memory = mmap.mmap(file, self.layout.num_bytes)
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.memory = _map(file, self.layout.num_bytes)
+        self.base = ctypes.addressof(self.memory)
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
@@ -128,6 +129,24 @@ class Arena:
         """Whether a rank's process is gone."""
         pid, started = self.pids[rank]
         return start_of(pid) != started
+
+
+def _map(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Map a file for as long as the result is used. Python's own mmap would keep the file open, too.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    base = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if base in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory: ctypes.Array[ctypes.c_char] = type("Memory", (ctypes.c_char * num_bytes,), {}).from_address(base)
+    weakref.finalize(memory, libc.munmap, base, num_bytes).atexit = False
+    return memory
 
 
 def start_of(pid: int) -> str:

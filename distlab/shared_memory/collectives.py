@@ -12,17 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from distlab.shared_memory.arena import SLOT_BYTES
+from distlab.shared_memory.dense import bytes_of
 from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.reductions import Reduction
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
 copy = ctypes.memmove
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the length of a dense tensor's memory."""
-    return tensor.numel() * tensor.element_size()
 
 
 def pieces(total: int, step: int) -> list[tuple[int, int]]:
@@ -126,6 +122,31 @@ class Collectives:
         reduction.of(values, target)
         copy(flat.data_ptr(), target.data_ptr(), num_bytes)
 
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> None:
+        """Sum sparse tensors, such as DDP makes of an embedding's gradients; ranks may have different counts of values.
+
+        Cost: every rank gets all indices and values of all; a small all-gather, then two broadcasts by each rank.
+        """
+        with torch.no_grad():
+            mine = tensor.detach().coalesce()
+            size, me = self.size, self.rank
+            count, counts = torch.tensor([mine._nnz()]), torch.zeros(size, dtype=torch.int64)
+            places = [counts.data_ptr() + 8 * rank for rank in range(size)]
+            self.all_gather(places, count.data_ptr(), 8)
+            indices, values = [], []
+            for rank, number in enumerate(counts.tolist()):
+                if rank == me:
+                    where, what = mine.indices().contiguous(), mine.values().contiguous()
+                else:
+                    where = torch.empty((mine.sparse_dim(), number), dtype=torch.int64)
+                    what = torch.empty((number, *mine.shape[mine.sparse_dim() :]), dtype=mine.dtype)
+                self.broadcast(where.data_ptr(), bytes_of(where), rank)
+                self.broadcast(what.data_ptr(), bytes_of(what), rank)
+                indices.append(where)
+                values.append(what)
+            total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape)
+            tensor.copy_(total.coalesce())
+
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Combine the ranks' input of this rank's number into `output`; all are flat and of one length."""
         meeting, itemsize = self.meeting, output.element_size()
@@ -133,9 +154,7 @@ class Collectives:
         for start, length in pieces(output.numel(), share):
             slot = meeting.open()
             for rank in self.others:
-                copy(
-                    slot + rank * share * itemsize, inputs[rank].data_ptr() + start * itemsize, length * itemsize
-                )
+                copy(slot + rank * share * itemsize, inputs[rank].data_ptr() + start * itemsize, length * itemsize)
             meeting.post()
             self._combine(inputs[self.rank], (start, length), reduction, share)
             copy(output.data_ptr() + start * itemsize, self._own(share, itemsize), length * itemsize)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import LETTER_BYTES, LETTERS, LANE_HEAD_BYTES, NUM_LETTERS, NUM_PIECES, Arena
+from distlab.shared_memory.arena import LANE_HEAD_BYTES, LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_PIECES, Arena
 from distlab.shared_memory.work import SharedWork
 
 POSTED, WRITTEN, READ = 0, 64, 128  # places of a lane's counters

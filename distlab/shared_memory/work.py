@@ -1,4 +1,4 @@
-"""What a call returns, and the thread on which calls run that do not wait: one for each group, in the order of calls."""
+"""What a call returns, and the thread of a group on which calls run that nobody waits for, in their order."""
 
 from __future__ import annotations
 
