@@ -20,11 +20,6 @@ makes blocks of tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from distlab.shared_memory.group import SharedGroup
-
 NAME = "shared"
 
 
@@ -32,13 +27,7 @@ def register() -> None:
     """Let torch.distributed know the backend by its name; once more changes nothing."""
     import torch.distributed as dist
 
+    from distlab.shared_memory.group import make
+
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
-
-
-def _make(options: Any, _: object) -> SharedGroup:
-    """Make a group, as torch asks for one."""
-    from distlab.shared_memory.group import SharedGroup
-
-    members = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return SharedGroup(options.store, members, options.group_rank, options.timeout.total_seconds())
+        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

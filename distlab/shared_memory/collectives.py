@@ -125,7 +125,7 @@ class Collectives:
     def all_reduce_sparse(self, tensor: torch.Tensor) -> None:
         """Sum sparse tensors, such as DDP makes of an embedding's gradients; ranks may have different counts of values.
 
-        Cost: every rank gets all indices and values of all; a small all-gather, then two broadcasts by each rank.
+        Every rank gets all indices and values of all.
         """
         with torch.no_grad():
             mine = tensor.detach().coalesce()

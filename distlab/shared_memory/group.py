@@ -1,3 +1,5 @@
+# mypy: disable-error-code="override, assignment"
+# torch's stubs declare each method once for every way in which C++ may be called; calls from torch come in one way.
 """The process group that torch sees: each method takes a collective apart, checks it, and has it done.
 
 torch's Python functions call these methods by name. Its C++ code (DDP's reducer, functional collectives) reaches those
@@ -260,3 +262,9 @@ class SharedGroup(GroupBase):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def make(options: Any, _: object) -> SharedGroup:
+    """Make a group, as torch asks for one."""
+    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return SharedGroup(options.store, members, options.group_rank, options.timeout.total_seconds())

@@ -31,7 +31,7 @@ class GroupBase(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, members: list[int], rank: int, timeout_s: float) -> None:
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._name = self._description = ""
         self._members = members
         self._meeting = Meeting(join(store, rank, members, timeout_s), members, timeout_s)

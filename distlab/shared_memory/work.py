@@ -113,7 +113,7 @@ class SharedWork(dist.Work):
             future.set_result(self._results)
         else:
             error = self.error if isinstance(self.error, Exception) else RuntimeError(repr(self.error))
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
 
 
 class CallQueue:

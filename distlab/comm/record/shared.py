@@ -6,16 +6,14 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any, Protocol
 
-from distlab.comm.record.call_site import blocks_rank
-from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
+from distlab.comm.record.call_site import SiteFinder, blocks_rank
+from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import Operation, Terms, name_of_reduction, refuse_peer
 from distlab.shared_memory.group import SharedGroup
 from distlab.shared_memory.work import SharedWork
-
-if TYPE_CHECKING:
-    from distlab.comm.record.intercept import FrontEnd
 
 # Methods of the group; what a rank contributes stands where it stands in the operator's arguments. No argument is
 # "raw": this backend reads and writes tensors that lie scattered in memory.
@@ -45,16 +43,34 @@ METHODS = (
     Operation("recv", "recv", 0, ()),
     Operation("recv_anysource", "recv", 0, ()),
 )
+Token = tuple[RecordWriter, int]
+
+
+class Front(Protocol):
+    """What calls are handed to: the process's one tap (`intercept.FrontEnd`)."""
+
+    finder: SiteFinder
+
+    def begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
+        """Write down a call that is about to be made."""
+
+    def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
+        """Remember the work of a call until it is over."""
+
+    def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a work's wait."""
+
+
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def tap(front: FrontEnd) -> Callable[[], None]:
+def tap(front: Front) -> Callable[[], None]:
     """Hand the calls of such groups to a front end; return what puts back what was there."""
     methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
     real_wait = SharedWork.wait
     for operation in METHODS:
         setattr(SharedGroup, operation.operator, _method(front, operation, methods[operation.operator]))
-    SharedWork.wait = front._wait(real_wait)  # type: ignore[method-assign]
+    SharedWork.wait = front.watch_waits(real_wait)  # type: ignore[method-assign]
 
     def restore() -> None:
         for name, method in methods.items():
@@ -64,7 +80,7 @@ def tap(front: FrontEnd) -> Callable[[], None]:
     return restore
 
 
-def _method(front: FrontEnd, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+def _method(front: Front, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident
@@ -77,7 +93,7 @@ def _method(front: FrontEnd, operation: Operation, real: Callable[..., Any]) -> 
         if terms.peer >= group.size():
             refuse_peer(operation.op, terms.peer, group.size(), frame, front.finder)
         is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
-        tokens = front._begin(operation, group, args, terms, frame)
+        tokens = front.begin(operation, group, args, terms, frame)
         if is_waiting:
             state = WAITING if threading.get_ident() == main or blocks_rank() else ASIDE
             for writer, number in tokens:
@@ -89,9 +105,10 @@ def _method(front: FrontEnd, operation: Operation, real: Callable[..., Any]) -> 
                 writer.end(number, FAILED) if is_waiting else writer.withdraw(number)
             raise
         if is_waiting:
-            front._close(tokens, DONE)
+            for writer, number in tokens:
+                writer.end(number, DONE)
         else:
-            front._follow(operation, work, tokens, args or ((),), False)
+            front.follow(operation, work, tokens, args or ((),), False)
         return work
 
     return method

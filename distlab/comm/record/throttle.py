@@ -141,7 +141,8 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledL
         front = FrontEnd._active
         tokens: list[Token] = [] if front is None else front._live.get(work, [])
         is_through = all(link.is_over(number) for writer, number in tokens if cast(Any, writer) is link)
-        return is_through and real[SharedWork if isinstance(work, SharedWork) else dist.Work](work)
+        own: Any = real[SharedWork if isinstance(work, SharedWork) else dist.Work]
+        return is_through and bool(own(work))
 
     for kind in real:
         kind.is_completed = is_completed  # type: ignore[assignment, method-assign]
