@@ -62,9 +62,10 @@ def play(program, group):
 
 
 def differences(program):
-    if "gloo" not in globals():
-        globals()["gloo"] = dist.new_group(backend="gloo")
-    there, here = play(program, globals()["gloo"]), play(program, None)
+    gloo = dist.new_group(backend="gloo")
+    there, here = play(program, gloo), play(program, None)
+    dist.barrier()
+    dist.destroy_process_group(gloo)
     return [k for k, (a, b) in enumerate(zip(there, here, strict=True)) if not torch.equal(a, b)]
 
 
