@@ -18,6 +18,8 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
@@ -29,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{10})(?:-([1-9]\d*))?")
 
 
-class _HashingFile:
+class HashingFile:
     """A new file that computes its SHA-256 while it is written."""
 
     def __init__(self, path: Path) -> None:
@@ -70,16 +72,16 @@ class _HashingFile:
         os.close(self._descriptor)
 
 
-def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
-    """Write a state to a new file of a directory and flush it to the disk.
+@contextmanager
+def new_file(path: Path) -> Iterator[HashingFile]:
+    """Open a new file for writing; `finish` makes it last.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk refused, also where torch.save hid that behind an error of its own.
     """
-    file = _HashingFile(directory / name)
+    file = HashingFile(path)
     try:
-        torch.save(state, cast(IO[bytes], file))  # it calls write and flush, and never seeks
-        return file.finish(name)
+        yield file
     except RuntimeError:
         if file.error is not None:
             raise file.error from None
@@ -88,14 +90,22 @@ def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
         file.close()
 
 
+def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
+    """Write a state to a new file of a directory and flush it to the disk.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with new_file(directory / name) as file:
+        torch.save(state, cast(IO[bytes], file))  # it calls write and flush, and never seeks
+        return file.finish(name)
+
+
 def write_bytes(directory: Path, name: str, data: bytes) -> None:
     """Write bytes to a new file of a directory and flush it to the disk."""
-    file = _HashingFile(directory / name)
-    try:
+    with new_file(directory / name) as file:
         file.write(data)
         file.finish(name)
-    finally:
-        file.close()
 
 
 def flush_directory(directory: Path) -> None:
@@ -155,4 +165,12 @@ def discard(directory: Path) -> None:
     """Delete what interrupted saves and deletions left behind."""
     for name in os.listdir(directory):
         if name.startswith((".saving-", ".removing-")):
-            shutil.rmtree(directory / name)
+            remove(directory / name)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory, or whatever else has its name; nothing where there is none. A link's target stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        os.unlink(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distlab.plan.sharding import Piece
-from distlab.sharding.state.named_parts import SavedPart, SavedShard
+from distlab.named_parts import SavedPart, SavedShard
 
 
 class HeldRow(NamedTuple):

@@ -30,7 +30,7 @@ from distlab.sharding.state.model_tensors import (
     saved_buffers,
     shared_buffer,
 )
-from distlab.sharding.state.named_parts import PARAMETER
+from distlab.named_parts import PARAMETER
 from distlab.sharding.state.optimizer_parts import (
     Optimizer,
     as_one_shard,

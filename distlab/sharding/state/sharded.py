@@ -21,13 +21,14 @@ import torch.distributed as dist
 from distlab.comm import agree
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
+    aliases,
     check_buffers,
     copied_buffers,
     expected_tensors,
     refuse_together,
     shared_buffer,
 )
-from distlab.sharding.state.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
+from distlab.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.state.optimizer_parts import Optimizer, assemble_rows, prepare_optimizer, save_parts
 
 
@@ -39,7 +40,8 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     """
     parts, groups = save_parts([shared_buffer(unit) for unit in model.units], optimizer, parameters=True)
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
-    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model)).to_dict()
+    tied = {name: same for name, same in aliases(model).items() if name != same}
+    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model), aliases=tied).to_dict()
 
 
 def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.plan.sharding import Piece
 from distlab.sharding.state.assemble import HeldRow
-from distlab.sharding.state.named_parts import SavedShard, check_one_save, check_tensors
+from distlab.named_parts import SavedShard, check_one_save, check_tensors
 from distlab.sharding.state.optimizer_parts import (
     SharedBuffer,
     as_one_shard,
