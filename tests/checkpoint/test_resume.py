@@ -178,15 +178,15 @@ def test_a_hook_that_forgets_is_noticed(ranks, tmp_path):
     assert not same_bits(ranks(2).run(forgetful, directory), expected)
 
 
-def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
+def test_a_hooks_memory_stays_behind_at_anreshard(ranks, tmp_path):
     def write():
         hook = Coarse()
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
         save(tmp_path, 1, parts={"model": torch.nn.Linear(2, 2), "hook": hook})
 
-    def read(other_world_size):
+    def read(reshard):
         hook = Coarse()
-        load(tmp_path, parts={"model": torch.nn.Linear(2, 2), "hook": hook}, other_world_size=other_world_size)
+        load(tmp_path, parts={"model": torch.nn.Linear(2, 2), "hook": hook}, reshard=reshard)
         return [memory.tolist() for memory in hook.memory.values()]
 
     def read_without():
@@ -305,16 +305,16 @@ def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
+def test_anreshard_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
     def write():
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, 5)
         save(tmp_path, 7, parts={"model": model}, data_position={"epoch": 1, "sample": 30})
 
-    def read(other_world_size):
+    def read(reshard):
         model = torch.nn.Linear(2, 2)
         torch.manual_seed(1)
-        resumed = load(tmp_path, parts={"model": model}, other_world_size=other_world_size)
+        resumed = load(tmp_path, parts={"model": model}, reshard=reshard)
         return resumed.step, resumed.data_position, model.weight[0, 0].item(), torch.initial_seed()
 
     ranks(2).run(write)

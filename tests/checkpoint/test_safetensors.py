@@ -162,14 +162,16 @@ def test_every_truncation_is_named_and_no_flipped_bit_raises_anything_else(tmp_p
         path.write_bytes(data[:length])
         with pytest.raises(ValueError, match="is no intact safetensors file"):
             read_safetensors(path)
+    num_refused = 0
     for bit in random.Random(0).sample(range(8 * len(data)), 400):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         try:
             read_safetensors(path)
-        except ValueError as error:
-            assert "is no intact" in str(error)
+        except ValueError:
+            num_refused += 1
+    assert 0 < num_refused < 400
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "nothing"])

@@ -13,8 +13,9 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
     _check_sums(directory)
     found = {}
     with ExitStack() as stack:
-        opened: dict[str, BinaryIO] = {}
+        opened: dict[str, BufferedReader] = {}
         for item in items:
             for chunk in item.chunks:
                 if chunk.file not in opened:
@@ -62,7 +63,7 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
     return unfold(found)
 
 
-def _open(directory: Path, name: str) -> BinaryIO:
+def _open(directory: Path, name: str) -> BufferedReader:
     try:
         return open_file(directory / name)
     except OSError as error:
@@ -84,7 +85,7 @@ def _check_sums(directory: Path) -> None:
                 raise ValueError(f"{directory.name}/{name} was changed after it was written (its SHA-256 differs)")
 
 
-def _load(item: Item, chunk: Chunk, opened: Mapping[str, BinaryIO], directory: Path) -> Any:
+def _load(item: Item, chunk: Chunk, opened: Mapping[str, BufferedReader], directory: Path) -> Any:
     file = opened[chunk.file]
     file.seek(chunk.start)
     data = file.read(chunk.num_bytes)
@@ -100,7 +101,7 @@ def _load(item: Item, chunk: Chunk, opened: Mapping[str, BinaryIO], directory: P
         ) from None
 
 
-def _tensor(item: Item, opened: Mapping[str, BinaryIO], directory: Path) -> Tensor:
+def _tensor(item: Item, opened: Mapping[str, BufferedReader], directory: Path) -> Tensor:
     """Put a tensor together from its boxes."""
     assert item.shape is not None, "a plain value has none"
     whole = torch.empty(item.shape, dtype=item.dtype)
@@ -253,7 +254,7 @@ def _plain_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], par
             f"groups of {[len(one['params']) for one in groups]} parameters in the checkpoint, of "
             f"{[len(one['params']) for one in here]} here; build the same optimizer"
         )
-    state = {}
+    state: dict[int, Any] = {}
     for group, numbers in zip(optimizer.param_groups, here, strict=True):
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
             kept = saved.get("state", {}).get(names[id(parameter)])

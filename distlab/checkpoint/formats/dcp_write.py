@@ -67,8 +67,8 @@ def write_dcp(
 
     Args:
         directory: a new one; it appears when it is complete.
-        parts: as of `save`: modules, optimizers, sharded parts, schedules. A plain optimizer needs its module. A sharded
-            part's model and optimizer go under the two names below; other parts go under their own.
+        parts: as of `save`: modules, optimizers, sharded parts, schedules. A plain optimizer needs its module. The
+            model and the optimizer of a sharded part go under the two names below, other parts under their own.
         group: the ranks.
         model: where a sharded part's model goes; "" for the top.
         optimizer: where its optimizer goes.
@@ -161,7 +161,9 @@ def _write(
     prepared: Path, name: str, boxes: Sequence[Box], values: dict[by_names.Path, Any]
 ) -> tuple[list[Written], FileRecord]:
     if not prepared.is_dir():
-        raise OSError(f"{prepared} was made by rank 0 and is not seen here; write to a file system that all ranks share")
+        raise OSError(
+            f"{prepared} was made by rank 0 and is not seen here; write to a file system that all ranks share"
+        )
     found = []
     with files.new_file(prepared / name) as file:
         start = 0

@@ -16,7 +16,6 @@ Source: https://huggingface.co/docs/safetensors; files and names as of transform
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -31,10 +30,19 @@ from distlab.checkpoint import files
 from distlab.comm.checks import open_file
 
 DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MODEL = "model.safetensors"
@@ -90,7 +98,8 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor], *, max
 def _once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tell tensors from further names of the same memory."""
     tensors: dict[str, Tensor] = {}
-    aliases, seen = {}, {}
+    aliases: dict[str, str] = {}
+    seen: dict[object, str] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel():
             where = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
@@ -217,9 +226,3 @@ def _tensors_in(file: BinaryIO) -> dict[str, Tensor]:
     if reached != len(data):
         raise ValueError(f"{len(data) - reached} bytes belong to no tensor")
     return state | {other: state[name] for other, name in metadata.items() if name in state and other not in state}
-
-
-def digest(path: str | Path) -> str:
-    """Return a file's SHA-256: publish it next to the file, since the format has no checksum of its own."""
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
+from distlab.named_parts import PARAMETER, SavedPart, SavedShard
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
 from distlab.sharding.state.assemble import HeldRow, assemble, cut
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard
 
 Optimizer = torch.optim.Optimizer
 Assembled = tuple[dict[str, Tensor], dict[str, Any]]  # the values of a row, and what the optimizer keeps of it once

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import agree
+from distlab.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
     aliases,
@@ -28,7 +29,6 @@ from distlab.sharding.state.model_tensors import (
     refuse_together,
     shared_buffer,
 )
-from distlab.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.state.optimizer_parts import Optimizer, assemble_rows, prepare_optimizer, save_parts
 
 
@@ -126,7 +126,7 @@ class ShardedState:
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
         save(directory, step, parts=parts)
 
-    At another number of ranks `load(..., other_world_size=True)` gives it the shards of all ranks that saved.
+    At another number of ranks `load(..., reshard=True)` gives it the shards of all ranks that saved.
     """
 
     def __init__(self, model: FullyShard, optimizer: Optimizer | None = None) -> None:
