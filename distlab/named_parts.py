@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,14 @@ class SavedShard:
             return cls(*where, parts, state["groups"], state["buffers"], digests, others)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the saved shard lacks a field ({error!r}); save it again") from None
+
+    def copied(self) -> SavedShard:
+        """Return the same in host memory of its own, which training does not change."""
+        parts = {
+            name: replace(part, values={key: value.to("cpu", copy=True) for key, value in part.values.items()})
+            for name, part in self.parts.items()
+        }
+        return replace(self, parts=parts)
 
     def digest(self) -> str:
         """Return a hash of everything in it, except the digests of the save."""

@@ -26,6 +26,7 @@ from typing import IO, cast
 import torch
 
 from distlab.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from distlab.checkpoint.snapshot import compact
 
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{10})(?:-([1-9]\d*))?")
@@ -105,7 +106,7 @@ def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
         OSError: the disk refused.
     """
     with new_file(directory / name) as file:
-        torch.save(state, cast(IO[bytes], file))  # it calls write and flush, and never seeks
+        torch.save(compact(state), cast(IO[bytes], file))  # it calls write and flush, and never seeks
         return file.finish(name)
 
 

@@ -41,7 +41,7 @@ class Sharded(Protocol):
     """
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's shard: plain values and tensors."""
+        """Return this rank's shard: plain values, and tensors that may be the part's own."""
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError where these saved shards do not fit; change nothing."""

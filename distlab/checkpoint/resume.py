@@ -24,7 +24,6 @@ from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Man
 from distlab.checkpoint.parts import Parts, Sharded, check_fit, collect, require_plain, take_up
 from distlab.comm.together import place_in, together
 
-
 OWN = "own"  # what a rank writes for itself, until its file has the rank's name
 
 

@@ -1,64 +1,121 @@
 """A snapshot: copies of all tensors of a state, in host memory that is used again for the next one.
 
-A save that runs beside training must not write what the next update changes. So training waits for a copy, and for no
-more. New memory costs as much as the copy itself (the system hands it out page by page), so a snapshot keeps its
-buffers, and lends them to the writer until the writer is done. Beside a GPU they are pinned: the copy goes at the speed
-of the bus.
+A save that runs beside training must not write what the next update changes. So somebody must copy, and the copy must
+be over before the update. Two things make training wait for little of it:
+
+1. Parameters and moments stay as they are from one update to the next. So a thread copies them while the next forward
+   and backward run, and only the optimizer's step waits, where the copy is not over yet. Small tensors and buffers,
+   which forward changes, are copied at once.
+2. New memory costs more than the copy itself (the system hands it out page by page), so a snapshot keeps its buffers,
+   and lends them to the writer until the writer is done. Beside a GPU they are pinned.
+
+Who changes a tensor otherwise than by an optimizer's step is found out: torch counts the changes of each tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distlab.comm import device
 
+SMALL_BYTES = 1 << 16
+
+
+class _Later(NamedTuple):
+    source: Tensor
+    buffer: Tensor
+    version: int
+    where: str
+
 
 class Snapshot:
-    """Copies states into memory of its own; the next `take` overwrites it.
+    """Copies states into memory of its own; the next `begin` overwrites it.
 
     Cost: one copy of all tensors, and host memory for as much.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._later: list[_Later] = []
 
-    def take(self, state: Any) -> Any:
-        """Return a state like this one, whose tensors nobody else writes.
+    def begin(self, state: Any, *, at_once: Iterable[Tensor] = ()) -> Any:
+        """Return a state like this one in host memory; large tensors have their values when `finish` has run.
 
         Names of one tensor stay names of one.
+
+        Args:
+            state: nested dictionaries, lists and tuples.
+            at_once: tensors that change before the next update.
         """
-        made: dict[tuple[Any, ...], Tensor] = {}
-        places: set[torch.device] = set()
-        copied = self._copy(state, (), made, places)
-        for place in places:
-            device.synchronize(place)
-        self._buffers = made
+        buffers: dict[str, Tensor] = {}
+        known: dict[tuple[Any, ...], Tensor] = {}
+        soon = {one.data_ptr() for one in at_once}
+        self._later = []
+
+        def copy(value: Tensor, where: str) -> Tensor:
+            memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            if value.numel() and memory in known:
+                return known[memory]
+            buffer = self._buffers.get(where)
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer = device.host_memory_for(value)
+            buffers[where] = known[memory] = buffer
+            if value.nbytes < SMALL_BYTES or value.data_ptr() in soon or value.is_inference():
+                buffer.copy_(value)
+            else:
+                self._later.append(_Later(value, buffer, value._version, where))
+            return buffer
+
+        copied = with_tensors(state, copy)
+        self._buffers = buffers
         return copied
 
-    def _copy(self, value: Any, path: tuple[Any, ...], made: dict[tuple[Any, ...], Tensor], places: set[Any]) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy_tensor(value.detach(), path, made, places)
-        if isinstance(value, dict):
-            return type(value)((key, self._copy(one, (*path, key), made, places)) for key, one in value.items())
-        if isinstance(value, list | tuple):
-            copies = [self._copy(one, (*path, index), made, places) for index, one in enumerate(value)]
-            return copies if isinstance(value, list) else tuple(copies)
-        return value
+    def finish(self) -> None:
+        """Copy what `begin` left; any thread may call this.
 
-    def _copy_tensor(
-        self, value: Tensor, path: tuple[Any, ...], made: dict[tuple[Any, ...], Tensor], places: set[Any]
-    ) -> Tensor:
-        memory = ("memory", value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() and memory in made:
-            return made[memory]
-        buffer = self._buffers.get(path)
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (value.shape, value.dtype, value.stride()):
-            buffer = device.host_memory_for(value)
-        buffer.copy_(value, non_blocking=device.is_gpu(value))
-        if device.is_gpu(value):
-            places.add(value.device)
-        made[path] = made[memory] = buffer
-        return buffer
+        Raises:
+            RuntimeError: a tensor was changed meanwhile, so the snapshot is of no single moment.
+        """
+        places = {one.source.device for one in self._later if device.is_gpu(one.source)}
+        for one in self._later:
+            one.buffer.copy_(one.source, non_blocking=True)
+        for place in places:
+            device.synchronize(place)
+        changed = [one.where for one in self._later if one.source._version != one.version]
+        self._later = []
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} was changed while it was copied, and not by an optimizer's step(): wait() before you "
+                "change it"
+            )
+
+
+def with_tensors(state: Any, change: Callable[[Tensor, str], Tensor], where: str = "") -> Any:
+    """Return a state like this one, with other tensors in place of its own; `change` gets each and its place."""
+    if isinstance(state, Tensor):
+        return change(state.detach(), where)
+    if isinstance(state, dict):
+        made = type(state)((key, with_tensors(one, change, f"{where}[{key!r}]")) for key, one in state.items())
+        if hasattr(state, "_metadata"):  # a module's state has the versions of its layers
+            made._metadata = state._metadata
+        return made
+    if isinstance(state, list | tuple) and not isinstance(state, torch.Size):
+        items = [with_tensors(one, change, f"{where}[{index}]") for index, one in enumerate(state)]
+        return items if isinstance(state, list) else tuple(items)
+    return state
+
+
+def compact(state: Any) -> Any:
+    """Return a state whose tensors have memory of no more than their own: torch.save writes all of a view's memory."""
+    known: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy(value: Tensor, _: str) -> Tensor:
+        if value.untyped_storage().nbytes() == value.nbytes:
+            return value
+        return known.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), value.clone())
+
+    return with_tensors(state, copy)

@@ -5,8 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_models import OURS, Torchs, alone, largest_difference
 
-from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
-from distlab.checkpoint.formats.dcp_write import write_dcp
+from distlab.checkpoint import load_dcp, read_dcp, write_dcp
 
 
 def write_ours(directory, names):

@@ -13,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from distlab.checkpoint import CheckpointError
+from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
 from distlab.checkpoint.formats import dcp_metadata
-from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
-from distlab.checkpoint.formats.dcp_write import choose_writers, write_dcp
+from distlab.checkpoint.formats.dcp_write import choose_writers
 from distlab.named_parts import PARAMETER, SavedPart, Slab
 
 

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from distlab.checkpoint.formats.safetensors import DTYPES, INDEX, MODEL, read_safetensors, write_safetensors
+from distlab.checkpoint import read_safetensors, write_safetensors
+from distlab.checkpoint.formats.safetensors import DTYPES, INDEX, MODEL
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 

@@ -8,9 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hybrid_gpt import DEEP_UNTIED, MAX_NORM, UNTIED, batch_of, difference, make_hybrid, make_model, train_alone
 
-from distlab.checkpoint import load, save
-from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
-from distlab.checkpoint.formats.dcp_write import write_dcp
+from distlab.checkpoint import load, load_dcp, read_dcp, save, write_dcp
 from distlab.plan import Plan, Sharding
 
 PLANS = {

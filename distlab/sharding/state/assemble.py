@@ -30,17 +30,14 @@ class HeldRow(NamedTuple):
 
 
 def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Iterator[tuple[str, SavedPart]]:
-    """Cut values that are shaped like a row into parts of named tensors, in host memory: copies, as training goes on.
+    """Cut values that are shaped like a row into parts of named tensors: views, which training goes on to change.
 
     Shapes: values [row elements] each -> parts of [stop - start] each.
     """
     held = {piece.tensor: piece for piece in row.pieces}
     for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
         _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
-        own = {
-            key: value.detach().reshape(-1)[offset : offset + stop - start].to("cpu", copy=True)
-            for key, value in values.items()
-        }
+        own = {key: value.detach().reshape(-1)[offset : offset + stop - start] for key, value in values.items()}
         yield name, SavedPart(shape, start, stop, own, dict(numbers))
 
 

@@ -94,7 +94,7 @@ def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
 def save_parts(
     buffers: Sequence[SharedBuffer], optimizer: Optimizer | None, *, parameters: bool
 ) -> tuple[dict[str, SavedPart], list[dict[str, Any]] | None]:
-    """Return this rank's part of every tensor, in host memory, and the optimizer's groups; nothing is sent.
+    """Return this rank's part of every tensor, as views, and the optimizer's groups; nothing is sent.
 
     Args:
         buffers: what the ranks share.

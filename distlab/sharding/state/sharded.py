@@ -33,7 +33,7 @@ from distlab.sharding.state.optimizer_parts import Optimizer, assemble_rows, pre
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard of the model, and of the optimizer's state, in host memory; nothing is sent.
+    """Return this rank's shard of the model, and of the optimizer's state: views; nothing is sent.
 
     Raises:
         ValueError: the optimizer is of another model, or keeps what cannot be cut.
@@ -56,7 +56,7 @@ def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) ->
     """
     agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
     state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
-    saved = SavedShard.from_dict(state)
+    saved = SavedShard.from_dict(state).copied()
     digests = [""] * saved.num_shards
     dist.all_gather_object(digests, saved.digest(), group=model.group)
     return dataclasses.replace(saved, digests=tuple(digests)).to_dict()
@@ -133,7 +133,7 @@ class ShardedState:
         self.model, self.optimizer = model, optimizer
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's state."""
+        """Return this rank's state: views, to save or copy before the next update."""
         return shard_state(self.model, self.optimizer)
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
