@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distlab.checkpoint import files
 from distlab.checkpoint.manifest import CheckpointError, FileRecord, Manifest, rank_file
 from distlab.checkpoint.parts import Parts
-from distlab.checkpoint.resume import OWN, agreed_contents, quietly, write
+from distlab.checkpoint.resume import OWN, agreed_contents, write
 from distlab.checkpoint.snapshot import Snapshot
 from distlab.comm.together import place_in, together
 
@@ -104,7 +104,7 @@ class AsyncSaves:
         except CheckpointError:
             writing.stop()
             if self._rank == 0:
-                quietly(lambda: files.remove(writing.prepared))
+                files.quietly(lambda: files.remove(writing.prepared))
             raise
         return path
 
@@ -146,7 +146,7 @@ class AsyncSaves:
             records.append(FileRecord(**json.loads(note.read_bytes())))
             note.unlink()
         path = files.publish(writing.prepared, Manifest(writing.step, self._world_size, tuple(records)))
-        quietly(lambda: files.prune(self._directory, writing.step, self._keep))
+        files.quietly(lambda: files.prune(self._directory, writing.step, self._keep))
         return path
 
 

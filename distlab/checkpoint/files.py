@@ -18,7 +18,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
@@ -131,7 +132,7 @@ def begin(directory: Path, step: int) -> Path:
     if not directory.is_dir():
         directory.mkdir(parents=True)
         flush_directory(directory.parent)
-    discard(directory)
+    quietly(lambda: discard(directory))
     prepared = directory / f".saving-{step:010d}"
     os.mkdir(prepared)
     return prepared
@@ -151,8 +152,12 @@ def publish(prepared: Path, manifest: Manifest) -> Path:
 
 
 def saved(directory: Path) -> list[tuple[int, int, Path]]:
-    """Return (step, attempt, path) of every checkpoint directory, the newest first: by number, never by file time."""
-    names = os.listdir(directory) if directory.is_dir() else []
+    """Return (step, attempt, path) of every checkpoint directory, the newest first: by number, never by file time.
+
+    Raises:
+        OSError: it cannot be listed. Where it is not there at all, nothing was saved yet.
+    """
+    names = os.listdir(directory) if os.path.lexists(directory) else []
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     found = [(int(match[1]), int(match[2] or 0), directory / match[0]) for match in matches]
     return sorted(found, reverse=True)
@@ -175,6 +180,14 @@ def discard(directory: Path) -> None:
     for name in os.listdir(directory):
         if name.startswith((".saving-", ".removing-")):
             remove(directory / name)
+
+
+def quietly(action: Callable[[], None]) -> None:
+    """Clean up; warn where that fails: leftovers cost room, not correctness."""
+    try:
+        action()
+    except OSError as error:
+        warnings.warn(f"old checkpoint files could not be removed: {error}", stacklevel=3)
 
 
 def remove(path: Path) -> None:

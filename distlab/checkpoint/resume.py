@@ -8,7 +8,6 @@ ranks share; each rank writes what is its own: see `parts`. See `files` for how 
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -86,10 +85,10 @@ def save(
         path = everywhere(lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
     except CheckpointError:
         if rank == 0 and directory.is_dir():
-            quietly(lambda: files.discard(directory))
+            files.quietly(lambda: files.discard(directory))
         raise
     if rank == 0:
-        quietly(lambda: files.prune(directory, step, keep))
+        files.quietly(lambda: files.prune(directory, step, keep))
     assert path is not None
     return path
 
@@ -182,14 +181,6 @@ def write(prepared: Path, contents: dict[str, Any], rank: int) -> tuple[FileReco
         raise OSError(f"{prepared} was made by rank 0 and is not seen here; save to a file system that all ranks share")
     names = {SHARED: SHARED, OWN: rank_file(rank)} if rank == 0 else {OWN: rank_file(rank)}
     return tuple(files.write_tensors(prepared, name, contents[what]) for what, name in names.items())
-
-
-def quietly(action: Callable[[], None]) -> None:
-    """Clean up; warn where that fails."""
-    try:
-        action()
-    except OSError as error:  # leftovers cost room, not correctness
-        warnings.warn(f"old checkpoint files could not be removed: {error}", stacklevel=3)
 
 
 def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:

@@ -178,7 +178,7 @@ def test_a_hook_that_forgets_is_noticed(ranks, tmp_path):
     assert not same_bits(ranks(2).run(forgetful, directory), expected)
 
 
-def test_a_hooks_memory_stays_behind_at_anreshard(ranks, tmp_path):
+def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
     def write():
         hook = Coarse()
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
@@ -305,7 +305,7 @@ def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_anreshard_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
+def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
     def write():
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, 5)
