@@ -204,11 +204,8 @@ class SavedShard:
 
     def copied(self) -> SavedShard:
         """Return the same in host memory of its own, which training does not change."""
-        parts = {
-            name: replace(part, values={key: value.to("cpu", copy=True) for key, value in part.values.items()})
-            for name, part in self.parts.items()
-        }
-        return replace(self, parts=parts)
+        own = {n: {key: v.to("cpu", copy=True) for key, v in part.values.items()} for n, part in self.parts.items()}
+        return replace(self, parts={name: replace(part, values=own[name]) for name, part in self.parts.items()})
 
     def digest(self) -> str:
         """Return a hash of everything in it, except the digests of the save."""

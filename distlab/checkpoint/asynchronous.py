@@ -55,8 +55,8 @@ class AsyncSaves:
     Attributes:
         held_s: seconds for which `save`, and steps of optimizers, have held training up so far.
 
-    Cost: `save` takes small exchanges and a new directory; host memory for a copy of what this rank writes. Files,
-        hashes and flushes are the thread's.
+    Cost: `save` exchanges outcomes twice, and twice more where a save before it is awaited; nothing else is sent, and
+        nothing by threads. Host memory for a copy of what this rank writes, made once and used again.
     """
 
     def __init__(self, directory: str | Path, *, group: ProcessGroup | None = None, keep: int = 3) -> None:

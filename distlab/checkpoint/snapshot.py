@@ -23,23 +23,22 @@ from torch import Tensor
 from distlab.comm import device
 
 SMALL_BYTES = 1 << 16
+Path = tuple[object, ...]
+_ENDS = (int, float, str, bool, type(None))
 
 
 class _Later(NamedTuple):
     source: Tensor
     buffer: Tensor
     version: int
-    where: str
+    where: Path
 
 
 class Snapshot:
-    """Copies states into memory of its own; the next `begin` overwrites it.
-
-    Cost: one copy of all tensors, and host memory for as much.
-    """
+    """Copies states into memory of its own, as much as their tensors have; the next `begin` overwrites it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[Path, Tensor] = {}
         self._later: list[_Later] = []
 
     def begin(self, state: Any, *, at_once: Iterable[Tensor] = ()) -> Any:
@@ -51,12 +50,12 @@ class Snapshot:
             state: nested dictionaries, lists and tuples.
             at_once: tensors that change before the next update.
         """
-        buffers: dict[str, Tensor] = {}
+        buffers: dict[Path, Tensor] = {}
         known: dict[tuple[Any, ...], Tensor] = {}
         soon = {one.data_ptr() for one in at_once}
         self._later = []
 
-        def copy(value: Tensor, where: str) -> Tensor:
+        def copy(value: Tensor, where: Path) -> Tensor:
             memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
             if value.numel() and memory in known:
                 return known[memory]
@@ -88,23 +87,27 @@ class Snapshot:
         changed = [one.where for one in self._later if one.source._version != one.version]
         self._later = []
         if changed:
+            what = "".join(f"[{key!r}]" for key in changed[0])
             raise RuntimeError(
-                f"{changed[0]} was changed while it was copied, and not by an optimizer's step(): wait() before you "
-                "change it"
+                f"{what} was changed while it was copied, and not by an optimizer's step(): wait() before you change it"
             )
 
 
-def with_tensors(state: Any, change: Callable[[Tensor, str], Tensor], where: str = "") -> Any:
+def with_tensors(state: Any, change: Callable[[Tensor, Path], Tensor], where: Path = ()) -> Any:
     """Return a state like this one, with other tensors in place of its own; `change` gets each and its place."""
     if isinstance(state, Tensor):
         return change(state.detach(), where)
     if isinstance(state, dict):
-        made = type(state)((key, with_tensors(one, change, f"{where}[{key!r}]")) for key, one in state.items())
+        made: Any = type(state)(
+            (key, one if type(one) in _ENDS else with_tensors(one, change, (*where, key))) for key, one in state.items()
+        )
         if hasattr(state, "_metadata"):  # a module's state has the versions of its layers
             made._metadata = state._metadata
         return made
     if isinstance(state, list | tuple) and not isinstance(state, torch.Size):
-        items = [with_tensors(one, change, f"{where}[{index}]") for index, one in enumerate(state)]
+        items = [
+            one if type(one) in _ENDS else with_tensors(one, change, (*where, index)) for index, one in enumerate(state)
+        ]
         return items if isinstance(state, list) else tuple(items)
     return state
 
@@ -113,7 +116,7 @@ def compact(state: Any) -> Any:
     """Return a state whose tensors have memory of no more than their own: torch.save writes all of a view's memory."""
     known: dict[tuple[Any, ...], Tensor] = {}
 
-    def copy(value: Tensor, _: str) -> Tensor:
+    def copy(value: Tensor, _: Path) -> Tensor:
         if value.untyped_storage().nbytes() == value.nbytes:
             return value
         return known.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), value.clone())

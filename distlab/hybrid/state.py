@@ -199,8 +199,8 @@ class HybridState:
         """Check shards like those of `_own_shards`, and return what takes them up."""
         averaging = self._averaging
         if isinstance(averaging, ShardedParameters):
-            pairs = zip(averaging.models.values(), averaging.optimizers, own, strict=True)
-            return [prepare_shards(model, [saved.to_dict()], optimizer) for model, optimizer, saved in pairs]
+            three = zip(averaging.models.values(), averaging.optimizers, own, strict=True)
+            return [prepare_shards(model, [saved.to_dict()], optimizer) for model, optimizer, saved in three]
         buffer = self._whole_buffer()
         check_tensors(own[:1], {row.names[0]: (row.shapes[0], row.parameter.dtype) for row in buffer.rows})
         found = assemble_rows([buffer], own[:1])
@@ -243,7 +243,7 @@ class HybridState:
 
     def _slab(self, name: str) -> Slab | None:
         split, group = self._built.splits.get(name), self._layout.groups["tensor"]
-        return split and split.slab(dist.get_world_size(group), dist.get_rank(group))
+        return None if split is None else split.slab(dist.get_world_size(group), dist.get_rank(group))
 
     def _for_all(self, own: SavedShard) -> SavedShard:
         """Say what a shard holds of the whole model, by the names that every plan uses."""

@@ -34,9 +34,8 @@ from distlab.named_parts import PARAMETER, SavedPart, SavedShard
 def read_dcp(directory: str | Path) -> dict[str, Any]:
     """Return a checkpoint of torch.distributed.checkpoint's layout as nested dictionaries of whole tensors.
 
-    Values that would need code to load are left out, with a warning.
+    Values that would need code to load are left out, with a warning. There must be host memory for all tensors.
 
-    Cost: host memory for all tensors.
     Error: exact.
 
     Raises:
@@ -137,6 +136,8 @@ def load_dcp(
 ) -> None:
     """Take up a checkpoint of torch.distributed.checkpoint's layout; every rank of the group calls it.
 
+    Each rank reads everything, and has host memory for it, before it takes its part.
+
     Args:
         directory: of `write_dcp`, or of torch's `dcp.save` of what `get_state_dict` returns.
         parts: as of `write_dcp`. Generators and hooks stay as they are.
@@ -144,7 +145,7 @@ def load_dcp(
         model: where a sharded part's model is; "" for the top.
         optimizer: where its optimizer is.
 
-    Cost: each rank reads everything, and has host memory for it.
+    Cost: only the outcomes of reading and of taking up are exchanged.
     Error: exact.
 
     Raises:
