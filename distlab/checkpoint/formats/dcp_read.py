@@ -227,7 +227,7 @@ def _as_shard(own: SavedShard, model: Mapping[str, Any], optimizer: Mapping[str,
         values = {} if stored is None else {PARAMETER: stored}
         if stored is None and _has_model(own):
             raise ValueError(f"{name} is in the model and not in the checkpoint: it is of another model")
-        state = next((kept[one] for one in (name, names[name]) if one in kept), {})
+        state: Mapping[str, Any] = next((kept[one] for one in (name, names[name]) if one in kept), {})
         values |= {key: v for key, v in state.items() if is_per_element(key, v, part.shape)}
         numbers = {key: value for key, value in state.items() if key not in values}
         for key, value in values.items():

@@ -104,7 +104,7 @@ def _whole_input(name: str, group: ProcessGroup | None) -> Any:
 
 
 def _part_input(name: str, group: ProcessGroup | None) -> Any:
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: Any, args: Any) -> None:
         part = module.in_features // dist.get_world_size(group)
         if args and isinstance(args[0], Tensor) and args[0].shape[-1] != part:
             raise ValueError(
