@@ -204,7 +204,7 @@ def _use_clip(
     """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
     lists = {"split": split, "whole": whole, "partial": partial}
     kept = {name: [*gradients] for name, gradients in lists.items()}
-    dtype = next((gradient.dtype for gradients in kept.values() for gradient in gradients), torch.float64)
+    dtype = next((gradient.dtype for gradients in kept.values() for gradient in gradients), torch.float32)
     norm = torch.tensor(float(fn(split, whole, partial, max_norm)), dtype=torch.float64).to(dtype)
     scaled = {
         name: [one.float() if one.dtype == torch.float64 else one.clone() for one in gradients]
