@@ -137,10 +137,8 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
         dense = (plain if plain.layout is torch.strided else plain.to_dense()).as_subclass(torch.Tensor)
         flat = torch.empty(0, dtype=torch.uint8)
         if not dense.is_meta and dense.numel():
-            row = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            if row.stride(0) != 1:  # one element that was cut from a larger tensor counts as contiguous
-                row = row.clone(memory_format=torch.contiguous_format)
-            flat = row.view(torch.uint8)
+            row = dense.cpu().resolve_conj().resolve_neg().contiguous()  # of one element with any stride
+            flat = row.as_strided((row.numel(),), (1,)).view(torch.uint8)
         return (
             str(dense.dtype).removeprefix("torch."),
             tuple(dense.shape),

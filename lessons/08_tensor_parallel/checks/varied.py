@@ -27,6 +27,17 @@ def _draw_cut(draw: Draw) -> tuple[Any, ...]:
     return weight, bias, draw.one_of("column", "row"), num_ranks, draw.integer(0, 71) % num_ranks
 
 
+def _use_cut(
+    fn: Callable[..., tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor, kind: str, num_ranks: int, rank: int
+) -> dict[str, Any]:
+    """Return a rank's part; of a row layer's biases their sum, for any one rank may have it."""
+    own, own_bias = fn(weight, bias, kind, num_ranks, rank)
+    if kind == "column":
+        return {"weight": own, "bias": own_bias}
+    biases = [fn(weight, bias, kind, num_ranks, other)[1] for other in range(num_ranks)]
+    return {"weight": own, "the sum of the ranks' biases": sum(one for one in biases if one is not None)}
+
+
 def _draw_heads(draw: Draw) -> tuple[Any, ...]:
     num_ranks, dtype = draw.one_of(2, 1, draw.integer(3, 6)), draw.dtype(*_TYPES)
     num_shared = draw.integer(1, 3) * (num_ranks if draw.one_of(True, True, False) else 1)
@@ -231,7 +242,7 @@ def _use_embed(
     return {"the embedded tokens": out, "the gradient of the own rows": gradient}
 
 
-CUT = Vary(_draw_cut, left_out={"dims": MATRIX, "empty": HOLDS})
+CUT = Vary(_draw_cut, use=_use_cut, left_out={"dims": MATRIX, "empty": HOLDS})
 HEADS = Vary(_draw_heads, use=_use_heads, left_out={"dims": MATRIX, "empty": HOLDS})
 _PARTS = {"sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE}
 PAIR = Vary(_draw_pair, use=_use_pair, left_out=_PARTS)
