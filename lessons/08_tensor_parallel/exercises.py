@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, sequence
+from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, sequence, varied, varied_wrong
 
 from distlab.grading import Exercise
 
@@ -41,7 +41,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=linear.budget_cut,
-        mutants=linear.WRONG_CUTS,
+        mutants=linear.WRONG_CUTS + varied_wrong.WRONG_CUTS,
+        vary=varied.CUT,
     ),
     Exercise(
         name="08.f_and_g",
@@ -59,7 +60,8 @@ EXERCISES = (
             "a clone of x, backward the gradient as it is.",
         ),
         budget=pairs.budget_pair,
-        mutants=pairs.WRONG_PAIRS,
+        mutants=pairs.WRONG_PAIRS + varied_wrong.WRONG_PAIRS,
+        vary=varied.PAIR,
     ),
     Exercise(
         name="08.mlp",
@@ -76,7 +78,8 @@ EXERCISES = (
             "f; F.linear with widen and its bias; gelu; F.linear with output, without bias; g; add the bias.",
         ),
         budget=pairs.budget_mlp,
-        mutants=pairs.WRONG_MLPS,
+        mutants=pairs.WRONG_MLPS + varied_wrong.WRONG_MLPS,
+        vary=varied.MLP,
     ),
     Exercise(
         name="08.heads",
@@ -94,7 +97,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=linear.budget_heads,
-        mutants=linear.WRONG_HEADS,
+        mutants=linear.WRONG_HEADS + varied_wrong.WRONG_HEADS,
+        vary=varied.HEADS,
     ),
     Exercise(
         name="08.cross_entropy",
@@ -113,7 +117,8 @@ EXERCISES = (
             "0, through g; mean of total.log() + largest - score.",
         ),
         budget=entropy.budget_entropy,
-        mutants=entropy.WRONG_ENTROPIES,
+        mutants=entropy.WRONG_ENTROPIES + varied_wrong.WRONG_ENTROPIES,
+        vary=varied.ENTROPY,
     ),
     Exercise(
         name="08.sequence",
@@ -132,7 +137,8 @@ EXERCISES = (
             "other way round.",
         ),
         budget=sequence.budget_sequence,
-        mutants=sequence.WRONG_SEQUENCES,
+        mutants=sequence.WRONG_SEQUENCES + varied_wrong.WRONG_SEQUENCES,
+        vary=varied.SEQUENCE,
     ),
     Exercise(
         name="08.dropout",
@@ -150,7 +156,8 @@ EXERCISES = (
             "times x; divided by 1 - p.",
         ),
         budget=sequence.budget_drop,
-        mutants=sequence.WRONG_DROPS,
+        mutants=sequence.WRONG_DROPS + varied_wrong.WRONG_DROPS,
+        vary=varied.DROP,
     ),
     Exercise(
         name="08.clip",
@@ -168,7 +175,8 @@ EXERCISES = (
             "root. Multiply all by min(1, max_norm / norm). Return the norm.",
         ),
         budget=clip.budget_clip,
-        mutants=clip.WRONG_CLIPS,
+        mutants=clip.WRONG_CLIPS + varied_wrong.WRONG_CLIPS,
+        vary=varied.CLIP,
     ),
     Exercise(
         name="08.repair",
@@ -186,6 +194,7 @@ EXERCISES = (
         ),
         broken="rounded down",
         budget=embedding.budget_embed,
-        mutants=embedding.WRONG_EMBEDDINGS,
+        mutants=embedding.WRONG_EMBEDDINGS + varied_wrong.WRONG_EMBEDDINGS,
+        vary=varied.EMBED,
     ),
 )

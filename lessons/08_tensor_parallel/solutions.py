@@ -112,7 +112,8 @@ def sequence_pair() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
     """Return what takes the places of f and g where each rank holds a part of the sequence.
 
     The first joins the ranks' positions, and adds up the gradients and keeps the own positions in backward. The second
-    adds up and keeps the own positions, and joins the gradients' in backward. The sequence is the first dim.
+    adds up and keeps the own positions, and joins the gradients' in backward. The sequence is the first dim. What comes
+    in may be cut from a larger tensor or transposed: torch and distlab send contiguous tensors only.
 
     Shapes: the first [S/t, B, H] -> [S, B, H]; the second [S, B, H] -> [S/t, B, H]
     """

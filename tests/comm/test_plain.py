@@ -43,7 +43,7 @@ def test_plain_values_come_back(value):
     [
         *(X, X.view(2, 3).T, X[::2], torch.tensor(3), torch.empty(0, 4), torch.ones(2, 2, 1, 3, dtype=torch.bfloat16)),
         *(torch.tensor([True, False]), torch.tensor([1 + 2j]).conj(), X.clone().requires_grad_(), (2 * X).expand(4, 6)),
-        torch.eye(3).to_sparse(),
+        *(torch.eye(3).to_sparse(), X.view(3, 2)[:1, 1]),
     ],
     ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.layout}",
 )

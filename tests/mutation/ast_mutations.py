@@ -119,7 +119,7 @@ def _of_node(node: ast.AST) -> Iterator[tuple[ast.AST | None, str]]:
     if isinstance(node, ast.expr):
         before = ast.unparse(node)
         for new in _of_expression(node):
-            yield new, f"{_short(before)} -> {_short(ast.unparse(new))}"
+            yield new, " -> ".join(_apart(before, ast.unparse(new)))
     elif isinstance(node, ast.stmt):
         yield from _of_statement(node)
 
@@ -207,6 +207,15 @@ def _other_values(value: object) -> list[Any]:
     if isinstance(value, float):
         return [value * 2 or 1.0]
     return []
+
+
+def _apart(before: str, after: str) -> tuple[str, str]:
+    """Return two texts shortened, from shortly before where they differ if they begin alike for too long."""
+    if _short(before) != _short(after):
+        return _short(before), _short(after)
+    same = next(at for at, pair in enumerate(zip(before + "\0", after + "\0", strict=False)) if pair[0] != pair[1])
+    start = max(before.rfind(" ", 0, same - 8) + 1, same - 30)
+    return f"...{_short(before[start:])}", f"...{_short(after[start:])}"
 
 
 def _short(text: str) -> str:

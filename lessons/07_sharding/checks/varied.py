@@ -144,7 +144,7 @@ def _use_clip(
 ) -> dict[str, Any]:
     """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
     kept = [*shards], [*replicated]
-    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float64)
+    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float32)
     norm = torch.tensor(float(fn(shards, replicated, max_norm)), dtype=torch.float64).to(dtype)
     scaled = [[one.float() if one.dtype == torch.float64 else one.clone() for one in gradients] for gradients in kept]
     return {"norm": norm, "shards": scaled[0], "replicated": scaled[1], "lengths": [len(shards), len(replicated)]}

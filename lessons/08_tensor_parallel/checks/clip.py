@@ -78,7 +78,12 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
     for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
         if close(norm, value**0.5):
             yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
-    yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
+    if norm == 0:
+        text = (
+            f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have no .grad, where"
+        )
+        yield Fault("gradients of gradients", f"{text} torch.nn.utils.clip_grad_norm_ looks; sum up their own squares")
+    yield from found(compare(norm, true, f"rank {rank}'s norm"))
 
 
 def _squares(gradients: list[Tensor]) -> float:
