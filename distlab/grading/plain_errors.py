@@ -78,6 +78,10 @@ _MEANINGS = tuple(
             r"view size is not compatible|[Tt]ensors? must be contiguous|be contiguous",
             "the tensor is not contiguous (a transposed or strided view): use .contiguous() or .reshape()",
         ),
+        (
+            r"rank should not be the same as the rank of the current process",
+            "a rank sends to, or receives from, itself here: keep the tensor, or a copy, and leave that message out",
+        ),
         (r"can't call numpy\(\) on Tensor that requires grad", "call .detach() before .numpy()"),
     )
 )
