@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def _judge(orders: list[Any], case: tuple[int, int], takes: dict[str, int], look
     """Say whether all ranks' orders are right together; several are, so that none is compared with the reference's."""
     fault = next(judge_orders(orders, case, takes, look), None)
     if fault is not None:
-        raise Refused(fault.code, fault.message)
+        raise Refused(fault.code, "\n".join(textwrap.wrap(fault.message, 200)))  # a longer line would be cut
     return True
 
 
