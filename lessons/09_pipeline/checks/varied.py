@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.grading import Mutant
 from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
+from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 from distlab.plan import Action
 
 TAKES_NO_GROUP = "takes no group"
@@ -81,11 +81,6 @@ class Layer(nn.Module):
         return Noted.apply(y, self.log, number, 0.0)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared distance from twice the targets: not the same where outputs and targets change places."""
-    return (outputs - 2 * targets).square().mean()
-
-
 def _order_of(draw: Draw, count: int) -> list[tuple[str, int]]:
     """Return an order of passes, of one rank: GPipe, 1F1B, the newest back first; from any micro-batch on."""
     kind, turn = draw.one_of("GPipe", "1F1B", "newest first", "another order"), draw.integer(0, count - 1)
@@ -114,7 +109,7 @@ def _draw_stage(draw: Draw, *dtypes: str, lead: tuple[int, ...], last_width: int
 def _draw_run(draw: Draw) -> tuple[Any, ...]:
     count = draw.one_of(1, 2, 3, draw.integer(5, 6))
     lead = draw.one_of((3,), (), (draw.integer(1, 3), 2), (2, draw.integer(1, 3), 2))
-    loss_fn, last_width = draw.one_of(_lopsided_loss, nn.functional.smooth_l1_loss), draw.integer(1, 4)
+    loss_fn, last_width = draw.one_of(lopsided_loss, nn.functional.smooth_l1_loss), draw.integer(1, 4)
     actions = [Action(draw.rank, kind, i) for kind, i in _order_of(draw, count)]
     stage, shape, like = _draw_stage(draw, *_FLOATS, lead=lead, last_width=last_width)
     inputs = [draw.tensor(*shape, dtype=like.dtype, strided=True) for _ in range(count)]
