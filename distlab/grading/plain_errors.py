@@ -79,6 +79,10 @@ _MEANINGS = tuple(
             "the tensor is not contiguous (a transposed or strided view): use .contiguous() or .reshape()",
         ),
         (
+            r"rank should not be the same as the rank of the current process",
+            "a rank sends to, or receives from, itself here: keep the tensor, or a copy, and leave that message out",
+        ),
+        (
             r"(list|tuple) index out of range",
             "the {0} is shorter than this index needs: print its length. tensor.chunk(n) and split may return fewer "
             "than n pieces, tensor_split(n) always n",

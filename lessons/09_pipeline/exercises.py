@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_09.checks import bubble, forward, rank, schedules
+from distlab_lesson_09.checks import bubble, forward, rank, schedules, varied
 
 from distlab.grading import Exercise
 
@@ -35,7 +35,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=schedules.budget_orders,
-        mutants=schedules.WRONG_GPIPE,
+        mutants=schedules.WRONG_GPIPE + varied.WRONG_GPIPE,
+        vary=varied.GPIPE,
     ),
     Exercise(
         name="09.bubble",
@@ -52,7 +53,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=bubble.budget_bubble,
-        mutants=bubble.WRONG_BUBBLES,
+        mutants=bubble.WRONG_BUBBLES + varied.WRONG_BUBBLES,
+        vary=varied.BUBBLE,
     ),
     Exercise(
         name="09.one_f_one_b",
@@ -70,7 +72,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=schedules.budget_orders,
-        mutants=schedules.WRONG_ONE_F_ONE_B,
+        mutants=schedules.WRONG_ONE_F_ONE_B + varied.WRONG_ONE_F_ONE_B,
+        vary=varied.ONE_F_ONE_B,
     ),
     Exercise(
         name="09.run_rank",
@@ -92,7 +95,8 @@ EXERCISES = (
         ),
         on_failure=rank.run_failure,
         budget=rank.budget_run,
-        mutants=rank.WRONG_RUNS,
+        mutants=rank.WRONG_RUNS + varied.WRONG_RUNS,
+        vary=varied.RUN,
     ),
     Exercise(
         name="09.split",
@@ -112,7 +116,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=bubble.budget_split,
-        mutants=bubble.WRONG_SPLITS,
+        mutants=bubble.WRONG_SPLITS + varied.WRONG_SPLITS,
+        vary=varied.SPLIT_BACKWARD,
     ),
     Exercise(
         name="09.zero_bubble",
@@ -130,7 +135,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=schedules.budget_orders,
-        mutants=schedules.WRONG_ZERO_BUBBLE,
+        mutants=schedules.WRONG_ZERO_BUBBLE + varied.WRONG_ZERO_BUBBLE,
+        vary=varied.ZERO_BUBBLE,
     ),
     Exercise(
         name="09.repair",
@@ -149,6 +155,7 @@ EXERCISES = (
         ),
         broken="told at once",
         budget=forward.budget_forward,
-        mutants=forward.WRONG_FORWARDS,
+        mutants=forward.WRONG_FORWARDS + varied.WRONG_FORWARDS,
+        vary=varied.FORWARD,
     ),
 )

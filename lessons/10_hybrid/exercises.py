@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_10.checks import mesh, nodes, norm, shares, step
+from distlab_lesson_10.checks import mesh, nodes, norm, shares, step, varied
 
 from distlab.grading import Exercise
 
@@ -35,7 +35,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=mesh.budget_places,
-        mutants=mesh.WRONG_PLACES,
+        mutants=mesh.WRONG_PLACES + varied.WRONG_PLACES,
+        vary=varied.COORDINATES,
     ),
     Exercise(
         name="10.groups",
@@ -56,7 +57,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=mesh.budget_groups,
-        mutants=mesh.WRONG_GROUPS,
+        mutants=mesh.WRONG_GROUPS + varied.WRONG_GROUPS,
+        vary=varied.GROUPS,
     ),
     Exercise(
         name="10.my_batch",
@@ -77,7 +79,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=shares.budget_parts,
-        mutants=shares.WRONG_PARTS,
+        mutants=shares.WRONG_PARTS + varied.WRONG_PARTS,
+        vary=varied.PART,
     ),
     Exercise(
         name="10.gradient_axes",
@@ -96,7 +99,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=shares.budget_axes,
-        mutants=shares.WRONG_AXES,
+        mutants=shares.WRONG_AXES + varied.WRONG_AXES,
+        vary=varied.GRADIENT_AXES,
     ),
     Exercise(
         name="10.global_norm",
@@ -116,7 +120,8 @@ EXERCISES = (
         ),
         on_failure=norm.norm_failure,
         budget=norm.budget_norm,
-        mutants=norm.WRONG_NORMS,
+        mutants=norm.WRONG_NORMS + varied.WRONG_NORMS,
+        vary=varied.NORM,
     ),
     Exercise(
         name="10.place",
@@ -137,7 +142,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=nodes.budget_order,
-        mutants=nodes.WRONG_ORDERS,
+        mutants=nodes.WRONG_ORDERS + varied.WRONG_ORDERS,
+        vary=varied.ORDER,
     ),
     Exercise(
         name="10.find_the_bug",
@@ -156,6 +162,7 @@ EXERCISES = (
         broken="by rank",
         on_failure=step.step_failure,
         budget=step.budget_step,
-        mutants=step.WRONG_STEPS,
+        mutants=step.WRONG_STEPS + varied.WRONG_STEPS,
+        vary=varied.STEP,
     ),
 )

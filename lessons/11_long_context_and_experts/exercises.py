@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_11.checks import attention, dispatch, ring, routing
+from distlab_lesson_11.checks import attention, dispatch, ring, routing, varied
 
 from distlab.grading import Exercise
 
@@ -36,7 +36,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=attention.budget_merge,
-        mutants=attention.WRONG_MERGES,
+        mutants=attention.WRONG_MERGES + varied.WRONG_MERGES,
+        vary=varied.MERGE,
     ),
     Exercise(
         name="11.zigzag",
@@ -54,7 +55,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=attention.budget_zigzag,
-        mutants=attention.WRONG_ZIGZAGS,
+        mutants=attention.WRONG_ZIGZAGS + varied.WRONG_ZIGZAGS,
+        vary=varied.ZIGZAG,
     ),
     Exercise(
         name="11.ring",
@@ -74,7 +76,8 @@ EXERCISES = (
         ),
         on_failure=ring.ring_failure,
         budget=ring.budget_ring,
-        mutants=ring.WRONG_RINGS,
+        mutants=ring.WRONG_RINGS + varied.WRONG_RINGS,
+        vary=varied.RING,
     ),
     Exercise(
         name="11.route",
@@ -94,7 +97,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=routing.budget_route,
-        mutants=routing.WRONG_ROUTES,
+        mutants=routing.WRONG_ROUTES + varied.WRONG_ROUTES,
+        vary=varied.ROUTE,
     ),
     Exercise(
         name="11.ask",
@@ -119,7 +123,8 @@ EXERCISES = (
         ),
         on_failure=dispatch.ask_failure,
         budget=dispatch.budget_ask,
-        mutants=dispatch.WRONG_ASKS,
+        mutants=dispatch.WRONG_ASKS + varied.WRONG_ASKS,
+        vary=varied.ASK,
     ),
     Exercise(
         name="11.balance",
@@ -137,7 +142,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=routing.budget_balance,
-        mutants=routing.WRONG_LOSSES,
+        mutants=routing.WRONG_LOSSES + varied.WRONG_LOSSES,
+        vary=varied.BALANCE,
     ),
     Exercise(
         name="11.repair",
@@ -155,6 +161,7 @@ EXERCISES = (
         ),
         broken="averaged",
         budget=dispatch.budget_synchronize,
-        mutants=dispatch.WRONG_SYNCHRONIZATIONS,
+        mutants=dispatch.WRONG_SYNCHRONIZATIONS + varied.WRONG_SYNCHRONIZATIONS,
+        vary=varied.SYNCHRONIZE,
     ),
 )

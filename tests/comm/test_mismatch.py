@@ -1,5 +1,7 @@
 """Calls that do not fit are told before results are handed out, also when they end at once with a wrong number."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +117,30 @@ def test_a_rank_that_the_group_lacks_is_refused():
         pytest.raises(RankError, match=r"send at .*test_mismatch.py:\d+ names rank 2: there is no such rank"),
     ):
         ranks.run(past_the_end)
+
+
+def test_a_message_to_oneself_is_refused_with_the_line():
+    def sends():
+        group = dist.new_group([1, 0])
+        if dist.get_rank() == 1:
+            dist.isend(torch.ones(2), 1, group=group)
+
+    def receives():
+        if dist.get_rank() == 1:
+            dist.irecv(torch.ones(2), 1).wait()
+
+    def fits():
+        x = torch.full((2,), float(dist.get_rank()))
+        for root in range(2):  # a root is its own peer
+            dist.broadcast(x, src=root)
+        return x[0].item()
+
+    for fn, says in ((sends, "send at .* is to this rank itself"), (receives, "recv at .* is from this rank itself")):
+        with Ranks(2, timeout_s=20) as ranks, pytest.raises(RankError, match=says) as caught:
+            ranks.run(fn)
+        assert re.search(r"rank 1: \w+ at .*test_mismatch.py:\d+ is .*keep the tensor", str(caught.value))
+    with Ranks(2, timeout_s=20) as ranks:
+        assert ranks.run(fits) == [0.0, 0.0]
 
 
 def test_new_group_on_one_rank_is_named():

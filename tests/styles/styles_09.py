@@ -118,7 +118,7 @@ def zero_bubble_by_counting(rank, num_ranks, num_microbatches):
         if done["F"] < min(num_microbatches, num_ranks - 1 - rank):
             run("F")
             continue
-        for kind, is_due in (("F", True), ("I", True), ("W", done["I"] >= rank)):
+        for kind, is_due in (("F", True), ("I", True), ("W", done["I"] >= min(rank, num_microbatches))):
             if is_due and done[kind] < num_microbatches:
                 run(kind)
     return order

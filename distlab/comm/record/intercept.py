@@ -31,6 +31,7 @@ from distlab.comm.record.operations import (
     Terms,
     is_dense_block,
     reduction_of,
+    refuse_itself,
     refuse_layouts,
     refuse_peer,
     tensors_in,
@@ -144,6 +145,7 @@ class FrontEnd:
         reduction_at = arguments.index("reduce_op") if "reduce_op" in arguments else None
         async_at = arguments.index("async_op") if "async_op" in arguments else len(arguments)
         work_is_last = len(op._schema.returns) > 1
+        is_message = operation.op in ("send", "recv")
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
         here = sys._getframe
         unbox_group, unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
@@ -153,6 +155,8 @@ class FrontEnd:
             peer = -1 if root_at is None else args[root_at]
             if root_at is not None and not 0 <= peer < group.size():
                 refuse_peer(operation.op, peer, group.size(), frame, self.finder)
+            if is_message and peer == group.rank():
+                refuse_itself(operation.op, group, frame, self.finder)
             reduction = "" if reduction_at is None else reduction_of(frame)
             terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
             tokens = self.begin(operation, group, args, terms, frame)

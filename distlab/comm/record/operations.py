@@ -160,6 +160,21 @@ def refuse_peer(op: str, peer: int, size: int, frame: FrameType | None, finder: 
     )
 
 
+def refuse_itself(op: str, group: Any, frame: FrameType | None, finder: SiteFinder) -> None:
+    """Refuse a message of a rank to itself, which gloo cannot carry; NCCL can.
+
+    Raises:
+        ValueError: naming rank, op and what to do.
+    """
+    if "nccl" in dist.get_backend(group):
+        return
+    site = finder.find(frame)
+    raise ValueError(
+        f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} is {'to' if op == 'send' else 'from'} this rank itself: "
+        "a message needs two ranks; keep the tensor, or a copy of it, and leave the message out here"
+    )
+
+
 def is_dense_block(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's memory is one block in the order of its elements."""
     return tensor.layout is torch.strided and tensor.is_contiguous()

@@ -41,7 +41,7 @@ def coverage(exercise: Exercise, reference: Callable[..., Any]) -> dict[str, str
         "arguments": _all_vary(drawn),
         "calls": vary.num_calls > 1,
         "worlds": len(exercise.worlds) > 1,
-        "sub-group": any(isinstance(value, tuple) for call in drawn for given in call for value in given.values()),
+        "sub-group": any(_groups_in(value) for call in drawn for given in call for value in given.values()),
         "unequal ranks": any(len({_form(given) for given in call}) > 1 for call in drawn),
     }
     reasons = _plain_reasons(exercise, has_tensors=bool(tensors)) | dict(vary.left_out)
@@ -87,6 +87,12 @@ def _has_empty_list(drawn: list[list[dict[str, Any]]]) -> bool:
     return any(isinstance(value, list | dict) and not value for value in values)
 
 
+def _groups_in(value: Any) -> list[tuple[int, ...]]:
+    """Return the groups in an argument: a group that is drawn where no rank runs is a tuple of ranks."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return [group for group in values if isinstance(group, tuple)]
+
+
 def _all_vary(drawn: list[list[dict[str, Any]]]) -> bool:
     """Whether every argument took at least two values."""
     names = {name for call in drawn for given in call for name in given}
@@ -107,7 +113,7 @@ def _shown(value: Any) -> str:
 
 def _form(given: dict[str, Any]) -> str:
     """Say the kinds and sizes of what a rank is given, without the numbers in it; a group counts for nothing."""
-    forms = {name: value for name, value in given.items() if not isinstance(value, tuple)}
+    forms = {name: value for name, value in given.items() if not _groups_in(value)}
     modules = [tensor.grad is None for value in forms.values() for tensor in _tensors(value)]
     return str([(name, said(value), _lengths(value)) for name, value in forms.items()]) + str(modules)
 

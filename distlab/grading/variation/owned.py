@@ -89,7 +89,7 @@ def said(value: Any) -> str:
         more = ", ..." if len(value) > 3 else ""
         return f"[{inner}{more}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {said(item)}" for key, item in list(value.items())[:3]) + "}"
+        return "{" + ", ".join(f"{key!r}: {said(item)}" for key, item in list(value.items())[:5]) + "}"
     if isinstance(value, dist.ProcessGroup):
         return f"the group of ranks {dist.get_process_group_ranks(value)}"
     if value is None or isinstance(value, bool | int | str):

@@ -156,8 +156,12 @@ def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: 
     got, want, before = dict(mine["after"]), dict(theirs["after"]), dict(theirs["before"])
     for name in dict.fromkeys([*want, *got]):
         if name not in got or name not in want:
-            text = f"{where}afterwards {whose}{name} is {'there' if name in got else 'gone'}"
-            yield Fault("argument changed", f"{text}, which it must not be")
+            owner, _, what = name.rpartition(".")
+            text = f"{where}afterwards {whose}{name} is {'there' if name in got else 'gone'}, which it must not be"
+            if what == "requires_grad" and name in got:
+                text = f"{where}it makes {whose}{owner}, which belongs to the caller, require a gradient"
+                text = f"{text}; leave that as it is, or work on {owner}.detach()"
+            yield Fault("argument changed", text)
             return
         if near(got[name], want[name], scale):
             continue

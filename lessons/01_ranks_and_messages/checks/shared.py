@@ -12,7 +12,7 @@ from distlab.grading.traffic import native_collectives
 if TYPE_CHECKING:
     from distlab.comm import RankError
 
-TO_ITSELF = re.compile(r"same as the rank of the current process|Pair is not connected")  # torch's words, gloo's words
+TO_ITSELF = re.compile(r"same as the rank of the current process|this rank itself")  # torch's words, the recorder's
 WAITS = re.compile(r"rank (\d+) waits in (send to \d+|recv from \d+|\w+) #")
 
 

@@ -44,6 +44,9 @@ class Asked(NamedTuple):
         return max(self.end.values())
 
 
+Look = Callable[[Asked], Iterator[Fault]]
+
+
 def needs_of(action: Action, num_ranks: int) -> list[Action]:
     """Return the actions that must have ended before this one."""
     stage, kind, i = action
@@ -125,7 +128,7 @@ def _incomplete(order: list[Action], rank: int, count: int, kinds: str, who: str
 def asked_for(texts: list[Any], case: tuple[int, int], takes: Mapping[str, int]) -> Asked | Fault:
     """Check what any order must keep to; return the orders as actions, and how they run."""
     ranks, count = case
-    name = f"{ranks} ranks, {count} micro-batches"
+    name = f"{ranks} rank{'s' * (ranks > 1)}, {count} micro-batch{'es' * (count > 1)}"
     orders: list[list[Action]] = []
     for rank, order in enumerate(texts):
         who = f"{name}: rank {rank}"
@@ -155,16 +158,18 @@ def _serial_fault(asked: Asked) -> Fault | None:
 
 
 def judge_each(
-    evidence: Evidence,
-    wanted: Sequence[tuple[int, int]],
-    takes: Mapping[str, int],
-    look: Callable[[Asked], Iterator[Fault]],
+    evidence: Evidence, wanted: Sequence[tuple[int, int]], takes: Mapping[str, int], look: Look
 ) -> Iterator[Fault]:
-    """Say for each case what is wrong whatever the schedule, then what a schedule's own look finds."""
+    """Judge each case."""
     for case, texts in zip(wanted, evidence.results[0], strict=True):
-        asked = asked_for(texts, case, takes)
-        if isinstance(asked, Fault):
-            yield asked
-        else:
-            yield from found(_serial_fault(asked))
-            yield from look(asked)
+        yield from judge_orders(texts, case, takes, look)
+
+
+def judge_orders(texts: list[Any], case: tuple[int, int], takes: Mapping[str, int], look: Look) -> Iterator[Fault]:
+    """Say what is wrong with the ranks' orders whatever the schedule, then what a schedule's own look finds."""
+    asked = asked_for(texts, case, takes)
+    if isinstance(asked, Fault):
+        yield asked
+    else:
+        yield from found(_serial_fault(asked))
+        yield from look(asked)

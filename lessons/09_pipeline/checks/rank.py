@@ -72,6 +72,9 @@ def judge_run(evidence: Evidence) -> Iterator[Fault]:
             if run["loss"] is not None:
                 text = f"{name}: rank {rank} returned {describe(run['loss'])}"
                 yield Fault("returned", f"{text}; the last rank alone knows the loss, so the others return None")
+        if isinstance(runs[-1]["loss"], Tensor):
+            text = f"{name}: rank {n - 1} returned {describe(runs[-1]['loss'])}; expected a number: add up y.item()"
+            yield Fault("returned", f"{text} of each. A sum of tensors keeps every micro-batch's graph, and its memory")
         yield from found(compare(runs[-1]["loss"], loss, f"{name}: what rank {n - 1} returned", 1))
         if name == "GPipe":
             yield from stages.judge_overlap(evidence, runs)
@@ -84,6 +87,8 @@ def _judge_pairs(pairs: list[tuple[Tensor, Tensor]], outputs: list[Tensor], name
         if output.shape != outputs[0].shape or target.shape != targets[0].shape:
             text = f"{name}: loss_fn got an output of {list(output.shape)} and a target of {list(target.shape)}"
             yield Fault("all at once", f"{text}; call it for each micro-batch, in its forward pass")
+        if any(equal(output, one) for one in targets) and any(equal(target, one) for one in outputs):
+            yield Fault("loss turned round", f"{name}: loss_fn got the target first; call loss_fn(output, target)")
         for i, mine in enumerate(outputs):
             for j, other in enumerate(targets):
                 if i != j and equal(output, mine) and equal(target, other):

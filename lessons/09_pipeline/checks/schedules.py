@@ -12,7 +12,7 @@ from distlab.grading import Evidence, Fault, Mutant
 from distlab.plan import Action
 
 ORDER_CASES = ((4, 8), (2, 3), (3, 7), (4, 2), (1, 3))  # ranks, micro-batches; the widest first: it names faults best
-SPLIT_CASES = ((4, 8), (2, 3), (3, 7), (4, 4), (1, 3))  # at least as many micro-batches as ranks
+SPLIT_CASES = ((4, 8), (2, 3), (3, 7), (4, 4), (1, 3), (4, 2))
 
 
 def drive_gpipe(fn: Callable[[int, int], Any]) -> list[list[Any]]:
@@ -32,10 +32,11 @@ def drive_zero_bubble(fn: Callable[[int, int, int], Any]) -> list[list[Any]]:
 
 def judge_gpipe(evidence: Evidence) -> Iterator[Fault]:
     """All forward passes, then all backward passes, as short as it can be."""
-    yield from judge_each(evidence, ORDER_CASES, WHOLE, _look_gpipe)
+    yield from judge_each(evidence, ORDER_CASES, WHOLE, look_gpipe)
 
 
-def _look_gpipe(asked: Asked) -> Iterator[Fault]:
+def look_gpipe(asked: Asked) -> Iterator[Fault]:
+    """All forward passes, then all backward passes; as short as it can be."""
     for rank, order in enumerate(asked.orders):
         for early, late in pairwise(order):
             if (early.kind, late.kind) == ("B", "F"):
@@ -47,10 +48,11 @@ def _look_gpipe(asked: Asked) -> Iterator[Fault]:
 
 def judge_one_f_one_b(evidence: Evidence) -> Iterator[Fault]:
     """As short as GPipe, with as few in flight as 1F1B has."""
-    yield from judge_each(evidence, ORDER_CASES, WHOLE, _look_one_f_one_b)
+    yield from judge_each(evidence, ORDER_CASES, WHOLE, look_one_f_one_b)
 
 
-def _look_one_f_one_b(asked: Asked) -> Iterator[Fault]:
+def look_one_f_one_b(asked: Asked) -> Iterator[Fault]:
+    """As short as GPipe, with as few in flight as 1F1B has."""
     most = [min(asked.ranks - rank, asked.count) for rank in range(asked.ranks)]
     yield from _peaks(asked, most, "1F1B", "start each backward pass as soon as it can run")
     least = 3 * (asked.ranks + asked.count - 1)
@@ -64,13 +66,16 @@ def _look_one_f_one_b(asked: Asked) -> Iterator[Fault]:
 
 def judge_zero_bubble(evidence: Evidence) -> Iterator[Fault]:
     """W's in the bubbles, and no more in flight than 1F1B has on rank 0."""
-    yield from judge_each(evidence, SPLIT_CASES, SPLIT, _look_zero_bubble)
+    yield from judge_each(evidence, SPLIT_CASES, SPLIT, look_zero_bubble)
 
 
-def _look_zero_bubble(asked: Asked) -> Iterator[Fault]:
+def look_zero_bubble(asked: Asked) -> Iterator[Fault]:
+    """W's in the bubbles; where there are fewer micro-batches than ranks, no longer than 1F1B."""
     yield from _peaks(asked, [min(asked.ranks, asked.count)] * asked.ranks, "ZB-H1", "run W's earlier")
     pairs = [pair for order in asked.orders for pair in pairwise(order) if pair[0].kind == "I"]
     least = 3 * asked.count + asked.ranks - 1
+    if asked.count < asked.ranks:
+        least = 3 * (asked.count + asked.ranks - 1)
     if asked.duration > least and all(two == Action(one.stage, "W", one.microbatch) for one, two in pairs):
         text = f"{asked.name}: every W stands right behind its I, as if both were one B: {_slow(asked, least)}"
         yield Fault("W at once", f"{text}; on rank r let r more I's go first")

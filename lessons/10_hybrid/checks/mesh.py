@@ -77,10 +77,11 @@ def judge_groups(evidence: Evidence) -> Iterator[Fault]:
     """Each rank once; members differ on the axis alone."""
     for axes, groups in zip(MESHES, evidence.results[0], strict=True):
         for axis in axes:
-            yield from _judge_axis(Mesh(axes), axis, groups[axis])
+            yield from judge_axis(Mesh(axes), axis, groups[axis])
 
 
-def _judge_axis(mesh: Mesh, axis: str, got: Any) -> Iterator[Fault]:
+def judge_axis(mesh: Mesh, axis: str, got: Any) -> Iterator[Fault]:
+    """Judge the groups of one axis."""
     what, size = f"the groups of {axis} on {mesh}", mesh.axis_size(axis)
     nested = isinstance(got, list | tuple) and all(isinstance(group, list | tuple) for group in got)
     if not nested or not all(isinstance(rank, Integral) for group in got for rank in group):

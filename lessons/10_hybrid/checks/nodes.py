@@ -53,12 +53,18 @@ def judge_order(evidence: Evidence) -> Iterator[Fault]:
     """As few bytes between nodes as any order can do."""
     answers = evidence.results[0]
     for case, got in zip(PLACE_CASES, answers, strict=True):
-        axes, _, devices = case
-        asked = f"{' x '.join(f'{name} ({size})' for name, size in axes.items())} on nodes of {devices}"
-        if not _is_order(got, case):
-            yield Fault("returned", f"{asked}: expected each of {', '.join(axes)} once, got {describe(got)}")
-        elif cost_of(got, case) > cost_of(best_of(case), case):
-            yield _order_fault(tuple(got), case, asked, is_turned=_is_turned(answers, case, tuple(got)))
+        yield from judge_case(got, case, answers)
+
+
+def judge_case(got: Any, case: Case, answers: Sequence[Any] = ()) -> Iterator[Fault]:
+    """Judge an order of the axes; all cases' answers tell whether it is turned round."""
+    axes, _, devices = case
+    asked = f"{' x '.join(f'{name} ({size})' for name, size in axes.items())} on nodes of {devices}"
+    if not _is_order(got, case):
+        yield Fault("returned", f"{asked}: expected each of {', '.join(axes)} once, got {describe(got)}")
+    elif cost_of(got, case) > cost_of(best_of(case), case) * (1 + 1e-12):
+        is_turned = bool(answers) and _is_turned(list(answers), case, tuple(got))
+        yield _order_fault(tuple(got), case, asked, is_turned=is_turned)
 
 
 def _is_order(got: Any, case: Case) -> bool:

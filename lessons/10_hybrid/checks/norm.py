@@ -79,7 +79,7 @@ def drive_norm(fn: Callable[..., Any]) -> list[dict[str, Any]]:
             begin_ns = now_ns()
             norm = fn(gradients, {name: list(SPLIT_OVER[name]) for name in gradients}, groups)
             end_ns = now_ns()
-            same = all(torch.equal(kept[name], gradients[name]) for name in kept)
+            same = gradients.keys() == kept.keys() and all(torch.equal(kept[name], gradients[name]) for name in kept)
             norm = norm.clone() if isinstance(norm, Tensor) else norm
             results.append({"norm": norm, "kept": same, "run_ns": (begin_ns, end_ns)})
     return results

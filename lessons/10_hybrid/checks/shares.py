@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +29,23 @@ GRADIENT_MESHES = (
 )
 
 
-def whole_batch() -> Tensor:
-    """Return a batch in which every number stands once."""
-    return torch.arange(SAMPLES * POSITIONS).view(SAMPLES, POSITIONS)
+class Given(NamedTuple):
+    """What is cut up, and into how many micro-batches."""
+
+    mesh: Mesh
+    samples: int = SAMPLES
+    positions: int = POSITIONS
+    num_microbatches: int = MICROBATCHES
+
+    def batch(self) -> Tensor:
+        """Return a batch in which every number stands once."""
+        return torch.arange(self.samples * self.positions).view(self.samples, self.positions)
 
 
 def drive_parts(fn: Callable[..., Any]) -> list[list[Any]]:
     """Ask for the part of every rank of each mesh."""
-    meshes = [Mesh(axes) for axes in FULL_MESHES]
-    return [[fn(whole_batch(), rank, mesh, MICROBATCHES) for rank in range(mesh.size)] for mesh in meshes]
+    given = [Given(Mesh(axes)) for axes in FULL_MESHES]
+    return [[fn(one.batch(), rank, one.mesh, MICROBATCHES) for rank in range(one.mesh.size)] for one in given]
 
 
 def drive_axes(fn: Callable[..., Any]) -> list[dict[tuple[str, bool], Any]]:
@@ -49,39 +57,44 @@ def drive_axes(fn: Callable[..., Any]) -> list[dict[tuple[str, bool], Any]]:
 def judge_parts(evidence: Evidence) -> Iterator[Fault]:
     """The same along tensor and pipeline, other positions along context, every number of the batch once."""
     for axes, parts in zip(FULL_MESHES, evidence.results[0], strict=True):
-        for judge in (_judge_form, _judge_same, _judge_context, _judge_whole):
-            yield from judge(Mesh(axes), parts)
+        yield from judge_mesh(Given(Mesh(axes)), parts)
+
+
+def judge_mesh(given: Given, parts: list[Any]) -> Iterator[Fault]:
+    """Judge what all ranks of one mesh got."""
+    for judge in (_judge_form, _judge_same, _judge_context, _judge_whole):
+        yield from judge(given, parts)
 
 
 def _on(mesh: Mesh) -> str:
     return " x ".join(f"{name} ({size})" for name, size in mesh.axes if size > 1)
 
 
-def _judge_form(mesh: Mesh, parts: list[Any]) -> Iterator[Fault]:
-    axes = dict(mesh.axes)
-    want = (SAMPLES // (axes["data"] * axes["expert"] * MICROBATCHES), POSITIONS // axes["context"])
+def _judge_form(given: Given, parts: list[Any]) -> Iterator[Fault]:
+    axes, count = dict(given.mesh.axes), given.num_microbatches
+    want = (given.samples // (axes["data"] * axes["expert"] * count), given.positions // axes["context"])
     for rank, own in enumerate(parts):
-        what = f"on {_on(mesh)} rank {rank}"
+        what = f"on {_on(given.mesh)} rank {rank}"
         if not isinstance(own, list | tuple) or not all(isinstance(part, Tensor) for part in own):
             yield Fault("returned", f"{what}: expected a list of micro-batches, got {describe(own)}")
-        if len(own) != MICROBATCHES:
-            yield Fault("micro-batches", f"{what} has {len(own)} micro-batches, expected {MICROBATCHES}")
+        if len(own) != count:
+            yield Fault("micro-batches", f"{what} has {len(own)} micro-batches, expected {count}")
         for part in own:
             if part.shape != want:
-                yield _shape_fault(tuple(part.shape), want, what, mesh)
+                yield _shape_fault(tuple(part.shape), want, what, given)
 
 
-def _shape_fault(shape: tuple[int, ...], want: tuple[int, int], what: str, mesh: Mesh) -> Fault:
+def _shape_fault(shape: tuple[int, ...], want: tuple[int, int], what: str, given: Given) -> Fault:
     text = f"{what}: a micro-batch has shape {list(shape)}, expected {list(want)}"
-    axes = dict(mesh.axes)
+    axes, num_ranks = dict(given.mesh.axes), given.mesh.size
     if len(shape) == 2 and shape[0] == want[0] and shape[1] * axes["tensor"] == want[1]:
         return Fault("positions by tensor", f"{text}: tensor ranks all work on whole samples here")
-    if len(shape) == 2 and shape[1] == POSITIONS != want[1]:
+    if len(shape) == 2 and shape[1] == given.positions != want[1]:
         return Fault("context forgotten", f"{text}: context ({axes['context']}) cuts the positions, dimension 1")
     if len(shape) == 2 and shape[0] != want[0] and shape[0]:
-        each = SAMPLES / MICROBATCHES / shape[0]
-        if abs(each - mesh.size) < 1e-9:
-            text += f": the samples were divided by all {mesh.size} ranks; only data and expert take different ones"
+        each = given.samples / given.num_microbatches / shape[0]
+        if abs(each - num_ranks) < 1e-9:
+            text += f": the samples were divided by all {num_ranks} ranks; only data and expert take different ones"
             return Fault("divided by all ranks", text)
         if each == axes["data"] != axes["data"] * axes["expert"]:
             text += ": the ranks of the expert axis take different samples too, as those of data do"
@@ -89,8 +102,9 @@ def _shape_fault(shape: tuple[int, ...], want: tuple[int, int], what: str, mesh:
     return Fault("shape", text)
 
 
-def _judge_same(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
+def _judge_same(given: Given, parts: list[list[Tensor]]) -> Iterator[Fault]:
     """Ranks that differ on tensor or pipeline alone work on the same."""
+    mesh = given.mesh
     reasons = {
         "tensor": "they add up parts of one result, and these would be of different samples",
         "pipeline": "the last stage would compare one sample's output with another's targets",
@@ -104,11 +118,12 @@ def _judge_same(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
                     yield Fault(f"{axis} ranks read different data", text)
 
 
-def _judge_context(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
+def _judge_context(given: Given, parts: list[list[Tensor]]) -> Iterator[Fault]:
     """Ranks that differ on context alone hold pieces of the same samples, each in one piece."""
+    mesh, length = given.mesh, given.positions
     for first, *others in mesh.groups("context"):
         for rank in others:
-            one, other = (torch.cat(list(parts[r]))[:, 0] // POSITIONS for r in (first, rank))
+            one, other = (torch.cat(list(parts[r]))[:, 0] // length for r in (first, rank))
             if not torch.equal(one, other):
                 text = f"on {_on(mesh)} ranks {first} and {rank} differ on context alone and hold different samples"
                 yield Fault(
@@ -116,12 +131,13 @@ def _judge_context(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
                 )
     for rank, own in enumerate(parts):
         if not bool((own[0][0].diff() == 1).all()):
-            text = f"on {_on(mesh)} rank {rank} holds positions {(own[0][0] % POSITIONS).tolist()} of a sample"
+            text = f"on {_on(mesh)} rank {rank} holds positions {(own[0][0] % length).tolist()} of a sample"
             yield Fault("positions scattered", f"{text}: here context ranks hold one piece each")
 
 
-def _judge_whole(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
+def _judge_whole(given: Given, parts: list[list[Tensor]]) -> Iterator[Fault]:
     """Over data, expert and context every number of the batch stands once."""
+    mesh = given.mesh
     ranks = [r for r in range(mesh.size) if all(mesh.coordinates(r)[name] == 0 for name in ("pipeline", "tensor"))]
     for axis in SPLIT_BATCH:
         for first, *others in mesh.groups(axis):
@@ -129,7 +145,7 @@ def _judge_whole(mesh: Mesh, parts: list[list[Tensor]]) -> Iterator[Fault]:
                 text = f"on {_on(mesh)} ranks {first} and {others[0]} differ on {axis} and read the same data"
                 yield Fault(f"{axis} ranks read the same", f"{text}: the second adds nothing to the gradient")
     seen = torch.cat([torch.cat(list(parts[rank])).flatten() for rank in ranks])
-    counts = torch.bincount(seen, minlength=whole_batch().numel())
+    counts = torch.bincount(seen, minlength=given.samples * given.positions)
     if not bool((counts == 1).all()):
         lost, twice = int((counts == 0).sum()), int((counts > 1).sum())
         text = f"on {_on(mesh)} {lost} of {counts.numel()} positions are read by no rank and {twice} more than once"

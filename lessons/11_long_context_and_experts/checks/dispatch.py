@@ -177,7 +177,7 @@ def ask_failure(error: RankError, world_size: int) -> Fault | None:
         words = "rows and counts do not fit: on the way there a rank gives `give` rows and takes `take`; on the way"
         more = "back it is the other way round: swap the two lists. And `take` is what the others said, not a guess;"
         return Fault("counts", f"{words} {more} both lists have an entry for every rank (bincount's minlength)")
-    if "all_to_all" in text and ("deadlock" in text or "finished" in text):
+    if "all_to_all" in text and any(words in text for words in ("deadlock", "finished", "do not make the same call")):
         words = "some ranks wait in all_to_all for one that does not come: all ranks take part in both exchanges and"
         return Fault("rank stays away", f"{words} in backward, also one whose expert no token asked")
     return None

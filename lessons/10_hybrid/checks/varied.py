@@ -1,0 +1,225 @@
+"""How the calls of lesson 10's exercises vary: the arguments that are drawn from a seed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from distlab_lesson_10.checks.mesh import judge_axis
+from distlab_lesson_10.checks.nodes import judge_case
+from distlab_lesson_10.checks.shares import Given, judge_mesh
+from torch import Tensor
+
+from distlab.grading import Mutant
+from distlab.grading.exercise import Fault, Refused
+from distlab.grading.variation.draw import Draw, Vary
+from distlab.plan import Mesh
+
+MATRIX = "the text asks for matrices"
+SIZES_DIVIDE = "all sizes divide, and none is 0"
+_NAMES = ("pipeline", "data", "expert", "context", "tensor")
+_FLOATS = ("float64", "float32")
+
+
+def _shuffled(draw: Draw, names: tuple[str, ...]) -> list[str]:
+    left, found = list(names), []
+    while left:
+        found.append(left.pop(draw.integer(0, len(left) - 1)))
+    return found
+
+
+def _draw_axes(draw: Draw, num_axes: int, most: int = 4) -> dict[str, int]:
+    return {name: draw.integer(1, most) for name in _shuffled(draw, _NAMES)[:num_axes]}
+
+
+def _draw_place(draw: Draw) -> tuple[Any, ...]:
+    axes = _draw_axes(draw, draw.one_of(1, 2, draw.integer(3, 4), 5))
+    return draw.one_of(0, Mesh(axes).size - 1, draw.integer(0, Mesh(axes).size - 1)), axes
+
+
+def _use_place(fn: Callable[..., Any], rank: int, axes: dict[str, int]) -> list[Any]:
+    """Return the places in the order in which they are given."""
+    return [[axis, int(place)] for axis, place in fn(rank, axes).items()]
+
+
+def _draw_groups(draw: Draw) -> tuple[Any, ...]:
+    axes = _draw_axes(draw, draw.one_of(1, 2, draw.integer(3, 4), 5))
+    return list(axes)[draw.integer(0, len(axes) - 1)], axes
+
+
+def _use_groups(fn: Callable[..., Any], axis: str, axes: dict[str, int]) -> bool:
+    mesh = Mesh(axes)
+    return _right(next(judge_axis(mesh, axis, fn(axis, axes)), None))
+
+
+def _draw_part(draw: Draw) -> tuple[Any, ...]:
+    axes = {name: draw.integer(1, 2) for name in _shuffled(draw, _NAMES)}
+    axes[draw.one_of(*_NAMES)] = draw.integer(2, 3)
+    num_microbatches = draw.one_of(1, 2, 3, draw.integer(4, 5))
+    samples = axes["data"] * axes["expert"] * num_microbatches * draw.integer(1, 2)
+    positions = axes["context"] * draw.integer(1, 3)
+    batch = torch.arange(samples * positions).view(samples, positions) + draw.integer(0, 99)
+    batch = batch.to(draw.dtype("int64", "float64", "int32", "float32"))
+    return draw.one_of(batch, batch.T.contiguous().T), axes, num_microbatches
+
+
+def _use_part(fn: Callable[..., Any], batch: Tensor, axes: dict[str, int], num_microbatches: int) -> bool:
+    """Judge what all ranks get together: replicas may be numbered in any order."""
+    given = Given(Mesh(axes), *batch.shape, num_microbatches)
+    parts = [fn(batch, rank, given.mesh, num_microbatches) for rank in range(given.mesh.size)]
+    for rank, own in enumerate(parts):
+        for part in own if isinstance(own, list | tuple) else ():
+            if isinstance(part, Tensor) and part.dtype != batch.dtype:
+                text = (
+                    f"rank {rank}'s micro-batch is {part.dtype}, the batch is {batch.dtype}: cut it, and change nothing"
+                )
+                raise Refused("dtype", text)
+    first = batch[0, 0]
+    is_list = all(isinstance(own, list | tuple) and all(isinstance(one, Tensor) for one in own) for own in parts)
+    numbers = [[(one - first).to(torch.int64) for one in own] for own in parts] if is_list else parts
+    return _right(next(judge_mesh(given, numbers), None))
+
+
+def _right(fault: Fault | None) -> bool:
+    """Say that an answer is right where several are, so that none is compared with the reference's."""
+    if fault is not None:
+        raise Refused(fault.code, "\n".join(textwrap.wrap(fault.message, 200)))  # a longer line would be cut
+    return True
+
+
+def _draw_gradient_axes(draw: Draw) -> tuple[Any, ...]:
+    kind = draw.one_of("matrix", "norm", "tied", "expert")
+    return kind, {name: draw.integer(1, 6) for name in _shuffled(draw, _NAMES)}, draw.one_of(True, False, True)
+
+
+def _use_gradient_axes(
+    fn: Callable[..., Any], kind: str, axes: dict[str, int], sequence_parallel: bool
+) -> dict[str, Any]:
+    """Return the axes in any order; one of a single rank may be there or not."""
+    summed, divisor = fn(kind, axes, sequence_parallel)
+    return {"summed over": sorted(axis for axis in summed if axes[axis] > 1), "divided by": float(divisor)}
+
+
+def _groups_on(draw: Draw, axes: dict[str, int]) -> dict[str, Any]:
+    return {axis: draw.split_group([list(group) for group in Mesh(axes).groups(axis)]) for axis in axes}
+
+
+def _draw_mesh(draw: Draw, names: list[str]) -> dict[str, int]:
+    """Return a mesh of these axes that all ranks fill: one axis has them all, or two share them."""
+    n, whole = draw.world_size, draw.integer(0, len(names) - 1)
+    sizes = dict.fromkeys(names, 1)
+    if draw.one_of("two", "one") == "two" and n == 4 and len(names) > 1:
+        sizes[names[whole]] = sizes[names[whole - 1]] = 2
+    else:
+        sizes[names[whole]] = n
+    return sizes
+
+
+def _draw_norm(draw: Draw) -> tuple[Any, ...]:
+    names = _shuffled(draw, _NAMES)[: draw.one_of(3, 1, 2, 4)]
+    axes, dtype = _draw_mesh(draw, names), draw.dtype(*_FLOATS, "bfloat16")
+    mesh, gradients, split_over = Mesh(axes), {}, {}
+    place = mesh.coordinates(draw.rank)
+    for index in range(draw.integer(1, 4)):
+        split = [axis for axis in names if draw.integer(0, 1)]
+        shape, stage = draw.shape(), draw.integer(0, 3)
+        held = [draw.tensor(*shape, dtype=dtype, strided=True, same=True) for _ in range(mesh.size)]
+        alike = [r for r in range(mesh.size) if all(mesh.coordinates(r)[axis] == place[axis] for axis in split)]
+        if not split or index == 0 or place[split[0]] <= stage:
+            gradients[f"weight {index}"], split_over[f"weight {index}"] = held[alike[0]], split
+    if names[0] in axes and axes[names[0]] > 1 and draw.integer(0, 2) == 0:  # a stage may hold nothing that learns
+        split_over = {
+            name: [names[0], *(axis for axis in split if axis != names[0])] for name, split in split_over.items()
+        }
+        if place[names[0]] == 0:
+            gradients, split_over = {}, {}
+    return gradients, split_over, _groups_on(draw, axes), str(dtype).removeprefix("torch.")
+
+
+def _use_norm(
+    fn: Callable[..., Any], gradients: dict[str, Tensor], split_over: dict[str, list[str]], groups: Any, digits: str
+) -> Tensor:
+    """Return the norm with as many digits as the gradients have."""
+    return torch.tensor(float(fn(gradients, split_over, groups)), dtype=torch.float64).to(getattr(torch, digits))
+
+
+def _draw_order(draw: Draw) -> tuple[Any, ...]:
+    names = _shuffled(draw, _NAMES)[: draw.one_of(5, 1, 3, 5, 4, 5)]
+    axes = {name: 2 ** draw.one_of(1, 0, 1, 2, 3) for name in names}
+    inside = [name for name in names if draw.integer(0, 1)]  # these fill a node, and mostly send more
+    traffic = {name: round(draw.number(0.1, 6.0) + 4 * (name in inside), 2) * 1e9 for name in names}
+    return axes, traffic, prod(axes[name] for name in inside) * draw.one_of(1, 1, 2)
+
+
+def _use_order(fn: Callable[..., Any], axes: dict[str, int], traffic: dict[str, float], devices_per_node: int) -> bool:
+    """Judge an order by what it sends: several may be best."""
+    case = dict(axes), dict(traffic), devices_per_node
+    return _right(next(judge_case(fn(axes, traffic, devices_per_node), case), None))
+
+
+def _draw_step(draw: Draw) -> tuple[Any, ...]:
+    axes = _draw_mesh(draw, draw.one_of(["data", "tensor"], ["tensor", "data"]))
+    dtype, width = draw.dtype(*_FLOATS), draw.integer(1, 5)
+    features, samples = axes["tensor"] * draw.integer(1, 3), axes["data"] * draw.integer(1, 4)
+    first, second = draw.tensor(width, features, same=True), draw.tensor(features, width, same=True)
+    x, target = (draw.tensor(samples, width, dtype=dtype, strided=True, same=True) for _ in range(2))
+    part, num_parts = Mesh(axes).coordinates(draw.rank)["tensor"], axes["tensor"]
+    own = (first.chunk(num_parts, dim=1)[part] / width**0.5, second.chunk(num_parts)[part] / features**0.5)
+    return *(weight.to(dtype).contiguous() for weight in own), x, target, _groups_on(draw, axes)
+
+
+COORDINATES = Vary(_draw_place, use=_use_place)
+GROUPS = Vary(_draw_groups, use=_use_groups)
+PART = Vary(_draw_part, use=_use_part, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE})
+GRADIENT_AXES = Vary(_draw_gradient_axes, use=_use_gradient_axes)
+NORM = Vary(_draw_norm, use=_use_norm)
+ORDER = Vary(_draw_order, use=_use_order, num_calls=24)  # wrong orders are often as good
+STEP = Vary(
+    _draw_step,
+    left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"},
+)
+
+_STRIDE = "names[names.index(axis) + 1 :]"
+
+WRONG_PLACES = (
+    Mutant("sizes overwritten", "argument changed", "belongs to the caller", 1, "state").edit(
+        "rank, place[axis] = divmod(rank, axes[axis])",
+        "rank, place[axis] = divmod(rank, axes[axis])\naxes[axis] = place[axis]",
+    ),
+    Mutant("three axes", "values", "expected", 1, "one size")
+    .edit("reversed(axes)", "list(axes)[-1:-4:-1]")
+    .edit("place[axis] for axis in axes", "place.get(axis, 0) for axis in axes"),
+)
+WRONG_GROUPS = (
+    Mutant("two axes after it", "mixed", "members differ on", 1, "one size").edit(_STRIDE, f"{_STRIDE}[:2]"),
+)
+WRONG_PARTS = (
+    Mutant("two micro-batches", "micro-batches", "has 2 micro-batches", 1, "one set of arguments").edit(
+        "own.chunk(num_microbatches)", "own.chunk(2)"
+    ),
+    Mutant("whole numbers", "dtype", "change nothing", 1, "one dtype").edit(
+        "list(own.chunk(num_microbatches))", "[part.long() for part in own.chunk(num_microbatches)]"
+    ),
+)
+WRONG_AXES = (
+    Mutant("context of two", "values", "divided by", 1, "one set of arguments").edit(
+        '* axes["context"]', '* min(axes["context"], 2)'
+    ),
+)
+WRONG_NORMS = (
+    Mutant("rows only", "raised", "in global_norm", 1, "one shape").edit(
+        "gradient.square().sum()", "gradient @ gradient"
+    ),
+    Mutant("first one's dtype", "raised", "StopIteration", 3, "a rank without gradients").edit(
+        "square = torch.zeros", "assert next(iter(gradients.values())).is_floating_point()\nsquare = torch.zeros"
+    ),
+)
+WRONG_ORDERS = (
+    Mutant("three axes", "others send more", "send more together", 1, "one size").edit(
+        "permutations(axes)", "((*list(axes)[:-3], *order) for order in permutations(list(axes)[-3:]))"
+    ),
+)
+WRONG_STEPS = (Mutant("twelve samples", "scale", "too", 1, "one size").edit("difference.numel()", "(60 // num_parts)"),)
