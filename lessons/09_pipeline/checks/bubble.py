@@ -200,6 +200,13 @@ WRONG_BUBBLES = (
     .without("stages_per_rank * ")
     .edit("idle / (", "idle / stages_per_rank / ("),
     Mutant("p", "off by one", "p - 1 hand-overs", 1).edit("num_ranks - 1", "num_ranks"),
+    Mutant("one micro-batch", "naive", "ranks work at the same time", 1).edit(
+        "idle / (busy + idle)", "1 - 1 / num_ranks"
+    ),
+    Mutant("per cent", "per cent", "a part of 1", 1).edit("idle / (busy + idle)", "100 * idle / (busy + idle)"),
+    Mutant("stages as ranks", "stages as ranks too", "it shrinks", 1).edit(
+        "idle = num_ranks - 1", "idle = stages_per_rank * num_ranks - 1"
+    ),
 )
 
 _PRODUCTS = "[x.T @ inner for x, inner in reversed(later)]"
