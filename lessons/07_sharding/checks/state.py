@@ -13,7 +13,7 @@ from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found
 from distlab.grading.traffic import calls, in_megabytes, over_budget
-from distlab.grading.values import close, compare, describe, seeded
+from distlab.grading.values import close, compare, describe, numbers_differ, seeded
 
 SHAPES = {"embed.weight": torch.Size([5, 3]), "norm.bias": torch.Size([7]), "head.weight": torch.Size([2, 6])}
 LIMITS = ("a third of the norm", "three times the norm")
@@ -89,7 +89,7 @@ def _judge_norms(norms: list[float], n: int) -> Iterator[Fault]:
         if close(norm, limit):
             text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
             yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
-        yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
+        yield Fault("values", f"rank {rank}'s norm: {numbers_differ(norm, true)}")
 
 
 def _wrong_norms(squares: list[float], whole: float, true: float) -> Iterator[tuple[str, float, str]]:

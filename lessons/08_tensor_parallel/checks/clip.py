@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found
 from distlab.grading.traffic import calls, over_budget
-from distlab.grading.values import close, compare, describe, equal, seeded
+from distlab.grading.values import close, compare, describe, equal, numbers_differ, seeded
 
 CLIP_SPLIT, CLIP_WHOLE, CLIP_PARTIAL = (6, 10), (4,), (5, 3)
 CLIP_FACTORS = (1 / 3, 3.0)
@@ -78,7 +78,7 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
     for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
         if close(norm, value**0.5):
             yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
-    yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
+    yield Fault("values", f"rank {rank}'s norm: {numbers_differ(norm, true)}")
 
 
 def _squares(gradients: list[Tensor]) -> float:
