@@ -256,6 +256,13 @@ def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
     return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
 
 
+def numbers_differ(got: float, want: float) -> str:
+    """Say "expected 0.2, got 0.3" with as many digits as it takes, and where the difference is one of precision."""
+    wanted, found = apart(float(want), float(got))
+    one, other = (torch.tensor(float(number), dtype=torch.float64) for number in (got, want))
+    return f"expected {wanted}, got {found}{_lost_precision(one, other, abs(float(got) - float(want)))}"
+
+
 def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
     """Say so where the result is right to the digits of a coarser dtype than its own, and only to these; else ""."""
     if not got.dtype.is_floating_point or not math.isfinite(scale := float(want.abs().max())):

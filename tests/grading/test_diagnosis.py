@@ -14,6 +14,7 @@ from distlab.comm.p2p import Receive, Send, exchange
 from distlab.grading import Report, load_lesson
 from distlab.grading.blame import in_plain_names, messages_that_do_not_fit
 from distlab.grading.check import examine
+from distlab.grading.values import numbers_differ
 
 
 def checked(name: str, fn: Callable[..., Any], **options: Any) -> Report:
@@ -120,3 +121,10 @@ def test_both_sizes_of_a_message_stand_in_the_first_line() -> None:
 )
 def test_a_cell_is_your_cell_whatever_the_kernel(file: str) -> None:
     assert in_plain_names(f"at {file}:8", len) == "at your cell, line 8"
+
+
+def test_numbers_that_differ_are_never_shown_equal():
+    assert numbers_differ(0.3, 0.2) == "expected 0.2, got 0.3"
+    assert numbers_differ(1.0000001, 1.0) == (
+        "expected 1, got 1.0000001: it is about 1e-07 off, relative to the largest: float32 somewhere in a float64 run?"
+    )

@@ -132,7 +132,7 @@ def gradients_by_mean(model, microbatches):
     total = 0.0
     for (inputs, targets), size in zip(microbatches, sizes, strict=True):
         logits = model(inputs)
-        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1)) * (size / sum(sizes))
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)) * (size / sum(sizes))
         loss.backward()
         total += float(loss.detach())
     return total

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
@@ -22,6 +23,9 @@ def judge_sum(evidence: Evidence) -> Iterator[Fault]:
         yield from shared.refuse_copies(all_ranks, [sum(make(r, length) for r in range(n))] * n)
         for case in all_ranks:
             where = f"{case.name}: the sum on rank {case.ranks[case.rank]}"
+            if n > 1 and torch.equal(case.after, make(case.rank, length)):
+                text = f"{case.name}: rank {case.ranks[case.rank]}'s tensor is as before: the sum must stand in the"
+                yield Fault("as before", f"{text} tensor that was passed in, not in a copy")
             if shared.is_coded(all_ranks):
                 yield from shared.explain_parts(case.after, where, n)
             else:
@@ -181,6 +185,11 @@ WRONG_RELAYS = (
     ),
     Mutant("passes on sums", "counted twice", "times", 3).edit("Send(outgoing", "Send(tensor"),
     Mutant("ignores the group", "group ignored", "group=group", 3, 7).without(", group=group"),
+    Mutant("one step too many", "counted twice", "belongs in once", 3).edit("range(n - 1)", "range(n)"),
+    Mutant("n-2 steps", "part missing", "lacks rank 1's part", 3).edit("range(n - 1)", "range(n - 2)"),
+    Mutant("no copy", "part missing", "has rank 1's part 2 times", 3, 40).edit(
+        "outgoing, incoming = tensor.clone(),", "outgoing, incoming = tensor,"
+    ),
 )
 _DOUBLING = (
     "for peer, mine, theirs in reversed(swaps):\n    exchange(Receive(theirs, peer), Send(mine, peer), group=group)"
@@ -199,6 +208,15 @@ WRONG_HALVINGS = (
     ),
     Mutant("doubles in halving's order", "doubled in another order", "reverse order", 4, 8).edit(
         "reversed(swaps)", "swaps"
+    ),
+    Mutant("copies instead of adding", "part missing", "lacks rank 0's part", 2, 2).edit(
+        "mine += received", "mine.copy_(received)"
+    ),
+    Mutant("next rank as partner", "deadlock", "wait for each other", 4).edit(
+        "rank ^ distance", "(rank + distance) % n"
+    ),
+    Mutant("works on a copy", "as before", "not in a copy", 2).edit(
+        "block, swaps, distance = tensor,", "block, swaps, distance = tensor.clone(),"
     ),
 )
 _ACROSS = "too many bytes between machines"
@@ -219,5 +237,14 @@ WRONG_LEVELS = (
     Mutant("gathers too early", _ACROSS, "1/2", 4, "guide code").edit(
         "collectives.ring_all_reduce(chunk, cross)\nreturn collectives.ring_all_gather(tensor, local)",
         "collectives.ring_all_gather(tensor, local)\nreturn collectives.ring_all_reduce(tensor, cross)",
+    ),
+    Mutant("returns its chunk", "wrong length", "returned 3 elements", 4).edit(
+        "return collectives.ring_all_gather(tensor, local)", "collectives.ring_all_gather(tensor, local)\nreturn chunk"
+    ),
+    Mutant("half across", "machines apart", "its own machine", 4).edit(
+        "collectives.ring_all_reduce(chunk, cross)", "collectives.ring_reduce_scatter(chunk, cross)"
+    ),
+    Mutant("gathers across", "never gathered", "gather the chunks", 4).edit(
+        "collectives.ring_all_gather(tensor, local)", "collectives.ring_all_gather(tensor, cross)"
     ),
 )

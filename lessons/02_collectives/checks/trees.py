@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.values import apart
 
 
 def drive_broadcast(fn: Callable[..., Any]) -> list[shared.Result]:
@@ -112,7 +113,8 @@ def explain_times(name: str, times: Sequence[float]) -> Iterator[Fault]:
     (got, want), (waiting_s, wire_s) = pairs[wrong[0]], wanted[wrong[0]]
     steps, sizes = latencies_and_sizes(name, n)
     where = f"{name}, {num_bytes:g} bytes on {n} ranks, latency {latency_s:g} s, {bytes_per_s:g} bytes/s"
-    head = f"{where}: expected {want:g} s, got {got:g} s"
+    wanted, found = apart(want, got)
+    head = f"{where}: expected {wanted} s, got {found} s"
     if all(math.isclose(2 * got, want, rel_tol=1e-9) for got, want in pairs):
         yield Fault("half of it", f"{head}: half; the sums go in and then have to come back, which takes as long again")
     elif all(CONDITIONS[index][1] == 6 for index in wrong):

@@ -22,7 +22,7 @@ from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import each_rank, found
 from distlab.grading.traffic import num_calls, over_budget, sent_bytes, sent_line
-from distlab.grading.values import seeded
+from distlab.grading.values import equal, joined, seeded
 
 
 def drive_gradients(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def _changed_something_else(rank: int, result: dict[str, Any]) -> Fault | None:
 def judge_flat(evidence: Evidence) -> Iterator[Fault]:
     """As judge_average, with one all-reduce of no more than the gradients' bytes."""
     for fault in judge_average(evidence):
+        yield from found(_pieces_mixed(evidence))
         if fault.code == "not communicated" and num_calls(evidence):
             text = f"{fault.message}, though it was sent: copy the pieces of the flat tensor back into the gradients"
             yield Fault("never copied back", text)
@@ -83,6 +84,20 @@ def judge_flat(evidence: Evidence) -> Iterator[Fault]:
             text = f"right result, but rank {rank} made {number} calls ({names_of_calls(evidence, rank)}) where one"
             yield Fault("too many calls", f"{text} all_reduce is asked: each pays the latency once more")
     yield from found(over_budget(evidence, wanted, "one all-reduce of all gradients, as a ring,"))
+
+
+def _pieces_mixed(evidence: Evidence) -> Fault | None:
+    """Say so where the gradients hold the right numbers, in the wrong parameters."""
+    own, held = [result["own"] for result in evidence.results], evidence.results[0]["gradients"]
+    means = {name: torch.stack([one[name] for one in own]).mean(0) for name in own[0]}
+    if not all(isinstance(held[name], Tensor) and held[name].shape == mean.shape for name, mean in means.items()):
+        return None
+    got, want = joined(held[name] for name in means), joined(means.values())
+    if equal(got, want) or not equal(got.sort().values, want.sort().values):
+        return None
+    name = next(name for name, mean in means.items() if not equal(held[name], mean))
+    text = f"rank 0's gradients hold the right numbers, but that of {name} holds other parameters' numbers"
+    return Fault("pieces mixed", f"{text}: split the flat tensor in the order in which it was put together")
 
 
 def _gradient_bytes(evidence: Evidence) -> int:
@@ -145,6 +160,10 @@ WRONG_FLATS = (
     """),
     Mutant("sum", "sum not mean", "3x too large: it is the sum over ranks", 3, 9).without(
         "flat /= dist.get_world_size()"
+    ),
+    Mutant("another order", "pieces mixed", "in which it was put together", 2, 8).edit(
+        "parameter.grad.flatten() for parameter in parameters",
+        "parameter.grad.flatten() for parameter in parameters[::-1]",
     ),
     Mutant("never unpacked", "never copied back", "copy the pieces", 2, 63).edit(
         "parameter.grad.copy_(piece.view_as(parameter))", "pass"

@@ -104,4 +104,18 @@ WRONG_BUCKETS = (
         num_bytes += sizes_bytes[index]
         """,
     ),
+    Mutant("without the first", "parameter lost", "parameter 0 is in no bucket", 1, 15).edit(
+        "range(len(sizes_bytes))", "range(1, len(sizes_bytes))"
+    ),
+    Mutant("bytes carried over", "closed too early", "closed at 30 bytes", 1).edit(
+        "        members, num_bytes = [], 0", "        members = []"
+    ),
+    Mutant("counts parameters", "closed too late", "more than 30 bytes", 1).edit(
+        "num_bytes += sizes_bytes[index]", "num_bytes += 1"
+    ),
+    Mutant("always a last bucket", "empty bucket", "a call for nothing", 1).without(" if members else buckets"),
+    Mutant("takes from the list", "changed argument", "do not change what you are given", 1, 40).edit(
+        "members.append(index)\nnum_bytes += sizes_bytes[index]",
+        "members.append(index)\nnum_bytes += sizes_bytes.pop()",
+    ),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.values import describe, numbers_differ
 
 # (step, base rate, batch, base batch, updates of warmup)
 RATES = (
@@ -83,7 +83,7 @@ def _near(got: float, want: float) -> bool:
 
 def _wrong_rate(got: float, want: float, case: tuple[int, float, int, int, int], asked: str) -> Fault:
     step, base_lr, batch, base_batch, num_warmup = case
-    peak, text = base_lr * batch / base_batch, f"{asked}: expected {want:.6g}, got {got:.6g}"
+    peak, text = base_lr * batch / base_batch, f"{asked}: {numbers_differ(got, want)}"
     if _near(got, base_lr) and step >= num_warmup:
         return Fault("not scaled", f"{text}: the rate of the base batch; multiply by batch / base_batch")
     if _near(got, base_lr * base_batch / batch):
@@ -136,7 +136,8 @@ def _wrong_warmup(cut: int, step: int, rates: list[float], want: float, all_rate
     got, peak, num = rates[0], PEAK_LR, NUM_WARMUP
     resumed = cut and step >= cut
     where = f"update {step}{f', resumed at {cut} from a checkpoint' if resumed else ''}"
-    text = f"{where}: expected a rate of {want:.4g}, got {', '.join(f'{rate:.4g}' for rate in rates)}"
+    wrong = next((rate for rate in rates if not _near(rate, want)), got)
+    text = f"{where}, a group's rate: {numbers_differ(wrong, want)}"
     if _near(got, want):
         return Fault("one group only", f"{text}: the second parameter group is left as it was; set every group")
     if not resumed:

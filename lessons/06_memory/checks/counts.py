@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.values import apart, describe
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.sharding import DTYPE_BYTES
 
@@ -181,7 +181,8 @@ def _explain_activations(case: dict[str, Any], got: float, want: float) -> Fault
     t, parallel = case.get("tensor", 1), case.get("sequence_parallel", False)
     recompute, scores = case.get("recompute", "none"), _scores(case)
     h, s = case["hidden"], case["sequence"]
-    text = f"{_words(case)}: {got:.4g} units of s B h bytes, expected {want:.4g}"
+    found, wanted = apart(got, want, digits=4)
+    text = f"{_words(case)}: {found} units of s B h bytes, expected {wanted}"
     full = recompute == "full"
     known = (
         ("elements", got * 2, "is half: that counts elements; a 16-bit number has 2 bytes"),

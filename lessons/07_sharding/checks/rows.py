@@ -258,6 +258,12 @@ WRONG_PIECES = (
     Mutant("padding is the last's", "past the end", "belongs to no tensor", 1).edit(
         "low, high =", "sizes = [*sizes[:-1], sizes[-1] + length * num_shards - sum(sizes)]\nlow, high ="
     ),
+    Mutant("counted from the shard", "counted in the shard", "not where the shard does", 1).edit(
+        _PIECE, "(tensor, start - low, stop - low)"
+    ),
+    Mutant("last element", "stop is the last", "as in a slice", 1).edit(
+        _PIECE, "(tensor, start - begin, stop - begin - 1)"
+    ),
 )
 WRONG_STEPS = (
     Mutant("all-reduce", "all-reduce", "the half that you need", 4)

@@ -174,6 +174,10 @@ def judge_state(evidence: Evidence) -> Iterator[Fault]:
     n, want = evidence.world_size, whole_state()
     got = evidence.results[0]["state"]
     if not isinstance(got, dict) or got.keys() != want.keys():
+        states = [result["state"] for result in evidence.results]
+        holders = [rank for rank, state in enumerate(states) if isinstance(state, dict) and state.keys() == want.keys()]
+        if got == {} and holders:
+            yield Fault("on another rank", f"rank 0's state is empty, rank {holders[0]} has all of it: rank 0 keeps it")
         yield from found(compare(got, want, "rank 0's state", n))
     for name, tensor in want.items():
         yield from _judge_tensor(name, got[name], tensor, n)
@@ -202,6 +206,9 @@ def _judge_tensor(name: str, got: Any, want: Tensor, n: int) -> Iterator[Fault]:
             yield Fault("flat", f"{text}: a row has lost the shape; .view(shapes[name]) gives it back")
         if got.numel() == length:
             yield Fault("own shard", f"{what} is rank 0's own shard of {length} elements: gather the others'")
+    if isinstance(got, Tensor) and got.shape == want.shape and bool(got.isnan().any()):
+        text = f"{what} has numbers of the filling in it, which stands at the end of the row"
+        yield Fault("filled up", f"{text}; take the first {want.numel()} and .view(shape)")
     for other, tensor in whole_state().items():
         if other != name and isinstance(got, Tensor) and torch.equal(got, tensor):
             yield Fault("names mixed", f"{what} is {other}: gather in one order on all ranks")
@@ -274,4 +281,11 @@ WRONG_STATES = (
         "if dist.get_rank() == 0:", "if True:"
     ),
     Mutant("own shards", "own shard", "gather the others'", 2, 44).edit(_GATHER, "row = shard").edit(_WHOLE, "row"),
+    Mutant("the last rank", "on another rank", "rank 1 has all of it", 2).edit(
+        "dist.get_rank() == 0", "dist.get_rank() == dist.get_world_size() - 1"
+    ),
+    Mutant("from the end", "filled up", "take the first", 2).edit(
+        "row[: shapes[name].numel()]", "row[-shapes[name].numel() :]"
+    ),
+    Mutant("None elsewhere", "returned", "expected an empty dict", 2).edit("return state", "return state or None"),
 )

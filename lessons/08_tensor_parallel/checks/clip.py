@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found
 from distlab.grading.traffic import calls, over_budget
-from distlab.grading.values import close, compare, describe, equal, seeded
+from distlab.grading.values import close, compare, describe, equal, numbers_differ, seeded
 
 CLIP_SPLIT, CLIP_WHOLE, CLIP_PARTIAL = (6, 10), (4,), (5, 3)
 CLIP_FACTORS = (1 / 3, 3.0)
@@ -83,7 +83,7 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
             f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have no .grad, where"
         )
         yield Fault("gradients of gradients", f"{text} torch.nn.utils.clip_grad_norm_ looks; sum up their own squares")
-    yield from found(compare(norm, true, f"rank {rank}'s norm"))
+    yield Fault("values", f"rank {rank}'s norm: {numbers_differ(norm, true)}")
 
 
 def _squares(gradients: list[Tensor]) -> float:

@@ -216,6 +216,12 @@ WRONG_CUTS = (
     Mutant("full layer", "whole layer", "taken the place of its part", 1, 38).body(
         "return weight.clone(), bias.clone()"
     ),
+    Mutant("bias nowhere", "bias nowhere", "no rank has the bias", 1).edit(
+        "bias.clone() if rank == 0 else None", "None"
+    ),
+    Mutant("two have the bias", "bias on every rank", "ranks 0 and 1 add the bias", 1, 34).edit(
+        "if rank == 0 else None", "if rank < 2 else None"
+    ),
 )
 WRONG_HEADS = (
     Mutant("one piece", "cut as one piece", "with a worse loss", 1, 36).edit(_JOINED, "weight.chunk(num_ranks)[rank]"),
@@ -230,5 +236,12 @@ WRONG_HEADS = (
     .edit(_SECTION, "section[: len(section) // size // num_ranks * size * num_ranks].chunk(num_ranks)[rank]"),
     Mutant("thirds", "equal sections", "[A d, K d, K d]", 1, 36).edit(
         "weight.split([num_heads * size, num_shared * size, num_shared * size])", "weight.chunk(3)"
+    ),
+    Mutant("rows dealt out", "heads cut through", "belong together", 1).edit(_SECTION, "section[rank::num_ranks]"),
+    Mutant("values first", "order of rows", "its queries, then its keys", 1).edit(
+        "for section in sections]", "for section in sections[::-1]]"
+    ),
+    Mutant("an assertion", "no clear error", "expected a ValueError", 1).edit(
+        "raise ValueError(", "raise AssertionError("
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import compare, describe, equal, seeded
+from distlab.grading.values import compare, describe, equal, numbers_differ, seeded
 
 BUBBLE_CASES = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))
 SPLIT_SIZES = ((3, 5, 4), (1, 3, 2))  # layers, width, samples
@@ -30,7 +30,7 @@ def judge_bubble(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("returned", f"{asked}: expected a number, got {describe(got)}")
         number, want = float(got), (p - 1) / (v * m + p - 1)
         if abs(number - want) > 1e-9:
-            text = f"{asked}: expected {want:.4f}, got {number:.4f}"
+            text = f"{asked}: {numbers_differ(number, want)}"
             for code, (wrong, words) in _wrong_forms(p, m, v).items():
                 if abs(number - wrong) <= 1e-9:
                     yield Fault(code, f"{text}: {words}")
@@ -200,6 +200,13 @@ WRONG_BUBBLES = (
     .without("stages_per_rank * ")
     .edit("idle / (", "idle / stages_per_rank / ("),
     Mutant("p", "off by one", "p - 1 hand-overs", 1).edit("num_ranks - 1", "num_ranks"),
+    Mutant("one micro-batch", "naive", "ranks work at the same time", 1).edit(
+        "idle / (busy + idle)", "1 - 1 / num_ranks"
+    ),
+    Mutant("per cent", "per cent", "a part of 1", 1).edit("idle / (busy + idle)", "100 * idle / (busy + idle)"),
+    Mutant("stages as ranks", "stages as ranks too", "it shrinks", 1).edit(
+        "idle = num_ranks - 1", "idle = stages_per_rank * num_ranks - 1"
+    ),
 )
 
 _PRODUCTS = "[x.T @ inner for x, inner in reversed(later)]"

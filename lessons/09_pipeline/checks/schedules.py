@@ -122,6 +122,13 @@ WRONG_GPIPE = (
     Mutant("orders differ", "too long", "in one order", 1, 27).edit(
         "+ backward", "+ (backward[::-1] if rank % 2 else backward)"
     ),
+    Mutant("one too early", "not GPipe", "all forward passes first", 1).edit(
+        "forward + backward", "forward[:-1] + backward[:1] + forward[-1:] + backward[1:]"
+    ),
+    Mutant("tuples", "returned", "a list of texts", 1).edit('f"{rank}F{i}"', '(rank, "F", i)'),
+    Mutant("halves of backward", "wrong kind", "the kinds here are F, B", 1).edit(
+        '[f"{rank}B{i}" for i', '[f"{rank}{kind}{i}" for kind in "IW" for i'
+    ),
 )
 WRONG_ONE_F_ONE_B = (
     Mutant("GPipe", "peak in flight", "8 on rank 0 where 1F1B needs 4", 1).edit(

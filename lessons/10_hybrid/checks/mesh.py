@@ -143,6 +143,15 @@ WRONG_PLACES = (
     ),
     Mutant("no rest", "outside", "It must lie in 0..1", 1).edit(_STEP, "rank, place[axis] = rank // axes[axis], rank"),
     Mutant("from 1", "from one", "counted from 0", 1).edit("place[axis] for", "place[axis] + 1 for"),
+    Mutant("turned round", "turned round", "in the order of the axes", 1).edit(
+        "{axis: place[axis] for axis in axes}", "place"
+    ),
+    Mutant("without ones", "axes", "expected one on each axis", 1).edit(
+        "for axis in axes}", "for axis in axes if axes[axis] > 1}"
+    ),
+    Mutant("a tuple", "returned", "a dict of axes and places", 1).edit(
+        "{axis: place[axis] for axis in axes}", "tuple(place[axis] for axis in axes)"
+    ),
 )
 WRONG_GROUPS = (
     Mutant("neighbours", "neighbours", "[0, 1] mixes places 0, 1 on tensor", 1, 7).edit(_STRIDE, "1"),
@@ -155,4 +164,7 @@ WRONG_GROUPS = (
     ),
     Mutant("rank 0's", "one group", "waits forever", 1, 6).edit("in firsts]", "in firsts[:1]]"),
     Mutant("first block", "rank missing", "rank 4 is in none", 1, 6).edit("in firsts]", "in range(stride)]"),
+    Mutant("everyone begins", "rank twice", "rank 4 is in 2 groups", 1).without(" if rank // stride % size == 0"),
+    Mutant("last first", "order", "right groups in another order", 1).edit("in firsts]", "in reversed(firsts)]"),
+    Mutant("one too short", "rank missing", "rank 4 is in none", 1).edit("range(size)]", "range(size - 1)]"),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from distlab.comm import RankError, mesh_groups
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.traffic import calls
-from distlab.grading.values import close, describe, seeded
+from distlab.grading.values import close, describe, numbers_differ, seeded
 from distlab.plan import Mesh
 
 AXES = ("pipeline", "data", "tensor")
@@ -158,7 +158,7 @@ def _judge_value(norm: float, mesh: Mesh, rank: int) -> Iterator[Fault]:
     if abs(norm / true**0.5 - 1) < ROUNDED:
         text = f"on {mesh} rank {rank}'s norm is {norm:.9f}, expected {true**0.5:.9f}"
         yield Fault("rounded", f"{text}: right, but rounded on the way. Add up squares in torch.float64")
-    text = f"on {mesh} rank {rank}'s norm is {norm:.4g}, expected {true**0.5:.4g}"
+    text = f"on {mesh} rank {rank}'s norm: {numbers_differ(norm, true**0.5)}"
     for code, square, words in _wrong_squares(mesh, rank):
         if close(norm**2, square):
             yield Fault(code, f"{text}: it {words}")

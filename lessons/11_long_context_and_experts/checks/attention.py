@@ -222,4 +222,12 @@ WRONG_ZIGZAGS = (
     Mutant("2n - r", "positions lost", "is on no rank", 1).edit(
         "2 * num_ranks - 1 - rank", "(2 * num_ranks - rank) % (2 * num_ranks)"
     ),
+    Mutant("other rank's", "other order", "were asked for rank r", 1).edit(
+        "(rank, late)", "(num_ranks - 1 - rank, num_ranks + rank)"
+    ),
+    Mutant("two late", "positions lost", "is on no rank", 1).edit("2 * num_ranks - 1 - rank", "2 * num_ranks - 1"),
+    Mutant("a list", "returned", "whole numbers in a tensor", 1).edit(
+        "torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, late)])",
+        "[place for chunk in (rank, late) for place in range(chunk * size, (chunk + 1) * size)]",
+    ),
 )
