@@ -4,10 +4,15 @@ Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures ar
 
 Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
 `pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
-`memory`, `models`, `sweeps`, and `validation` (how near all of it comes to published steps). `units` and `precision`
-convert numbers and say how wide they are; `plan_file` reads all that a step needs from one file.
+`memory`, `models`, `sweeps`, `advisor` (which plan to use), and `validation` (how near all of it comes to published
+steps). `units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from
+one file.
 """
 
+from simulator.advisor.money import Bill, Curve, bill, curve
+from simulator.advisor.question import Question
+from simulator.advisor.reasons import Reason, near_fit, reasons, words_of
+from simulator.advisor.search import Choice, Search, search
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
 from simulator.hardware.cost import (
     all_gather_s,
@@ -51,10 +56,13 @@ from simulator.sweeps.compression import (
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
+    "Bill",
+    "Choice",
     "ClusterDescription",
     "Codec",
     "CompiledSchedule",
     "CompressionSweep",
+    "Curve",
     "DoesNotFitError",
     "Jitter",
     "LatentSizes",
@@ -65,8 +73,11 @@ __all__ = [
     "Mixture",
     "ModelDescription",
     "PipelineRun",
-    "PlanFile",
     "Placed",
+    "PlanFile",
+    "Question",
+    "Reason",
+    "Search",
     "Stack",
     "Step",
     "Uneven",
@@ -76,7 +87,9 @@ __all__ = [
     "all_gather_s",
     "all_reduce_s",
     "all_to_all_s",
+    "arrays_of",
     "axes_inside_nodes",
+    "bill",
     "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
@@ -85,6 +98,7 @@ __all__ = [
     "cluster",
     "codec_work",
     "compute_s",
+    "curve",
     "device",
     "fit_link",
     "fit_steps",
@@ -102,12 +116,14 @@ __all__ = [
     "mix_experts",
     "model_by_name",
     "names",
-    "arrays_of",
+    "near_fit",
     "peak_in_flight",
     "plan_of_text",
     "rank_orders",
     "read_plan_file",
+    "reasons",
     "reduce_scatter_s",
+    "search",
     "simulate",
     "simulate_schedule",
     "smallest_change",
@@ -116,5 +132,6 @@ __all__ = [
     "sweep_units",
     "why_not_timed",
     "with_bandwidth",
+    "words_of",
     "workload_from_config",
 ]
