@@ -87,9 +87,10 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     update = update + update_s(question, cost, experts.sum() / p, 0, few)
     packs = np.where((copies > 1) & (stage < 3), pack_s(question, widths.reduce * own.sum() / p, tensors), 0.0)
     once = wire_s(question, shape, copies, width * own.sum() / p)
-    calls = np.where((stage > 0) & question.cluster.gathers_ahead, 1, 2) * (v == 1)
-    work = m * total / p + packs + update
-    wire = (m * total - cost.backward.sum()) / p + calls * once + update
+    gathered = np.where((stage > 0) & (stage < 3) & (not question.cluster.gathers_ahead), once, 0.0)  # after the update
+    sums = np.where(stage > 0, 1, 2) * (v == 1) * once
+    work = m * total / p + packs + update + gathered
+    wire = (m * total - cost.backward.sum()) / p + sums + update + gathered
     relaxed = total / (1 - (1 - 1 / m) ** p)
     block, count = float(blocks.min()) if len(blocks) else 0.0, len(blocks)
     most = -(-count // p)  # blocks of some rank, at least
@@ -151,10 +152,13 @@ def tight_s(found: Candidates, row: int) -> float:
     update = update_s(question, cost, own, tensors, copies if stage else np.array(1))
     update = update + update_s(question, cost, experts, 0, np.array(plan.data * plan.context if stage else 1))
     exposed: Floats = pack_s(question, widths.reduce * own, tensors) if plan.copies > 1 else np.zeros(p)
-    if v == 1:
-        calls = 1 if stage and question.cluster.gathers_ahead else 2
-        wire = calls * wire_s(question, shape, copies, min(widths.reduce, widths.parameter) * own)
-        exposed = np.maximum(exposed, wire - backward)
+    # The first stage of a rank is the last to have its gradients.
+    width = min(widths.reduce, widths.parameter)
+    last = np.add.reduceat(local_parameters(shape, cost)[0], firsts)[:p]
+    sums = (1 if stage else 2) * wire_s(question, shape, copies, width * last)
+    exposed = np.maximum(exposed, sums - backward[:p])
+    if stage and not question.cluster.gathers_ahead:
+        exposed = exposed + wire_s(question, shape, copies, width * own)
     # Rank k's own span: from its first pass, through the bottleneck behind it, to its last update.
     span = np.array([(before[k:] - before[k] + work[k:]).max() for k in range(p)])
     return float((span + exposed + update).max() * SLACK)
