@@ -2,11 +2,15 @@
 
 Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
 
-Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
-`pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
-`memory`, `models`, `sweeps`, `advisor` (which plan to use), and `validation` (how near all of it comes to published
-steps). `units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from
-one file.
+Read the rooms in this order:
+
+1. `hardware`: what work and messages cost. 2. `engine`: when each operation starts.
+3. `pipeline`: schedules. 4. `stage`: what one stage costs. 5. `gradients`: what exchanges cost.
+6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`. 10. `advisor`: which plan to use.
+11. `validation`: how near all of it comes to published steps.
+
+`units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from one
+file.
 """
 
 from simulator.advisor.money import Bill, Curve, bill, curve

@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests marked `equality` run on another device: `-m equality --device cuda --backend gloo`."""
+    """Let tests run on another device or backend: `-m equality --device cuda --backend gloo`, `--backend shared`."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where equality tests put their tensors")
-    parser.addoption("--backend", default=None, choices=("gloo", "nccl"), help="of their ranks; default: as for users")
+    parser.addoption(
+        "--backend",
+        default=None,
+        choices=("gloo", "nccl", "shared"),
+        help="of their ranks; default: as for users. shared: also of each rank that a test starts itself",
+    )
 
 
 MARK = "DISTLAB_TEST_RUN"
@@ -54,6 +59,32 @@ def no_process_left() -> Iterator[None]:
     while (left := marked_processes(value)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --backend shared, skip what is about gloo itself."""
+    if config.getoption("--backend") == "shared":
+        for item in items:
+            if (mark := item.get_closest_marker("gloo")) is not None:
+                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --backend shared, ranks for which a test names no backend meet in shared memory."""
+    if request.config.getoption("--backend") != "shared":
+        yield
+        return
+    from distlab.comm import Ranks
+
+    real = Ranks.__init__
+
+    def init(self: Ranks, *args: Any, backend: str | None = None, **named: Any) -> None:
+        real(self, *args, backend=backend or "shared", **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "__init__", init)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +125,7 @@ def ranks(request: pytest.FixtureRequest, _pools: dict[int, Ranks], _machine: Ma
 @pytest.fixture(scope="session")
 def _machine(request: pytest.FixtureRequest, no_process_left: None) -> Iterator[Machine | None]:
     kind, backend = request.config.getoption("--device"), request.config.getoption("--backend")
-    if kind == "cpu" and backend is None:
+    if kind == "cpu" and backend in (None, "shared"):
         yield None
         return
     from on_device.ranks import Machine

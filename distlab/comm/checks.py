@@ -12,7 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import SupportsIndex
 
-BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+from distlab.shared_memory.futex import why_not_here
+
+BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl")
 MAX_RANKS = 1024
 FDS_PER_RANK = 3
 
@@ -56,12 +58,14 @@ def check_backend(backend: object, world_size: int) -> str | None:
     """Return the backend.
 
     Raises:
-        ValueError: it is unknown, or it is nccl and there is not one GPU per rank.
+        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux.
     """
     if backend is None:
         return None
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}, or None to choose")
+    if backend == "shared" and (reason := why_not_here()):
+        raise ValueError(f"backend shared does not work here: {reason}; pass 'gloo'")
     if "nccl" in backend:
         from distlab.comm import device
 

@@ -27,6 +27,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from distlab import shared_memory
 from distlab.comm import device as gpus
 from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
@@ -89,7 +90,8 @@ def process_group(
     """Join the process group that the environment describes (torchrun sets it), and always destroy it.
 
     Args:
-        backend: "gloo", "nccl", or None: nccl when each rank of this machine has its own GPU, else gloo.
+        backend: "gloo", "shared" (CPU ranks of one Linux host, through shared memory), "nccl", or None: nccl when each
+            rank of this machine has its own GPU, else gloo.
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.
         trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
@@ -105,6 +107,8 @@ def process_group(
     place = _device(device, chosen, address)
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
+    if chosen == shared_memory.NAME:
+        shared_memory.register()
     if address.has_parent:
         _follow_parent()
     with network_interface(address):
@@ -136,6 +140,8 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
         except RuntimeError as error:
             raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
     if gpus.is_gpu(place):
+        if backend == shared_memory.NAME:
+            raise ValueError(f"device is {str(place)!r} and backend 'shared' moves CPU tensors; pass 'cpu', or 'gloo'")
         count = gpus.num_gpus()
         if count == 0:
             raise ValueError(f"device is {str(place)!r} and torch sees no GPU; pass 'cpu'")

@@ -133,9 +133,9 @@ def llama_workload(
 ) -> Workload:
     """Return the workload of such a model, with 16-bit activations.
 
-    A layer keeps s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes (inputs of both norms and of all
-    products, the gate's two factors; 4 f without a gate) and 2 a s^2 B of scores, which `fuse_attention` or selective
-    recompute drops.
+    A layer keeps the inputs of both norms and of all products, and the gate's two factors (without a gate 4 f):
+    s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes. It also keeps 2 a s^2 B bytes of scores,
+    which `fuse_attention` or selective recompute drops.
 
     Source: sizes of tensors as Touvron et al. 2023 (2307.09288) describe the model; activations counted tensor by
         tensor as 2205.05198 does for GPT.

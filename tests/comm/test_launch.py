@@ -102,6 +102,7 @@ def test_each_rank_has_one_thread_and_the_launcher_s_environment(monkeypatch, tm
     assert run(look, 2) == [(*expected, "0", "2", "0"), (*expected, "1", "2", "1")]
 
 
+@pytest.mark.gloo("looks at gloo's sockets; in shared memory there are none")
 def test_every_socket_is_on_loopback_and_the_folder_is_private(ranks):
     def look() -> tuple[list[str], int]:
         dist.barrier()
@@ -160,7 +161,7 @@ def test_a_world_size_that_cannot_be_is_refused_in_one_sentence(world_size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "glo"}, "backend is 'glo'; pass one of gloo, nccl"),
+        ({"backend": "glo"}, "backend is 'glo'; pass one of gloo, shared, nccl"),
         ({"backend": 3}, "backend is 3"),
         ({"timeout_s": 0}, "timeout_s is 0; pass a positive number"),
         ({"timeout_s": "60"}, "timeout_s is '60'"),

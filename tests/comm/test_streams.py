@@ -16,6 +16,7 @@ from distlab.sharding.fsdp import host_gradient
 from distlab.trace import SpanWriter
 
 NUM_STEPS = 3
+pytestmark = pytest.mark.gloo("its GPU is a double; backend shared moves CPU tensors alone")
 
 
 def net():

@@ -17,6 +17,7 @@ PEER_NOISE = re.compile(
 )
 
 
+_LISTENERS = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py")
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
 
 
@@ -202,9 +203,11 @@ def format_stack(text: str) -> str:
         frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, re.MULTILINE)
         if any(_is_launcher(file) for file, *_ in frames) and not any(name == "serve_rank" for *_, name in frames):
             continue
+        if any(_is_backend(file) and name == "_serve" for file, _, name in frames):
+            continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
         for file, number, name in reversed(frames):
-            if _is_launcher(file) or file.endswith("distlab/comm/record/intercept.py") or file == "<string>":
+            if _is_launcher(file) or _is_backend(file) or file.endswith(_LISTENERS) or file == "<string>":
                 continue
             lines.append(f'  File "{file}", line {number}, in {name}')
             source = linecache.getline(file, int(number)).strip()
@@ -212,6 +215,10 @@ def format_stack(text: str) -> str:
         if lines:
             shown.append("\n".join(lines))
     return "\n\n".join(shown)
+
+
+def _is_backend(file: str) -> bool:
+    return "distlab/shared_memory/" in file
 
 
 def _is_launcher(file: str) -> bool:

@@ -42,7 +42,8 @@ def run(
         world_size: number of ranks.
         args: its arguments, the same on every rank.
         timeout_s: how long the call may take.
-        backend: "gloo", "nccl", or None: nccl when each rank has its own GPU, else gloo.
+        backend: "gloo", "shared" (ranks meet in shared memory: Linux, CPU tensors), "nccl", or None: nccl when each
+            rank has its own GPU, else gloo.
         record: whether calls of torch.distributed are recorded, so that a hang is explained in words and ended early.
         echo: whether what ranks print is shown.
 

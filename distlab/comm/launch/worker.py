@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from distlab import shared_memory
 from distlab.comm import device
 from distlab.comm.groups import choose_backend
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
@@ -168,6 +169,8 @@ class _Rank:
         settings = self.settings
         torch.set_num_threads(1)
         backend = settings.backend or choose_backend(settings.world_size)
+        if backend == shared_memory.NAME:
+            shared_memory.register()
         if "nccl" in backend:
             device.device_of("cuda", settings.rank)
         dist.init_process_group(

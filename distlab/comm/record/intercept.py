@@ -22,6 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from distlab.comm import device
+from distlab.comm.record import shared
 from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import (
@@ -71,6 +72,7 @@ class FrontEnd:
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
         self._real_new_group = c10d._new_group_with_tag
         self._libraries: list[Any] = []
+        self._release_shared: Callable[[], None] = lambda: None
 
     @classmethod
     def add(cls, sink: Sink) -> None:
@@ -95,7 +97,7 @@ class FrontEnd:
                 cls._active = None
 
     def _install(self) -> None:
-        dist.Work.wait = self._wait(dist.Work.wait)  # type: ignore[method-assign]
+        dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
         c10d._new_group_with_tag = self._new_group(self._real_new_group)
         library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
@@ -107,12 +109,14 @@ class FrontEnd:
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
         self._libraries = [library, functional]
+        self._release_shared = shared.tap(self)
 
     def _restore(self) -> None:
         dist.Work.wait = self._real_wait  # type: ignore[method-assign]
         c10d._new_group_with_tag = self._real_new_group
         for library in self._libraries:
             library._destroy()
+        self._release_shared()
 
     def _new_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the making of a group: a rank waits in it for all ranks, and no call of a group shows that."""
@@ -151,7 +155,7 @@ class FrontEnd:
                 refuse_peer(operation.op, peer, group.size(), frame, self.finder)
             reduction = "" if reduction_at is None else reduction_of(frame)
             terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
-            tokens = self._begin(operation, group, args, terms, frame)
+            tokens = self.begin(operation, group, args, terms, frame)
             try:
                 result = passes_on(keys.remove(key), *args)
             except BaseException:
@@ -160,12 +164,13 @@ class FrontEnd:
                 raise
             work = result[-1] if work_is_last else result
             waits_itself = len(args) > async_at and not args[async_at]
-            self._follow(operation, None if work is None else unbox_work(work), tokens, args, waits_itself)
+            self.follow(operation, None if work is None else unbox_work(work), tokens, args, waits_itself)
             return result
 
         return kernel
 
-    def _begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
+    def begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
+        """Hand a call that is about to be made to the recorders that are on."""
         data = args[operation.data] if operation.data >= 0 else ()
         if type(data) is list and len(data) == 1 and type(data[0]) is Tensor:
             data = data[0]
@@ -179,7 +184,7 @@ class FrontEnd:
         aside = threading.get_ident() != self._main and not blocks_rank()
         return [sink.call(operation, group, data, terms, site, aside) for sink in self.sinks]
 
-    def _follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
+    def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
         """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
         if work is None:  # over when it returned
             self._close(tokens, DONE)
@@ -230,7 +235,7 @@ class FrontEnd:
                 return
             self._close(self._forget(work), DONE, self._looked_ns if work is self._head else 0)
 
-    def _wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
 
         On nccl only a stream of the GPU waits: the rank goes on, and the call is followed until it is seen to be over.
@@ -266,7 +271,7 @@ class FrontEnd:
         def passed_on(work: Any, keys: Any, tensor: Tensor) -> Any:
             return passes_on(keys, tensor)
 
-        wait = self._wait(passed_on)
+        wait = self.watch_waits(passed_on)
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
             work = self._works.get(tensor.data_ptr()) if tensor.layout is torch.strided else None

@@ -136,9 +136,15 @@ def reduction_of(frame: FrameType | None) -> str:
             named = frame.f_locals
             given = named.get("op", named.get("reduceOp"))
             if given is not None:
-                return _REDUCTIONS.get(id(given)) or str(getattr(given, "name", given)).rpartition(".")[2].lower()
+                return name_of_reduction(given)
         frame = frame.f_back
     return "sum"
+
+
+def name_of_reduction(given: Any) -> str:
+    """Return the plain name of a ReduceOp, such as "sum"."""
+    named = getattr(given, "op", given)
+    return _REDUCTIONS.get(id(named)) or str(getattr(named, "name", named)).rpartition(".")[2].lower()
 
 
 def refuse_peer(op: str, peer: int, size: int, frame: FrameType | None, finder: SiteFinder) -> None:

@@ -24,6 +24,7 @@ from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, ring_bytes, tensors_in
+from distlab.shared_memory.work import SharedWork
 
 PAIRS = ("send", "recv")
 OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -134,16 +135,20 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledL
     """
     link = ThrottledLink(bytes_per_s, latency_s)
     FrontEnd.add(link)
-    real = dist.Work.is_completed
+    real = {kind: kind.is_completed for kind in (dist.Work, SharedWork)}
 
     def is_completed(work: dist.Work) -> bool:
         front = FrontEnd._active
         tokens: list[Token] = [] if front is None else front._live.get(work, [])
-        return all(link.is_over(number) for writer, number in tokens if cast(Any, writer) is link) and real(work)
+        is_through = all(link.is_over(number) for writer, number in tokens if cast(Any, writer) is link)
+        own: Any = real[SharedWork if isinstance(work, SharedWork) else dist.Work]
+        return is_through and bool(own(work))
 
-    dist.Work.is_completed = is_completed  # type: ignore[assignment, method-assign]
+    for kind in real:
+        kind.is_completed = is_completed  # type: ignore[assignment, method-assign]
     try:
         yield link
     finally:
         FrontEnd.remove(link)
-        dist.Work.is_completed = real  # type: ignore[method-assign]
+        for kind, own in real.items():
+            kind.is_completed = own  # type: ignore[method-assign]

@@ -1,0 +1,33 @@
+"""A backend of torch.distributed for CPU ranks of one Linux host: `backend="shared"`, beside gloo.
+
+    run(train, 4, backend="shared")                 # distlab starts the ranks
+    dist.init_process_group("shared")               # under torchrun, after `distlab.shared_memory.register()`
+
+gloo moves every byte through the kernel's loopback sockets. Here ranks copy straight through memory that all map.
+Collectives, messages, groups, `async_op` and torch's own products (DDP, FSDP2, DTensor, pipelining, DCP) work as on
+gloo. Results are equal on all ranks and from run to run, bit for bit. Calls that do not agree raise on every rank that
+meets the others, naming what each calls. A rank that ends, leaves or fails ends the others' calls within 0.1 s.
+
+Memory: per group at most 2 MiB per rank and 64 MiB for messages, of which only what is used exists. Nothing has a name
+in /dev/shm or anywhere else, so nothing can be left behind.
+
+Limits: ranks of one host, one container and one user; CPU tensors. A process forked from a rank may not call.
+
+Read `arena` (the memory), `meeting` (steps), `collectives`, `lanes` and `messages` (sends and receives), `work`
+(what runs where), `group` (what torch sees). `futex` talks to the kernel, `reductions` to torch's arithmetic, `dense`
+makes blocks of tensors.
+"""
+
+from __future__ import annotations
+
+NAME = "shared"
+
+
+def register() -> None:
+    """Let torch.distributed know the backend by its name; once more changes nothing."""
+    import torch.distributed as dist
+
+    from distlab.shared_memory.group import make
+
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

@@ -1,0 +1,133 @@
+"""Tensors as a call gets them, and as blocks of bytes: what is not one block goes through a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
+    """Refuse a tensor that is not dense memory of this process; `sparse`: indices with values will do, too.
+
+    Raises:
+        ValueError: it lies on another device, or is sparse.
+    """
+    if tensor.is_cpu and (tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)):
+        return
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise ValueError(
+            f"{who}: got a sparse tensor ({kind}) of shape {list(tensor.shape)}; call .to_dense(), or send indices "
+            "and values"
+        )
+    raise ValueError(
+        f"{who}: got a tensor on {tensor.device}; backend 'shared' moves CPU tensors: call .cpu(), or use gloo or nccl"
+    )
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in order as one block: the tensor's own memory where that is one."""
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1)
+
+
+class Landings:
+    """Blocks that a call writes, for tensors that may lie scattered in memory."""
+
+    def __init__(self) -> None:
+        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's block: its memory, or a copy that `settle` writes back."""
+        flat = flat_of(tensor)
+        if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            self._scattered.append((tensor, flat))
+        return flat
+
+    def settle(self) -> None:
+        """Write back what does not lie in one block."""
+        with torch.no_grad():
+            for tensor, flat in self._scattered:
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the length of a dense tensor's memory."""
+    return tensor.numel() * tensor.element_size()
+
+
+def same_length(tensors: Sequence[torch.Tensor], like: torch.Tensor, who: str, what: str) -> None:
+    """Refuse tensors of another length or dtype than the one that each belongs to.
+
+    Raises:
+        ValueError: naming the first that differs.
+    """
+    for number, tensor in enumerate(tensors):
+        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "
+                f"{like.dtype}{list(like.shape)}"
+            )
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """Return one tensor or several as a list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def places(flats: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return address and length of each block."""
+    return [(flat.data_ptr(), bytes_of(flat)) for flat in flats]
+
+
+def parts(address: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return address and length of each part of one block."""
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    return [(address + start, length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str) -> None:
+    """Refuse a tensor that has not room for exactly one part of each rank.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{who}: the {what} is {whole.dtype}{list(whole.shape)}; for {size} ranks and {part.dtype}"
+            f"{list(part.shape)} of each it must have {size * part.numel()} elements of that dtype"
+        )
+
+
+def check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
+    """Refuse a list that has not one tensor of the right size for each rank.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    for tensor in (like, *tensors):
+        check(tensor, who)
+    if len(tensors) != size:
+        raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
+    same_length(tensors, like, who, what)
+
+
+def split_bytes(tensor: torch.Tensor, sizes: Sequence[int], size: int, who: str, what: str) -> list[int]:
+    """Return the bytes of each rank's part.
+
+    Raises:
+        ValueError: the sizes do not add up.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if rows % size:
+            raise ValueError(f"{who}: the {what} has {rows} rows, which {size} ranks cannot share evenly; pass sizes")
+        sizes = [rows // size] * size
+    if len(sizes) != size or sum(sizes) != rows:
+        raise ValueError(f"{who}: {what} split sizes {list(sizes)} must be {size} numbers whose sum is {rows}")
+    row = bytes_of(tensor) // rows if rows else 0
+    return [count * row for count in sizes]

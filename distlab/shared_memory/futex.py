@@ -1,0 +1,92 @@
+"""Words of shared memory on which processes sleep and wake each other: Linux's futex, through the C library.
+
+`add` raises a word by one in the kernel. That is atomic, so several processes may do it, and it orders memory: whoever
+sees the new value sees all that was written before. `fence` orders what a process reads after it has seen a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Callable
+
+_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE, _WAKE_OP = 0, 1, 5
+_ALL = (1 << 31) - 1
+_ADD_ONE = (1 << 28) | (1 << 12)  # operation "add", operand 1; the comparison that follows wakes nobody more
+_SEMAPHORE_BYTES = 64
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def why_not_here() -> str:
+    """Return why ranks of this machine cannot meet in shared memory, or "" where they can."""
+    if sys.platform != "linux":
+        return f"it needs Linux (futex, memfd) and this is {sys.platform}"
+    if platform.machine() not in _SYSCALLS:
+        return f"it knows the processors {' and '.join(_SYSCALLS)}, and this is {platform.machine()}"
+    return ""
+
+
+def _system_call() -> Callable[..., int]:
+    call = ctypes.CDLL(None).syscall
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    call.restype = ctypes.c_long
+    call.argtypes = (ctypes.c_long, pointer, number, number, pointer, pointer, number)
+    return call
+
+
+_NUMBER = _SYSCALLS.get(platform.machine(), 0)
+_call = _system_call()
+
+
+def add(address: int) -> None:
+    """Raise the word by one and wake everyone who sleeps on it."""
+    _call(_NUMBER, address, _WAKE_OP, _ALL, None, address, _ADD_ONE)
+
+
+def wake(address: int) -> None:
+    """Wake everyone who sleeps on the word, so that they look again."""
+    _call(_NUMBER, address, _WAKE, _ALL, None, None, 0)
+
+
+def wait(address: int, seen: int, timeout: int) -> None:
+    """Sleep while the word is `seen`, at most until the timeout (an address, see `timeout_at`); may return early."""
+    _call(_NUMBER, address, _WAIT, seen, timeout, None, 0)
+
+
+_kept: dict[float, _Timespec] = {}
+
+
+def timeout_at(seconds: float) -> int:
+    """Return the address of a timeout for `wait`."""
+    spec = _kept.setdefault(seconds, _Timespec(int(seconds), int(seconds % 1 * 1e9)))
+    return ctypes.addressof(spec)
+
+
+def word_at(address: int) -> ctypes.c_int32:
+    """Return the word at an address; its `value` reads and writes memory."""
+    return ctypes.c_int32.from_address(address)
+
+
+def _nothing() -> None:
+    """x86 keeps loads in the order of loads, and stores in the order of stores."""
+
+
+def _make_fence() -> Callable[[], None]:
+    """Make a fence of a semaphore: a post that releases and a wait that acquires; nothing passes both."""
+    libc = ctypes.CDLL(None)
+    semaphore = (ctypes.c_char * _SEMAPHORE_BYTES)()
+    libc.sem_init(semaphore, 0, 0)
+
+    def through() -> None:
+        libc.sem_post(semaphore)
+        libc.sem_trywait(semaphore)
+
+    return through
+
+
+fence: Callable[[], None] = _nothing if platform.machine() == "x86_64" else _make_fence()

@@ -1,0 +1,163 @@
+"""What all calls of a group share: how a call is described, done and ended; and messages between two ranks."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.shared_memory.arena import LEFT, join
+from distlab.shared_memory.collectives import Collectives
+from distlab.shared_memory.dense import Landings, check, flat_of
+from distlab.shared_memory.lanes import Message
+from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
+from distlab.shared_memory.messages import Messages, MessageWork
+from distlab.shared_memory.work import CallQueue, SharedWork, Tensors
+
+
+class GroupBase(dist.ProcessGroup):
+    """A process group that can name, start and end calls; `SharedGroup` adds the collectives.
+
+    Args:
+        store: through which the members find each other.
+        members: global rank of each member.
+        rank: this process's number among them.
+        timeout_s: how long a call may wait for another rank.
+    """
+
+    def __init__(self, store: Any, members: list[int], rank: int, timeout_s: float) -> None:
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self._name = self._description = ""
+        self._members = members
+        self._meeting = Meeting(join(store, rank, members, timeout_s), members, timeout_s)
+        self._collectives = Collectives(self._meeting)
+        self._messages = Messages(self._meeting, f"shared-messages-{members}")
+        self._queue = CallQueue(f"shared-calls-{members}")
+        self._records = Records()
+        self._coalesced: list[SharedWork] | None = None
+        self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
+        self._end.atexit = False
+
+    def getBackendName(self) -> str:
+        """The name that torch prints."""
+        return "shared"
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives; its own place for it is in backends written in C++."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that torch gives."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The description that torch gave."""
+        return self._description
+
+    def shutdown(self) -> None:
+        """Leave the group; the others learn of it."""
+        self._end()
+
+    def abort(self) -> None:
+        """Leave the group."""
+        self._end()
+
+    def _who(self, op: str) -> str:
+        return f"rank {self._meeting.me}: {op}"
+
+    def _start(self, key: Any, text: Callable[[], str], do: Callable[[], None], results: Tensors, opts: Any) -> Any:
+        """Have a call done, here or on the group's thread."""
+        record = self._records.of(key, text)
+        call = functools.partial(_do, self._meeting, record, do)
+        work = self._queue.run(call, results, is_async=getattr(opts, "asyncOp", True))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _text(self, op: str, tensors: Sequence[torch.Tensor], root: int = -1, reduction: str = "") -> str:
+        words = [f"{op} {shapes_of(tensors)}" if tensors else op]
+        words += [f"root {self._members[root]}"] if root >= 0 else []
+        words += [reduction] if reduction not in ("", "sum") else []
+        return ", ".join(words)
+
+    def _root(self, opts: Any) -> int:
+        root: int = opts.rootRank
+        if not 0 <= root < self._meeting.size:
+            raise ValueError(f"{self._who('root')} {root} is not in the group, whose ranks are 0 to {self.size() - 1}")
+        return root
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """Send a tensor to a rank of the group."""
+        check(tensors[0], self._who("send"))
+        message = self._message(tensors[0], flat_of(tensors[0]), destination, tag, "send")
+        self._messages.send(message)
+        return self._with(message.work)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receive a tensor from whichever rank sends one."""
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
+        check(tensors[0], self._who("recv"))
+        landings = Landings()
+        message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
+        message.landed = landings.settle
+        self._messages.receive(message)
+        return self._with(message.work)
+
+    def _message(self, tensor: torch.Tensor, memory: torch.Tensor, peer: int, tag: int, op: str) -> Message:
+        if not -1 <= peer < self._meeting.size:
+            raise ValueError(f"{self._who(op)}: there is no rank {peer}: the group has ranks 0 to {self.size() - 1}")
+        self._meeting.require_usable(op)
+        meets = (tensor.numel(), tensor.dtype)
+        mark = self._records.of(meets, lambda: f"{tensor.numel()} {tensor.dtype}").mark
+        text = self._records.of(("shape", tensor.shape, tensor.dtype), lambda: shapes_of([tensor])).text
+        work = MessageWork([tensor], self._messages)
+        limit = time.monotonic() + self._meeting.timeout_s
+        return Message(peer, tag, memory, mark, f"{op} {text}", work, limit)
+
+    def _with(self, work: SharedWork) -> SharedWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return self._queue.run(lambda: _wait_for(works), [], is_async=True)
+
+
+def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
+    meeting.leave(LEFT)
+    calls.close()
+    messages.close()
+
+
+def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
+    """Do a call; where it fails the group is of no use any more, and the others learn why."""
+    meeting.begin(record)
+    try:
+        do()
+    except BaseException as error:
+        meeting.fail(error)
+        raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
+
+
+def _wait_for(works: Sequence[SharedWork]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,218 @@
+"""How the ranks of a group meet: step by step, each showing what it calls.
+
+In a step a rank writes into one of its two slots, by turns, and then posts: its step grows by one. It reads what the
+others wrote in their step of the same number, once they have posted it. It begins to write the next step when all have
+posted the last one. So nobody is more than one step ahead, and a slot is written again only after all have read it.
+
+With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. Who reads compares it with
+its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from distlab.shared_memory import futex
+from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+
+GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
+_HEAD = 16
+_MAX_KNOWN = 4096
+RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
+
+
+class Record:
+    """What a call says of itself: a text, its bytes as they stand in a slot, and a number that stands for it."""
+
+    __slots__ = ("data", "mark", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        whole = text.encode()
+        mark = hashlib.blake2b(whole, digest_size=8).digest()
+        shown = whole[: RECORD_BYTES - _HEAD]
+        self.data = mark + len(shown).to_bytes(8, "little") + shown
+        self.mark = int.from_bytes(mark, "little")
+
+
+def record_at(address: int) -> str:
+    """Return the text of a record in shared memory."""
+    length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
+    return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return dtype and shape of each tensor, such as "float32[2, 3]"."""
+    return ", ".join(
+        f"{'' if t.layout is torch.strided else 'sparse '}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        for t in tensors
+    )
+
+
+class Records:
+    """Records of calls made before, so that the second call of a kind need not be described."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Record] = {}
+
+    def of(self, key: object, text: Callable[[], str]) -> Record:
+        """Return the record of a call; `text` describes it where the key is new."""
+        record = self._known.get(key)
+        if record is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            record = self._known[key] = Record(text())
+        return record
+
+
+class Meeting:
+    """One rank's part in the meetings of its group. Only one thread at a time may use it."""
+
+    def __init__(self, arena: Arena, members: list[int], timeout_s: float) -> None:
+        self.arena, self.members, self.timeout_s = arena, members, timeout_s
+        self.rank, self.size = arena.rank, arena.size
+        self.me = members[arena.rank]
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        self.step = 0
+        self.parity = 0  # of the step that was posted last: where to read
+        self.failure = ""
+        self.record = Record("")
+        self._posted = self.record  # the record shown with the last step
+        self._all_came = True
+        self._steps = [arena.header(rank) + STEP for rank in range(self.size)]
+        self._words = [futex.word_at(address) for address in self._steps]
+        layout, base, both = arena.layout, arena.base, (0, 1)
+        self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in range(self.size)]
+        self._data = [[base + layout.data(rank, parity) for parity in both] for rank in range(self.size)]
+        self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
+        self._look = futex.timeout_at(LOOK_S)
+
+    def begin(self, record: Record) -> None:
+        """Begin a call.
+
+        Raises:
+            RuntimeError: an earlier call of this group failed, or this process was forked from a rank.
+        """
+        self.require_usable(record.text)
+        self.record = record
+
+    def require_usable(self, call: str) -> None:
+        """Refuse calls on a group that has failed or been left, and in a process forked from a rank.
+
+        Raises:
+            RuntimeError: naming the reason.
+        """
+        if self.failure:
+            raise RuntimeError(f"rank {self.me}: {call}: the group cannot be used any more: {self.failure}")
+        if self.arena.owner != os.getpid():
+            raise RuntimeError(
+                f"rank {self.me}: {call} in a process that was forked from the rank; only the rank itself may call: "
+                "start the process before init_process_group, or let it talk to the rank through a queue"
+            )
+
+    def open(self) -> int:
+        """Wait until all have posted the last step; return where this rank writes the next one."""
+        if not self._all_came:
+            for rank in self.others:
+                self.read(rank)
+            self._all_came = True
+        return self._data[self.rank][1 - self.parity]
+
+    def post(self) -> None:
+        """Show what was written since `open`, and the call's record with it."""
+        record, parity = self.record, 1 - self.parity
+        ctypes.memmove(self._slots[self.rank][parity], record.data, len(record.data))
+        self.step, self.parity, self._posted = self.step + 1, parity, record
+        self._all_came = self.size == 1
+        futex.add(self._steps[self.rank])
+
+    def read(self, rank: int) -> int:
+        """Wait until a rank has posted this step too; return where its data stand.
+
+        Raises:
+            ValueError: it makes another call.
+            RuntimeError: it has ended, left or failed, or does not come in time.
+        """
+        word = self._words[rank]
+        if (word.value - self.step) & 0x80000000:
+            self._await(rank, word)
+        futex.fence()
+        if self._marks[rank][self.parity].value != self._posted.mark:
+            self._refuse()
+        return self._data[rank][self.parity]
+
+    def read_all(self) -> list[int]:
+        """Wait for all; return where each rank's data stand, one's own too."""
+        parity = self.parity
+        found = [self._data[rank][parity] if rank == self.rank else self.read(rank) for rank in range(self.size)]
+        self._all_came = True
+        return found
+
+    def _await(self, rank: int, word: ctypes.c_int32) -> None:
+        address, step, deadline = self._steps[rank], self.step, 0.0
+        while True:
+            seen = word.value
+            if not (seen - step) & 0x80000000:
+                return
+            futex.wait(address, seen, self._look)
+            now = time.monotonic()
+            deadline = deadline or now + self.timeout_s
+            reason = why_gone(self.arena, rank, self.members)
+            if now > deadline:
+                late, call = self.members[rank], self._posted.text
+                reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {late} to make its call of {call}"
+            if reason and (word.value - step) & 0x80000000:
+                raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
+
+    def _refuse(self) -> None:
+        """Name what every rank calls in this step.
+
+        Raises:
+            ValueError: always.
+        """
+        limit = time.monotonic() + GRACE_S
+        lines = []
+        for rank in range(self.size):
+            while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
+                futex.wait(self._steps[rank], self._words[rank].value, self._look)
+            if self._is_behind(rank):
+                lines.append(f"  rank {self.members[rank]} has not called it yet")
+            else:
+                text = record_at(self._slots[rank][self.parity])
+                lines.append(f"  rank {self.members[rank]}: {text}")
+        head = f"the ranks of group {self.members} do not make the same call:"
+        raise ValueError("\n".join([head, *lines, RULE]))
+
+    def _is_behind(self, rank: int) -> bool:
+        return bool((self._words[rank].value - self.step) & 0x80000000)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember that a call failed, and let the others know, who may wait for this rank."""
+        if not self.failure:
+            self.failure = f"{type(error).__name__}: {error}"
+            self.arena.change_state(FAILED, self.failure)
+
+    def leave(self, state: int) -> None:
+        """Say that this rank makes no calls any more."""
+        if not self.failure:
+            self.failure = "this rank has left it (destroy_process_group)"
+            if self.arena.owner == os.getpid():
+                self.arena.change_state(state)
+
+
+def why_gone(arena: Arena, rank: int, members: list[int]) -> str:
+    """Return why a rank will never come, or "" where it may; begins as gloo's message does."""
+    state = arena.state(rank)
+    if state > PRESENT:
+        reason = arena.reason(rank)
+        what = f"failed before ({reason})" if reason else "has left the group"
+        return f"connection closed by peer: rank {members[rank]} {what}"
+    if arena.has_ended(rank):
+        return f"connection closed by peer: rank {members[rank]} (process {arena.pids[rank][0]}) has ended"
+    return ""

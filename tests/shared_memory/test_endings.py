@@ -1,0 +1,225 @@
+"""What goes wrong: calls that do not agree, ranks that end, leave or stand still, places where it cannot work."""
+
+import datetime
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, run
+from distlab.shared_memory import futex
+from distlab.shared_memory.arena import join
+
+
+def raised(call, *args, **named):
+    """Return the text that a call raises."""
+    try:
+        call(*args, **named)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def disagreements():
+    """Make wrong calls, each in a group of its own; return what each rank is told."""
+    me, found = dist.get_rank(), {}
+    calls = {
+        "shape": lambda g: dist.all_reduce(torch.ones(2 + me), group=g),
+        "large": lambda g: dist.all_reduce(torch.ones(3_000_000 + me), group=g),
+        "type": lambda g: dist.all_reduce(torch.ones(2, dtype=(torch.float32, torch.int32)[me]), group=g),
+        "reduction": lambda g: dist.all_reduce(torch.ones(2), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[me], group=g),
+        "order": lambda g: dist.barrier(group=g) if me else dist.all_reduce(torch.ones(2), group=g),
+        "root": lambda g: dist.reduce(torch.ones(20_000), me, group=g),
+        "split": lambda g: dist.all_to_all_single(torch.empty(4), torch.ones(4), [2, 2], [2 + me, 2 - me], group=g),
+        "message": lambda g: dist.send(torch.ones(3), 1, group=g) if me == 0 else dist.recv(torch.ones(4), 0, group=g),
+    }
+    for name, call in calls.items():
+        group = dist.new_group()
+        found[name] = raised(call, group), raised(dist.barrier, group=group)
+    return found
+
+
+def test_calls_that_do_not_agree_are_named_on_every_rank():
+    for found in run(disagreements, 2, backend="shared", record=False):
+        for name, (first, second) in found.items():
+            assert first != "nothing", name
+            assert "cannot be used any more" in second, name
+        for name, of_rank_0, of_rank_1 in (
+            ("shape", r"all_reduce float32\[2\]", r"all_reduce float32\[3\]"),
+            ("large", r"all_reduce float32\[3000000\]", r"all_reduce float32\[3000001\]"),
+            ("type", r"all_reduce float32\[2\]", r"all_reduce int32\[2\]"),
+            ("reduction", r"all_reduce float32\[2\]", r"all_reduce float32\[2\], max"),
+            ("order", r"all_reduce float32\[2\]", "barrier"),
+            ("root", r"reduce float32\[20000\], root 0", r"reduce float32\[20000\], root 1"),
+        ):
+            assert re.search(rf"rank 0: {of_rank_0}\n  rank 1: {of_rank_1}\n", found[name][0]), found[name][0]
+        assert "rank 0 gives 8 bytes to rank 0" not in found["split"][0]
+        assert re.search(r"rank \d gives \d+ bytes to rank \d, which expects \d+", found["split"][0])
+        assert re.search(r"send float32\[3\], receive recv float32\[4\]|failed before", found["message"][0])
+
+
+def one_ends(how):
+    me = dist.get_rank()
+    dist.barrier()
+    if me == 2:
+        time.sleep(0.2)
+        os.kill(os.getpid(), 9) if how == "killed" else os._exit(3)
+    start = time.monotonic()
+    text = raised(dist.all_reduce, torch.ones(5)) if me == 0 else raised(dist.recv, torch.ones(5), 2)
+    raise RuntimeError(f"after {time.monotonic() - start:.1f} s: {text}")
+
+
+@pytest.mark.parametrize(("how", "cause"), [("killed", "was killed by SIGKILL"), ("exits", "exited with status 3")])
+def test_a_rank_that_ends_ends_the_calls_that_wait_for_it(how, cause):
+    with pytest.raises(RankError) as error:
+        run(one_ends, 3, args=(how,), backend="shared", record=False)
+    assert str(error.value).startswith(f"rank 2 of 3 {cause}")
+    others = [failure.summary for failure in error.value.failures if failure.rank != 2]
+    assert others, "the others are told before the launcher ends them"
+    for text in others:
+        assert "connection closed by peer: rank 2" in text
+        assert float(re.search(r"after (\d+\.\d) s", text)[1]) < 5
+
+
+def one_leaves():
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return ""
+    return raised(dist.all_reduce, torch.ones(5)) + raised(dist.barrier)
+
+
+def test_a_rank_that_leaves_ends_the_calls_that_wait_for_it():
+    text = run(one_leaves, 2, backend="shared", record=False)[0]
+    assert "RuntimeError: rank 0: all_reduce float32[5]: connection closed by peer: rank 1 has left the group" in text
+
+
+def one_is_late():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return "", 0.0
+    start = time.monotonic()
+    texts = raised(dist.all_reduce, torch.ones(5), group=group)
+    return texts, time.monotonic() - start
+
+
+def test_a_call_gives_up_after_the_groups_timeout():
+    text, seconds = run(one_is_late, 2, backend="shared", record=False)[0]
+    assert "all_reduce float32[5]: timed out waiting 500 ms for rank 1" in text
+    assert 0.5 <= seconds < 2
+
+
+def late_message():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return ""
+    return raised(dist.recv, torch.ones(5), 1, group=group)
+
+
+def test_a_receive_gives_up_after_the_groups_timeout():
+    assert "recv float32[5]: timed out waiting 500 ms for rank 1" in run(late_message, 2, backend="shared")[0]
+
+
+def hangs():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_deadlock_is_explained_in_the_words_of_gloo():
+    texts = []
+    for backend in ("gloo", "shared"):
+        with pytest.raises(RankError) as error:
+            run(hangs, 2, backend=backend)
+        texts.append(str(error.value).split("\n\n")[0])
+    assert texts[1].startswith("deadlock: every rank that has not finished waits")
+    assert [re.sub(r"\d+\.\d s", "T s", text) for text in texts][0] == re.sub(r"\d+\.\d s", "T s", texts[1])
+
+
+def forked():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, raised(dist.all_reduce, torch.ones(2)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return told, x.tolist()
+
+
+def test_a_process_forked_from_a_rank_may_not_call_and_disturbs_nothing():
+    for told, total in run(forked, 2, backend="shared"):
+        assert "in a process that was forked from the rank" in told
+        assert total == [2.0, 2.0]
+
+
+def refusals():
+    x, n = torch.ones(4), dist.get_world_size()
+    return {
+        "meta": raised(dist.all_reduce, torch.ones(2, device="meta")),
+        "sparse": raised(dist.broadcast, torch.ones(2, 2).to_sparse(), 0),
+        "bits": raised(dist.all_reduce, x, dist.ReduceOp.BAND),
+        "room": raised(dist.all_gather_into_tensor, torch.empty(3), x),
+        "list": raised(dist.all_gather, [torch.empty(5)] * n, x),
+        "rows": raised(dist.all_to_all_single, torch.empty(3), torch.ones(3)),
+        "device": raised(dist.init_process_group, "shared"),
+    }
+
+
+def test_what_cannot_be_is_refused_on_each_rank_without_a_message():
+    for rank, found in enumerate(run(refusals, 2, backend="shared")):
+        assert f"rank {rank}: all_reduce: got a tensor on meta; backend 'shared' moves CPU tensors" in found["meta"]
+        assert "sparse tensor" in found["sparse"]
+        assert "is for whole numbers and bool, got torch.float32" in found["bits"]
+        assert "must have 8 elements" in found["room"]
+        assert "must be of the size" in found["list"]
+        assert "cannot share evenly" in found["rows"]
+
+
+def names_of_memory():
+    """Return how this process's map and its open files name the arena, and what /dev/shm holds of it."""
+    dist.new_group()
+    maps = [
+        line.split(maxsplit=5)[5].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd" in line
+    ]
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    return maps, [name for name in files if "memfd" in name], [p.name for p in Path("/dev/shm").glob("*distlab*")]
+
+
+def test_the_memory_has_no_name_and_nobody_holds_it_open():
+    for maps, files, named in run(names_of_memory, 2, backend="shared"):
+        assert len(maps) == 2, "one for each group"
+        assert set(maps) == {"/memfd:distlab (deleted)"}
+        assert files == named == []
+
+
+def test_elsewhere_there_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(futex.sys, "platform", "darwin")
+    with pytest.raises(RuntimeError, match=r"it needs Linux .* and this is darwin; pass backend='gloo'"):
+        join(dist.HashStore(), 0, [0], 1.0)
+    with pytest.raises(ValueError, match="backend shared does not work here: it needs Linux"):
+        run(hangs, 2, backend="shared")
+
+
+def test_ranks_of_two_hosts_are_told_which(monkeypatch):
+    import json
+
+    from distlab.shared_memory import arena
+
+    store, here = dist.HashStore(), arena._own_place()
+    store.set("place1", json.dumps(here | {"host": "other", "place": here["place"] | {"boot": "another"}}))
+    with pytest.raises(RuntimeError, match="rank 1 runs on other and rank 0 on .*, which differ in kernel; pass"):
+        join(store, 0, [0, 1], 1.0)
+    assert "needs all ranks on one host" in json.loads(store.get("arena")), "the others get the same line"

@@ -1,0 +1,124 @@
+"""Sends and receives: tags, order, any source, sizes beyond a lane, many at once, and what a send's end means."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def tags_in_another_order():
+    if dist.get_rank() == 0:
+        works = [dist.isend(torch.full((3,), float(tag)), 1, tag=tag) for tag in range(5)]
+        for work in works:
+            work.wait()
+        return None
+    found = []
+    for tag in (3, 1, 0, 4, 2):
+        x = torch.empty(3)
+        dist.recv(x, 0, tag=tag)
+        found.append(x[0].item())
+    return found
+
+
+def test_a_receive_takes_the_message_with_its_tag(shared_ranks):
+    assert shared_ranks(2).run(tags_in_another_order)[1] == [3.0, 1.0, 0.0, 4.0, 2.0]
+
+
+def from_anyone():
+    n, me = dist.get_world_size(), dist.get_rank()
+    if me:
+        for k in range(3):
+            dist.send(torch.tensor([me, k]), 0)
+        return None
+    found = []
+    for _ in range(3 * (n - 1)):
+        x = torch.empty(2, dtype=torch.int64)
+        source = dist.recv(x)
+        found.append((source, *x.tolist()))
+    return found
+
+
+def test_a_receive_from_anyone_says_from_whom_and_keeps_each_senders_order(shared_ranks):
+    found = shared_ranks(3).run(from_anyone)[0]
+    assert all(source == sender for source, sender, _ in found)
+    for sender in (1, 2):
+        assert [k for source, _, k in found if source == sender] == [0, 1, 2]
+
+
+def ring(numel, dtype):
+    n, me = dist.get_world_size(), dist.get_rank()
+    mine, theirs = torch.arange(numel).to(dtype) + me, torch.empty(numel, dtype=dtype)
+    to_right = dist.P2POp(dist.isend, mine, (me + 1) % n)
+    from_left = dist.P2POp(dist.irecv, theirs, (me - 1) % n)
+    for work in dist.batch_isend_irecv([to_right, from_left]):
+        work.wait()
+    return bool(torch.equal(theirs, torch.arange(numel).to(dtype) + (me - 1) % n))
+
+
+def test_a_ring_of_messages_smaller_and_larger_than_a_lane(shared_ranks):
+    for numel, dtype in ((0, torch.float32), (1, torch.int8), (1000, torch.bfloat16), (3_000_001, torch.float32)):
+        assert shared_ranks(3).run(ring, numel, dtype) == [True] * 3, (numel, dtype)
+
+
+def many_at_once():
+    me, other = dist.get_rank(), 1 - dist.get_rank()
+    receives = [torch.empty(10 + k) for k in range(300)]
+    works = [dist.isend(torch.full((10 + k,), float(1000 * me + k)), other) for k in range(300)]
+    works += [dist.irecv(x, other) for x in receives]
+    for work in reversed(works):
+        work.wait()
+    return all(bool((x == 1000 * other + k).all()) for k, x in enumerate(receives))
+
+
+def test_hundreds_of_messages_under_way_in_both_directions(shared_ranks):
+    assert shared_ranks(2).run(many_at_once) == [True] * 2
+
+
+def send_to_a_late_receiver():
+    if dist.get_rank() == 0:
+        work = dist.isend(torch.ones(3), 1)
+        time.sleep(0.3)
+        before = work.is_completed()
+        dist.barrier()
+        work.wait()
+        return before, work.is_completed()
+    dist.barrier()
+    x = torch.zeros(3)
+    dist.recv(x, 0)
+    return x.tolist()
+
+
+def test_a_send_is_over_when_a_receive_has_taken_it(shared_ranks):
+    assert shared_ranks(2).run(send_to_a_late_receiver) == [(False, True), [1.0] * 3]
+
+
+def computes_meanwhile():
+    """Nobody waits, and yet the messages arrive: a thread of the group moves them on."""
+    me, x = dist.get_rank(), torch.full((2_000_000,), float(dist.get_rank()))
+    work = dist.isend(x, 1) if me == 0 else dist.irecv(x, 0)
+    deadline = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    arrived = work.is_completed()
+    work.wait()
+    return arrived, x[-1].item()
+
+
+def test_messages_travel_while_nobody_waits_for_them(shared_ranks):
+    assert shared_ranks(2).run(computes_meanwhile) == [(True, 0.0)] * 2
+
+
+def between_collectives():
+    me, found = dist.get_rank(), []
+    for k in range(50):
+        x, y = torch.tensor([float(k)]), torch.tensor([-1.0])
+        work = dist.isend(x, 1) if me == 0 else dist.irecv(y, 0)
+        total = torch.tensor([1.0])
+        dist.all_reduce(total)
+        work.wait()
+        found.append(total.item() == 2 and (me == 0 or y.item() == k))
+    return all(found)
+
+
+def test_messages_and_collectives_of_one_group_do_not_disturb_each_other(shared_ranks):
+    assert shared_ranks(2).run(between_collectives) == [True] * 2
