@@ -28,6 +28,7 @@ RULES = {
 }
 
 
+MOST_TRIED = 20  # steps to simulate for one reason
 COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
 
 
@@ -72,10 +73,13 @@ def _instead(search: Search, best: Choice, among: NDArray[np.bool_]) -> str:
         return "without it nothing fits"
     if floor > best.seconds:
         return f"without it a step takes at least {floor / best.seconds - 1:.0%} longer"
-    other = search.best(1, among=among)
+    before = search.num_simulated
+    other = search.best(1, among=among, most=MOST_TRIED)
+    is_all = search.num_simulated < before + MOST_TRIED
     if not other:
-        return "without it nothing fits"
-    return f"without it a step takes {other[0].seconds / best.seconds - 1:.1%} longer"
+        return "without it nothing fits" if is_all else f"without it none of the {MOST_TRIED} most promising plans fits"
+    longer = f"{other[0].seconds / best.seconds - 1:.1%} longer"
+    return f"without it a step takes {longer}" if is_all else f"without it a step takes at most {longer}"
 
 
 def _floor_s(search: Search, among: NDArray[np.bool_]) -> float:
@@ -101,7 +105,7 @@ def near_fit(search: Search) -> str:
         return ""
     return (
         f"{words_of(found.plan(row), found.workload(row).samples)} needs {format_bytes(needs[row])} of the "
-        f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.0%} too much; it could take "
+        f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.1%} too much; it could take "
         f"{format_s(float(found.bound_s[row]))}"
     )
 

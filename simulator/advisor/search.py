@@ -73,7 +73,7 @@ class Search:
         count: int = 1,
         *,
         among: NDArray[np.bool_] | None = None,
-        below_s: float = np.inf,
+        most: int | None = None,
         tell: Tell | None = None,
     ) -> list[Choice]:
         """Return the plans with the shortest steps, the best first; of equal ones the first in the order of rows.
@@ -81,7 +81,7 @@ class Search:
         Args:
             count: how many.
             among: rows to choose from; None: all.
-            below_s: leave out longer steps.
+            most: steps to simulate at most; then the best of them are returned. None: as many as it takes.
             tell: called now and then with the rows left, the steps simulated, and the best so far in seconds.
 
         An interrupt ends the search: what was simulated by then is returned, and `is_complete` is False.
@@ -92,11 +92,10 @@ class Search:
         ]
         heapq.heapify(heap)
         chosen: list[Choice] = []
+        last = None if most is None else self.num_simulated + most
         try:
-            while heap and len(chosen) < count:
+            while heap and len(chosen) < count and self.num_simulated != last:
                 bound, level, row = heapq.heappop(heap)
-                if bound > below_s:
-                    break
                 if level == EXACT:
                     chosen.append(self._choice(row))
                 elif level == ROUGH:
@@ -107,9 +106,8 @@ class Search:
                         tell(len(heap), self.num_simulated, min(each.seconds for each in self.choices))
         except KeyboardInterrupt:
             self.is_complete = False
-            done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
-            chosen += [self._choice(row) for _, _, row in done[: count - len(chosen)]]
-        return chosen
+        done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
+        return chosen + [self._choice(row) for _, _, row in done[: count - len(chosen)]]
 
     @property
     def choices(self) -> list[Choice]:
