@@ -6,13 +6,17 @@ Read the rooms in this order:
 
 1. `hardware`: what work and messages cost. 2. `engine`: when each operation starts.
 3. `pipeline`: schedules. 4. `stage`: what one stage costs. 5. `gradients`: what exchanges cost.
-6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`.
-10. `validation`: how near all of it comes to published steps.
+6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`. 10. `advisor`: which plan to use.
+11. `validation`: how near all of it comes to published steps.
 
 `units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from one
 file.
 """
 
+from simulator.advisor.money import Bill, Curve, bill, curve
+from simulator.advisor.question import Question
+from simulator.advisor.reasons import Reason, near_fit, reasons, words_of
+from simulator.advisor.search import Choice, Search, search
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
 from simulator.hardware.cost import (
     all_gather_s,
@@ -56,10 +60,13 @@ from simulator.sweeps.compression import (
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
+    "Bill",
+    "Choice",
     "ClusterDescription",
     "Codec",
     "CompiledSchedule",
     "CompressionSweep",
+    "Curve",
     "DoesNotFitError",
     "Jitter",
     "LatentSizes",
@@ -70,8 +77,11 @@ __all__ = [
     "Mixture",
     "ModelDescription",
     "PipelineRun",
-    "PlanFile",
     "Placed",
+    "PlanFile",
+    "Question",
+    "Reason",
+    "Search",
     "Stack",
     "Step",
     "Uneven",
@@ -81,7 +91,9 @@ __all__ = [
     "all_gather_s",
     "all_reduce_s",
     "all_to_all_s",
+    "arrays_of",
     "axes_inside_nodes",
+    "bill",
     "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
@@ -90,6 +102,7 @@ __all__ = [
     "cluster",
     "codec_work",
     "compute_s",
+    "curve",
     "device",
     "fit_link",
     "fit_steps",
@@ -107,12 +120,14 @@ __all__ = [
     "mix_experts",
     "model_by_name",
     "names",
-    "arrays_of",
+    "near_fit",
     "peak_in_flight",
     "plan_of_text",
     "rank_orders",
     "read_plan_file",
+    "reasons",
     "reduce_scatter_s",
+    "search",
     "simulate",
     "simulate_schedule",
     "smallest_change",
@@ -121,5 +136,6 @@ __all__ = [
     "sweep_units",
     "why_not_timed",
     "with_bandwidth",
+    "words_of",
     "workload_from_config",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `validate`, `export`, `bench`, `gpu`, ...
+"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `plan`, `validate`, `export`, `bench`, ...
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, simulate, tour, validate
+from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "tour": tour,
     "calibrate": calibrate,
     "simulate": simulate,
+    "plan": plan,
     "validate": validate,
     "export": export,
     "bench": bench,

@@ -168,7 +168,7 @@ def memory_of(workload: Workload, plan: Plan) -> Memory:
     """
     num_stages = plan.pipeline * plan.stages_per_rank
     check_enough_layers(workload, plan, num_stages)
-    stages = tuple(count_stage(workload, plan, cut) for cut in _cuts(workload.matmul_flops, num_stages))
+    stages = tuple(count_stage(workload, plan, cut) for cut in cuts_of(workload.matmul_flops, num_stages))
     if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
         return _memory(stages, _passes_of_family(*make))
@@ -217,6 +217,7 @@ def _passes_of_family(name: str, num_ranks: int, num_microbatches: int, stages_p
     return passes_of_ranks(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
 
 
-@lru_cache(maxsize=256)
-def _cuts(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
+@lru_cache(maxsize=1024)
+def cuts_of(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Return the stages that `memory_of` counts, cut so that they cost alike: first layer and one past the last."""
     return balance(costs, num_stages) if num_stages > 1 else ((0, len(costs)),)

@@ -196,6 +196,11 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, F
     return kept, everything - kept[:, ACTIVATIONS]
 
 
+def kept_by_layers(table: dict[str, Floats], plan: Plan, width: float) -> Floats:
+    """Return the bytes of a micro-batch that each layer keeps for backward on a rank [L], for sizes in columns."""
+    return np.asarray(_kept(table, plan, width)[0].sum(axis=1), np.float64)
+
+
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:
     """Return the part of what each layer keeps that stays until W [L, K].
 

@@ -65,8 +65,8 @@ def _check_attention(attention: Attention, plan: Plan) -> None:
         )
 
 
-def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[LayerTimes]:
-    """Cost the passes of every layer on the ranks at a place in the pipeline.
+def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits: bool = True) -> list[LayerTimes]:
+    """Cost the passes of every layer on the ranks at a place in the pipeline; without `splits`, F and B alone.
 
     Layers that differ in their name alone are costed once.
     """
@@ -78,7 +78,7 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0) -> list[L
         costs = CallCosts(cluster.device, cluster.contention, groups, plan, widths.reduce, widths.activations)
 
         def one(layer: Layer) -> LayerTimes:
-            return _shared(layer, costs)
+            return _shared(layer, costs, splits=splits)
     else:
 
         def one(layer: Layer) -> LayerTimes:
@@ -123,12 +123,13 @@ def _backward(layer: Layer, recompute: str) -> Work:
     return work + layer.score_forward if recompute == "selective" else work
 
 
-def _shared(layer: Layer, costs: CallCosts) -> LayerTimes:
+def _shared(layer: Layer, costs: CallCosts, *, splits: bool) -> LayerTimes:
     forward, backward, inputs, weights = passes = tuple(PassTimeline(costs) for _ in range(4))
     forward_of(layer, forward)
     backward_of(layer, backward)
-    backward_of(layer, inputs, weights=False)
-    backward_of(layer, weights, inputs=False)
+    if splits:
+        backward_of(layer, inputs, weights=False)
+        backward_of(layer, weights, inputs=False)
     return LayerTimes((forward.now, backward.now, inputs.now, weights.now), tuple(tuple(each.calls) for each in passes))
 
 

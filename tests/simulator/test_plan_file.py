@@ -197,6 +197,7 @@ def test_every_plan_reads_back_and_has_a_time_or_a_reason(model, machine, plan, 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @settings(max_examples=10_000, deadline=None)
 @given(*CONFIGURATIONS)
 def test_ten_thousand_plans_have_a_time_or_a_reason(model, machine, plan, order):

@@ -1,0 +1,213 @@
+"""Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
+
+Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
+better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with the
+best so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.cli.arguments import check_output, whole_number
+from distlab.cli.clusters import find_cluster
+from distlab.cli.plan_arguments import add_model_arguments, description_of
+
+if TYPE_CHECKING:
+    from simulator import Choice, Search
+
+MOST_DEVICES = 100_000
+WISHES = ("fastest", "cheapest")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab plan`."""
+    add_model_arguments(command)
+    what = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
+    command.add_argument("--cluster", action="append", metavar="NAME[:PRICE]", help=f"{what} (default dgx-a100)")
+    command.add_argument("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
+    command.add_argument("--gpus", type=_counts, default=(8,), metavar="N[,N...]", help="devices (default 8)")
+    command.add_argument(
+        "--batch", type=whole_number(), default=256, metavar="N", help="samples of a step (default 256)"
+    )
+    command.add_argument("--wish", choices=WISHES, default="fastest", help="what the best plan is (default fastest)")
+    command.add_argument(
+        "--tokens", type=_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars"
+    )
+    command.add_argument("--days", type=_number, metavar="N", help="leave out plans whose run takes longer")
+    what = "per cent of a device's memory to keep free (default 5)"
+    command.add_argument("--headroom", type=whole_number(least=0, most=99), default=5, metavar="PERCENT", help=what)
+    command.add_argument("--top", type=whole_number(most=20), default=3, metavar="N", help="plans to show (default 3)")
+    command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
+    command.add_argument("--json", action="store_true", help="print the plans as JSON")
+
+
+def _number(text: str) -> float:
+    """Convert, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; pass one such as 1e12")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Convert, for argparse."""
+    one = whole_number(most=MOST_DEVICES)
+    return tuple(dict.fromkeys(one(part) for part in text.split(",")))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Search each cluster and number of devices, and print what was found."""
+    from simulator import bill, search
+
+    if arguments.save:
+        check_output("--save", arguments.save)
+    if arguments.days and not arguments.tokens:
+        raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
+    found: list[tuple[Search, list[Choice]]] = []
+    for question in _questions(arguments):
+        one = search(question)
+        best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
+        if arguments.days:
+            best = [choice for choice in best if bill(choice, arguments.tokens).days <= arguments.days]
+        if best:
+            found.append((one, best))
+        if not one.is_complete:
+            print("interrupted: better plans may be left", file=sys.stderr)
+            break
+    if not found:
+        why = f" within {arguments.days:g} days" if arguments.days else ""
+        raise ValueError(f"no plan fits{why}; use more devices, devices with more memory, or a smaller batch")
+
+    def weight(choice: Choice) -> float:
+        each = choice.question.cluster.num_devices * (choice.question.price or 1.0)
+        return choice.seconds * (each if arguments.wish == "cheapest" else 1.0)
+
+    ranked = sorted((choice for _, best in found for choice in best), key=weight)[: arguments.top]
+    own = next(one for one, best in found if any(choice is ranked[0] for choice in best))
+    if arguments.save:
+        arguments.save.write_text(_file(arguments, ranked[0]), encoding="utf-8")
+    said = facts(own, ranked, [best[0] for _, best in found], arguments.tokens)
+    print(json.dumps(said, indent=2) if arguments.json else text(said))
+    return 0
+
+
+def _questions(arguments: argparse.Namespace) -> list[Any]:
+    from simulator import Question
+
+    if arguments.microbatch_size is not None:
+        raise ValueError("--microbatch is what the search chooses; leave it out")
+    asked = []
+    for said in arguments.cluster or ["dgx-a100"]:
+        name, _, price = said.partition(":")
+        try:
+            dollars = _number(price) if price else None
+        except argparse.ArgumentTypeError:
+            raise ValueError(
+                f"--cluster {said}: {price!r} is no price; pass dollars for a device and an hour"
+            ) from None
+        for count in arguments.gpus:
+            own = {"headroom": arguments.headroom / 100, "price": dollars}
+            machine = find_cluster(name, count, arguments.stack)
+            if machine.num_devices != count:  # whole nodes, or a part of one
+                if count > machine.devices_per_node:
+                    raise ValueError(
+                        f"--gpus {count} does not fill nodes of {machine.devices_per_node}; use a multiple"
+                    )
+                machine = replace(machine, num_devices=count)
+            asked.append(Question(description_of(arguments), machine, arguments.batch, **own))
+    if len({question.price is None for question in asked}) > 1:
+        raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
+    return asked
+
+
+def _tell(name: str) -> Callable[[int, int, float], None] | None:
+    """Return what shows the search's progress, where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(left: int, simulated: int, best_s: float) -> None:
+        text = f"{name}: {simulated} steps simulated, {left} plans left, best {best_s:.4g} s"
+        print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _file(arguments: argparse.Namespace, best: Choice) -> str:
+    from simulator import ClusterDescription, PlanFile
+
+    machine = best.question.cluster
+    own = ClusterDescription(machine.name, machine.num_devices, arguments.stack)
+    return PlanFile(best.question.model.with_microbatch(best.microbatch), own, best.plan).text()
+
+
+def facts(own: Search, ranked: list[Choice], bests: list[Choice], num_tokens: float | None) -> dict[str, Any]:
+    """Return the plans, the reasons and the cost curve as JSON-ready values."""
+    from simulator import bill, curve, near_fit, reasons, words_of
+
+    def row(choice: Choice) -> dict[str, Any]:
+        step, machine = choice.step, choice.question.cluster
+        said: dict[str, Any] = {"cluster": machine.name, "devices": machine.num_devices}
+        said |= {"plan": words_of(choice.plan, choice.microbatch), "step_s": choice.seconds, "mfu": step.mfu}
+        said["max_memory_bytes"] = step.memory.max_bytes
+        if num_tokens:
+            cost = bill(choice, num_tokens)
+            said |= {"days": cost.days, "dollars": cost.dollars}
+        return said
+
+    best = ranked[0]
+    said = {
+        "model": best.step.workload.name,
+        "searched": len(own.found),
+        "simulated": own.num_simulated,
+        "is_complete": own.is_complete,
+        "plans": [row(choice) for choice in ranked],
+        "why": [reason._asdict() for reason in reasons(own, best)],
+        "nearly_fits": near_fit(own),
+    }
+    if len(bests) > 1:
+        found = curve(bests, num_tokens or 1e9)
+        said["curve"] = [row(each.choice) for each in found.bills]
+        three = {"shortest": found.shortest, "cheapest": found.cheapest, "sweet_spot": found.sweet}
+        said |= {name: found.bills.index(each) for name, each in three.items()}
+    return said
+
+
+def text(said: dict[str, Any]) -> str:
+    """Lay the answer out for a terminal."""
+    from simulator.units import format_bytes, format_s
+
+    def line(row: dict[str, Any]) -> str:
+        parts = [f"{row['devices']} x {row['cluster']}: {format_s(row['step_s'])}, MFU {row['mfu']:.1%}"]
+        parts.append(f"{format_bytes(row['max_memory_bytes'])} held")
+        if "days" in row:
+            parts.append(f"{row['days']:.3g} days" + (f", {row['dollars']:,.0f} dollars" if row["dollars"] else ""))
+        return "; ".join(parts)
+
+    lines = [f"{said['model']}: {said['searched']:,} plans on this cluster, {said['simulated']} of them simulated"]
+    for place, row in enumerate(said["plans"], 1):
+        lines += [f"{place}. {row['plan']}", f"   {line(row)}"]
+    if said["why"]:
+        lines.append("why the first")
+    for reason in said["why"]:
+        lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]
+    if said["nearly_fits"]:
+        lines.append(f"nearly fits: {said['nearly_fits']}")
+    if "curve" in said:
+        lines.append("the best plan of each")
+        names: dict[int, list[str]] = {said[name]: [] for name in ("shortest", "cheapest", "sweet_spot")}
+        for name in ("shortest", "cheapest", "sweet_spot"):
+            names[said[name]].append(name.replace("_", " "))
+        for place, row in enumerate(said["curve"]):
+            mark = f"  <- {', '.join(names[place])}" if place in names else ""
+            lines.append(f"   {line(row)}{mark}")
+    return "\n".join(lines)

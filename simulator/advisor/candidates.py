@@ -1,0 +1,139 @@
+"""All plans for a question: every way to divide the devices, with each plan's bounds on time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distlab.plan import AXES, Workload
+from distlab.plan.work import COLUMNS
+from simulator.advisor.bounds import bounds_s, least_bytes
+from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
+from simulator.hardware.rank_layout import Layout
+from simulator.memory.stage import kept_by_layers
+from simulator.precision import widths_of
+from simulator.stage.local_layer import check_divides, time_layers
+
+MOST_MICROBATCH = 64
+MOST_PER_RANK = 8
+MOST_CONTEXT = 16
+
+
+@dataclass
+class _Found:
+    """Rows as they are found."""
+
+    rows: list[Ints] = field(default_factory=list)
+    bounds: list[Floats] = field(default_factory=list)
+    bytes: list[Floats] = field(default_factory=list)
+
+
+def candidates(question: Question) -> Candidates:
+    """Return all plans for a question.
+
+    Searched: every way to divide the devices among pipeline, data, expert, context and tensor ranks whose groups sit
+    alike in all nodes (3 tensor ranks in nodes of 8 would cross some); micro-batches of up to MOST_MICROBATCH samples;
+    1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism.
+    Sharding's stage 2 is searched with one micro-batch, since it sends gradients in each; stage 3 without a pipeline
+    and without expert ranks, since every pass gathers.
+
+    Raises:
+        ValueError: nothing divides the batch and the model among the devices.
+    """
+    found = _Found()
+    shapes: list[Shape] = []
+    costs: list[Costs] = []
+    for shape, workload in _shapes(question):
+        rows = _rows(question, shape, workload)
+        if not len(rows):
+            continue
+        cost = _costs(question, shape, workload)
+        if cost is None:
+            continue
+        found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
+        found.bounds.append(bounds_s(question, shape, cost, rows))
+        found.bytes.append(least_bytes(question, shape, cost, rows))
+        shapes.append(shape)
+        costs.append(cost)
+    if not shapes:
+        raise ValueError(
+            f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices; change the "
+            "batch, or the number of devices"
+        )
+    shape_of, pipeline, per_rank, data, microbatches, sharding = np.concatenate(found.rows).T
+    return Candidates(
+        question,
+        tuple(shapes),
+        tuple(costs),
+        shape=shape_of,
+        pipeline=pipeline,
+        per_rank=per_rank,
+        data=data,
+        microbatches=microbatches,
+        sharding=sharding,
+        bound_s=np.concatenate(found.bounds),
+        bytes=np.concatenate(found.bytes),
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, rising."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _shapes(question: Question) -> Iterator[tuple[Shape, Workload]]:
+    num, batch = question.cluster.num_devices, question.batch_size
+    one = question.model.with_microbatch(1).workload()
+    attention = next((r.attention for layer in one.layers for r in layer.regions if r.attention), None)
+    heads = attention.num_key_value_heads if attention else 1
+    positions = attention.num_positions if attention else 1
+    experts = max((layer.experts.num_experts for layer in one.layers if layer.experts), default=1)
+    recomputes = ["none", *(["selective"] if any(layer.score_bytes for layer in one.layers) else []), "full"]
+    for microbatch in (size for size in divisors(batch) if size <= MOST_MICROBATCH):
+        workload = one if microbatch == 1 else question.model.with_microbatch(microbatch).workload()
+        for tensor in (t for t in divisors(num) if heads % t == 0):
+            for context in (
+                c for c in divisors(num // tensor) if c == 1 or (c <= MOST_CONTEXT and positions % (2 * c) == 0)
+            ):
+                for expert in (e for e in divisors(num // tensor // context) if experts % e == 0):
+                    split = (False, True) if tensor > 1 and positions // context % tensor == 0 else (False,)
+                    for along in split:
+                        for recompute in recomputes:
+                            shape = Shape(tensor, context, expert, along, microbatch, recompute)
+                            if shape.is_aligned(question.cluster):
+                                yield shape, workload
+
+
+def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
+    """Return pipeline, stages per rank, data, micro-batches and sharding of a shape's plans, one per row."""
+    rest = question.cluster.num_devices // (shape.tensor * shape.context * shape.expert)
+    rows = []
+    for pipeline in divisors(rest):
+        data, num_layers = rest // pipeline, len(workload.layers)
+        each, left = divmod(question.batch_size, data * shape.expert)
+        if left or each % shape.microbatch or pipeline > num_layers:
+            continue
+        count = each // shape.microbatch
+        most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
+        copies = data * shape.expert * shape.context
+        stages = [0, 1] if copies > 1 else [0]
+        stages += [2] * (copies > 1 and count == 1) + [3] * (copies > 1 and pipeline == 1 and shape.expert == 1)
+        rows += [(pipeline, v, data, count, stage) for v in range(1, most + 1) for stage in stages]
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def _costs(question: Question, shape: Shape, workload: Workload) -> Costs | None:
+    """Cost a shape's layers; None where its ranks cannot divide them."""
+    plan = shape.plan()
+    try:
+        check_divides(workload, plan)
+    except ValueError:
+        return None
+    times = time_layers(workload, Layout(question.cluster, plan, AXES, {}), splits=False)
+    seconds = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
+    table = dict(zip(COLUMNS, workload.columns, strict=True))
+    kept = kept_by_layers(table, plan, widths_of(workload, plan).activations)
+    return Costs(workload, seconds[0], seconds[1], kept)

@@ -1,0 +1,126 @@
+"""Why a plan is the best: what the best plan without each of its parts takes, and the rule of thumb that it shows."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.plan import Plan
+from simulator.advisor.question import Candidates
+from simulator.advisor.search import Choice, Search
+from simulator.memory.memory import memory_of
+from simulator.units import format_bytes, format_s
+
+RULES = {
+    "data": "Data parallelism first: it sends least, and what it sends hides behind backward.",
+    "sharding": "Shard when model states do not fit: stages 1 and 2 send what plain replicas send.",
+    "tensor": "Tensor parallelism inside a node: its calls are many, and nothing hides them.",
+    "pipeline": "Pipeline across slow wires: a stage sends one activation per micro-batch, and pays with a bubble.",
+    "stages_per_rank": "Several stages per rank make the bubble smaller, and send more often.",
+    "context": "Split the sequence when one sample's activations do not fit.",
+    "expert": "Spread experts over ranks: each token goes to few, so most of them need not be on every rank.",
+    "recompute": "Recompute when activations do not fit: first attention's scores, then all of a layer.",
+    "sequence_parallel": "Where there are tensor ranks, split the sequence between their layers: it saves memory.",
+    "alone": "Do not distribute: one device holds it all, and nothing needs to be sent.",
+}
+
+
+MOST_TRIED = 20  # steps to simulate for one reason
+COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
+
+
+class Reason(NamedTuple):
+    """One part of a plan, what the best plan without it takes, and the rule that it shows."""
+
+    part: str
+    instead: str
+    rule: str
+
+
+def columns_of(found: Candidates) -> dict[str, NDArray[np.generic]]:
+    """Return each part of a plan as a column: its degree, or whether it is there."""
+    shapes = {name: np.array([getattr(shape, name) for shape in found.shapes]) for name in found.shapes[0]._fields}
+    own = {"data": found.data, "pipeline": found.pipeline, "stages_per_rank": found.per_rank}
+    return own | {"sharding": found.sharding} | {name: column[found.shape] for name, column in shapes.items()}
+
+
+def reasons(search: Search, best: Choice) -> list[Reason]:
+    """Return a reason for each part of the best plan.
+
+    The plans without a part are first bounded from below: where no such plan can be as fast, nothing is simulated.
+    """
+    plan, columns = best.plan, columns_of(search.found)
+    if plan.world_size == 1:
+        return [Reason("one device", "", RULES["alone"])]
+    plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0}
+    has = {name: getattr(plan, name) for name in RULES if name not in ("alone", "sharding")}
+    has["sharding"] = plan.sharding.stage
+    found = []
+    for name, rule in RULES.items():
+        without = plain.get(name, 1)
+        if name in has and has[name] != without:
+            text = _instead(search, best, np.asarray(columns[name] == without))
+            found.append(Reason(name if has[name] is True else f"{name} = {has[name]}", text, rule))
+    return found
+
+
+def _instead(search: Search, best: Choice, among: NDArray[np.bool_]) -> str:
+    floor = _floor_s(search, among)
+    if floor == np.inf:
+        return "without it nothing fits"
+    if floor > best.seconds:
+        return f"without it a step takes at least {floor / best.seconds - 1:.0%} longer"
+    before = search.num_simulated
+    other = search.best(1, among=among, most=MOST_TRIED)
+    is_all = search.num_simulated < before + MOST_TRIED
+    if not other:
+        return "without it nothing fits" if is_all else f"without it none of the {MOST_TRIED} most promising plans fits"
+    longer = f"{other[0].seconds / best.seconds - 1:.1%} longer"
+    return f"without it a step takes {longer}" if is_all else f"without it a step takes at most {longer}"
+
+
+def _floor_s(search: Search, among: NDArray[np.bool_]) -> float:
+    """Return what no step of these rows is below."""
+    rows = np.flatnonzero(search.found.fitting & among)
+    heap = [(bound, False, row) for row, bound in zip(rows.tolist(), search.found.bound_s[rows].tolist(), strict=True)]
+    heapq.heapify(heap)
+    while heap:
+        bound, is_tight, row = heapq.heappop(heap)
+        if is_tight:
+            return float(bound)
+        heapq.heappush(heap, (max(bound, search.tight_s(row)), True, row))
+    return np.inf
+
+
+def near_fit(search: Search) -> str:
+    """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
+    found = search.found
+    free = found.question.device.memory_bytes
+    needs = {row: memory_of(found.workload(row), found.plan(row)).max_bytes for row in search.too_large()[:COUNTED]}
+    row = min((row for row, size in needs.items() if size > free), key=lambda row: needs[row], default=None)
+    if row is None:
+        return ""
+    return (
+        f"{words_of(found.plan(row), found.workload(row).samples)} needs {format_bytes(needs[row])} of the "
+        f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.1%} too much; it could take "
+        f"{format_s(float(found.bound_s[row]))}"
+    )
+
+
+def words_of(plan: Plan, microbatch: int) -> str:
+    """Return a plan in one line."""
+    names = ("data", "pipeline", "tensor", "context", "expert")
+    parts = [f"{name} {getattr(plan, name)}" for name in names if getattr(plan, name) > 1] or ["one device"]
+    if plan.stages_per_rank > 1:
+        parts.append(f"{plan.stages_per_rank} stages per rank")
+    parts.append(f"{plan.num_microbatches} micro-batches of {microbatch}")
+    if plan.sharding.stage:
+        parts.append(f"sharding {plan.sharding.stage}")
+    if plan.recompute != "none":
+        parts.append(f"{plan.recompute} recompute")
+    if plan.sequence_parallel:
+        parts.append("sequence parallel")
+    return ", ".join(parts)

@@ -1,0 +1,87 @@
+"""`distlab plan`: the best plans, why, what it costs, and wrong flags in one line."""
+
+import json
+
+import pytest
+
+from distlab.cli import main
+
+SMALL = [
+    "--hidden",
+    "512",
+    "--layers",
+    "4",
+    "--heads",
+    "8",
+    "--vocabulary",
+    "8000",
+    "--sequence",
+    "256",
+    "--batch",
+    "8",
+]
+
+
+def said(capsys, *flags, status=0):
+    assert main(["plan", *SMALL, *flags]) == status
+    found = capsys.readouterr()
+    return found.out if status == 0 else found.err
+
+
+def test_the_best_plans_with_reasons_and_a_file_of_the_first(capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    found = json.loads(said(capsys, "--gpus", "4", "--top", "2", "--save", str(path), "--json"))
+    first, second = found["plans"]
+    assert first["step_s"] <= second["step_s"]
+    assert found["searched"] > found["simulated"] > 0
+    assert found["is_complete"]
+    assert all(reason["rule"] for reason in found["why"])
+    assert main(["simulate", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steady_s"] == pytest.approx(first["step_s"])
+
+
+def test_a_curve_over_clusters_and_counts_with_days_and_dollars(capsys):
+    flags = ["--cluster", "dgx-a100:1.5", "--cluster", "dgx-h100:3", "--gpus", "1,2", "--tokens", "1e9", "--top", "1"]
+    found = json.loads(said(capsys, *flags, "--wish", "cheapest", "--json"))
+    assert [(row["devices"], row["cluster"]) for row in found["curve"]] == [
+        (1, "dgx-a100"),
+        (2, "dgx-a100"),
+        (1, "dgx-h100"),
+        (2, "dgx-h100"),
+    ]
+    cheapest = min(found["curve"], key=lambda row: row["dollars"])
+    assert found["plans"][0] == cheapest == found["curve"][found["cheapest"]]
+    shown = said(capsys, *flags)
+    assert "dollars" in shown
+    assert "sweet spot" in shown
+    assert "1. " in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--gpus", "12"], "--gpus 12 does not fill nodes of 8"),
+        (["--microbatch", "2"], "--microbatch is what the search chooses"),
+        (["--days", "3"], "add --tokens"),
+        (["--days", "1e-9", "--tokens", "1e12"], "no plan fits within 1e-09 days"),
+        (["--cluster", "dgx-x"], "'dgx-x' is neither a preset nor a file"),
+        (["--cluster", "dgx-a100:1", "--cluster", "dgx-h100"], "some clusters have a price and others none"),
+        (["--model", "gpt-3-175b"], "has its own sizes"),
+    ],
+)
+def test_what_cannot_be_answered_is_told_in_one_line(capsys, flags, text):
+    found = said(capsys, *flags, status=2)
+    assert text in found
+    assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags", [["--gpus", "0"], ["--tokens", "-1"], ["--headroom", "100"], ["--cluster", "dgx-a100:x"]]
+)
+def test_a_number_that_is_none_is_refused(capsys, flags):
+    try:
+        status = main(["plan", *SMALL, *flags])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert "Traceback" not in capsys.readouterr().err

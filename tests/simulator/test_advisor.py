@@ -1,0 +1,187 @@
+"""The advisor: bounds that no step is below, a search that finds what simulating everything finds, reasons, money."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import (
+    ModelDescription,
+    Question,
+    bill,
+    cluster,
+    curve,
+    memory_of,
+    near_fit,
+    reasons,
+    search,
+    simulate,
+    words_of,
+)
+
+SMALL = ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
+GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
+MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
+MACHINE = cluster("dgx-a100", 8)
+
+
+def machine_of(memory_bytes, num_devices=8, per_node=8, name="dgx-a100"):
+    own = cluster(name)
+    device = replace(own.device, memory_bytes=memory_bytes)
+    return replace(own, device=device, num_devices=num_devices, devices_per_node=per_node)
+
+
+def everything(found):
+    """Simulate each row that fits: no bound, no order."""
+    device, times = found.question.device, {}
+    for row in range(len(found)):
+        plan, workload = found.plan(row), found.workload(row)
+        if memory_of(workload, plan).fits(device):
+            step = simulate(workload, found.question.cluster, plan)
+            if step.memory.fits(device):
+                times[row] = step.steady_s
+    return times
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "batch"),
+    [
+        (SMALL, machine_of(80e9, 4), 8),
+        (SMALL, machine_of(0.6e9, 8, 4), 8),
+        (GATED, machine_of(1.2e9, 4, 2, "dgx-h100"), 16),
+        (MIXED, machine_of(0.8e9, 4, 2), 8),
+        (SMALL, machine_of(3e9, 6, 2), 6),
+    ],
+    ids=["roomy", "tight", "wires", "experts", "six"],
+)
+def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch):
+    one = search(Question(model, machine, batch))
+    times = everything(one.found)
+    assert times, "nothing fits"
+    best = one.best(5)
+    assert [choice.seconds for choice in best] == sorted(times.values())[:5]
+    assert one.num_simulated < len(times)
+    for row, seconds in times.items():
+        assert one.found.fitting[row], "a plan that fits was left out"
+        assert max(one.found.bound_s[row], one.tight_s(row)) <= seconds
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=st.sampled_from([SMALL, GATED, MIXED]),
+    memory=st.floats(0.5e9, 80e9),
+    layout=st.sampled_from([(8, 8), (8, 2), (16, 4), (12, 4), (6, 6), (1, 8)]),
+    name=st.sampled_from(["dgx-a100", "dgx-h100", "rtx-4090-server", "h800"]),
+    batch=st.sampled_from([4, 12, 24]),
+    data=st.data(),
+)
+def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, layout, name, batch, data):
+    try:
+        found = search(Question(model, machine_of(memory, *layout, name), batch)).found
+    except ValueError:
+        return  # nothing divides the batch
+    one = search(found.question)
+    for row in data.draw(st.lists(st.integers(0, len(found) - 1), min_size=8, max_size=8, unique=len(found) > 8)):
+        plan, workload = found.plan(row), found.workload(row)
+        step = simulate(workload, found.question.cluster, plan)
+        assert max(found.bound_s[row], one.tight_s(row)) <= step.steady_s, plan
+        assert found.bytes[row] <= memory_of(workload, plan).max_bytes, plan
+        assert plan.world_size == layout[0]
+        assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
+
+
+def test_it_repeats_and_an_interrupt_gives_the_best_so_far():
+    question = Question(SMALL, machine_of(0.9e9), 32)
+    first, again = search(question), search(question)
+    assert [c.plan for c in first.best(3)] == [c.plan for c in again.best(3)]
+    stopped = search(question)
+    simulated = stopped.exact
+
+    def stop(row):
+        if stopped.num_simulated >= 2:
+            raise KeyboardInterrupt
+        return simulated(row)
+
+    stopped.exact = stop
+    best = stopped.best(1)
+    assert not stopped.is_complete
+    assert [choice.seconds for choice in best] == [min(choice.seconds for choice in stopped.choices)]
+
+
+def test_the_reasons_hold_when_everything_is_simulated():
+    """ "At least 12 % longer without it" is true of every plan without it."""
+    one = search(Question(SMALL, machine_of(0.5e9, 4, 2), 8))
+    best = one.best()[0]
+    told = {reason.part.split(" = ")[0]: reason.instead for reason in reasons(one, best)}
+    assert told
+    times = everything(one.found)
+    for name, text in told.items():
+        plain = {"recompute": "none", "sequence_parallel": False}.get(name, 1)
+        own = {row: one.found.plan(row) for row in times}
+        values = {
+            row: plan.sharding.stage or 1 if name == "sharding" else getattr(plan, name) for row, plan in own.items()
+        }
+        if name == "sharding":
+            values = {row: 1 if plan.sharding.stage == 0 else 0 for row, plan in own.items()}
+        without = [times[row] for row, value in values.items() if value == plain]
+        if text == "without it nothing fits":
+            assert not without
+        else:
+            told_s = best.seconds * (1 + float(text.split("%")[0].split()[-1]) / 100)
+            least, slack = min(without, default=np.inf), 0.006 * best.seconds
+            assert least <= told_s + slack if "at most" in text else least >= told_s - slack
+
+
+def test_one_device_is_told_not_to_distribute():
+    one = search(Question(SMALL, machine_of(80e9, 1), 8))
+    best = one.best()[0]
+    assert best.plan.world_size == 1
+    assert "Do not distribute" in reasons(one, best)[0].rule
+    assert words_of(best.plan, best.microbatch).startswith("one device")
+
+
+def test_what_nearly_fits_is_told_with_what_it_lacks():
+    roomy = search(Question(SMALL, machine_of(80e9, 4), 8))
+    roomy.best()
+    assert near_fit(roomy) == ""
+    tight = search(Question(SMALL, machine_of(0.3e9, 4), 8))
+    tight.best()
+    assert "too much; it could take" in near_fit(tight)
+
+
+def test_days_and_dollars_follow_from_the_step():
+    questions = [Question(SMALL, machine_of(80e9, count), 16, price=2.0) for count in (1, 2, 8)]
+    best = [search(question).best()[0] for question in questions]
+    tokens = 16 * 256 * 1000
+    one = bill(best[2], tokens)
+    assert one.num_steps == 1000
+    assert one.days == pytest.approx(1000 * best[2].seconds / 86400)
+    assert one.dollars == pytest.approx(one.days * 24 * 8 * 2.0)
+    found = curve(best, tokens)
+    assert found.shortest.days == min(each.days for each in found.bills)
+    assert found.cheapest.dollars == min(each.dollars for each in found.bills)
+    assert found.shortest.days <= found.sweet.days <= found.cheapest.days
+    assert found.cheapest.dollars <= found.sweet.dollars <= found.shortest.dollars
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"batch_size": 0}, "the batch has 0 samples"),
+        ({"headroom": 1.0}, "headroom is 1.0"),
+        ({"price": -1.0}, "the price is -1.0"),
+        ({"cluster": replace(MACHINE, num_cores=2)}, "share cores"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        Question(**{"model": SMALL, "cluster": MACHINE, "batch_size": 8} | changes)
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    with pytest.raises(ValueError, match="no plan divides 7 samples among 16 devices"):
+        search(Question(replace(SMALL, num_layers=1, num_heads=1, sequence_length=255), machine_of(80e9, 16), 7))
+    with pytest.raises(ValueError, match="tokens"):
+        bill(search(Question(SMALL, machine_of(80e9, 1), 1)).best()[0], 0)
