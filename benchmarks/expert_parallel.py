@@ -1,11 +1,12 @@
 """A layer of 8 experts, 2 a token: sorted rows against loops over experts; split over ranks against copies on all.
 
-In one process: forward and backward of `MixtureOfExperts` against a loop that finds each expert's tokens by a mask, and
-against the dense loop, in which every expert works on every token and most weights are zero. On 2 and 4 ranks: a whole
-step (forward, backward, gradients reduced, SGD) of `ExpertParallel` against two peers that hold all experts on every
-rank and average all gradients: the mixture, and the dense loop. All programs live in the same ranks and take turns
-block by block; a block's time is that of the slowest rank. Bytes are the recorder's for one step, native collectives
-as rings would send them. Which way is better depends on tokens per rank: rows grow with them, gradients do not.
+In one process: forward and backward of `MixtureOfExperts` against a loop that finds each expert's tokens by a mask. The
+other peer is the dense loop, in which every expert works on every token and most weights are zero. On 2 and 4 ranks: a
+whole step (forward, backward, gradients reduced, SGD) of `ExpertParallel` against two peers that hold all experts on
+every rank and average all gradients: the mixture, and the dense loop. All programs live in the same ranks and take
+turns block by block; a block's time is that of the slowest rank. Bytes are the recorder's for one step, native
+collectives as rings would send them. Which way is better depends on tokens per rank: rows grow with them, gradients do
+not.
 
     python benchmarks/expert_parallel.py            # rows
     python benchmarks/expert_parallel.py --quick    # few blocks: shows that it runs

@@ -1,7 +1,7 @@
 """An update of LARS and of LAMB against pytorch_optimizer's, with options under which both make the same update.
 
-The bar: at most their time, on many small tensors (a deep GPT's) and on a few large ones, against their batched
-implementation (their default) and against the one that goes tensor by tensor (foreach=False). Only `step()` is timed;
+The bar: at most their time, on many small tensors (a deep GPT's) and on a few large ones. The peers are their batched
+implementation (their default) and the one that goes tensor by tensor (foreach=False). Only `step()` is timed;
 gradients are put back before each, since theirs overwrites them.
 
     python benchmarks/large_batch.py            # rows

@@ -1,8 +1,8 @@
 """One training step of Pipeline against torch.distributed.pipelining's with the same schedule.
 
-- A step (zero_grad, forward and backward of all micro-batches, SGD) of the small GPT on 2 and 4 ranks takes at most as
-  long as torch's with the same schedule, stages and micro-batches. Both live in the same ranks and take turns block by
-  block; a block's time is that of the slowest rank. Recording is off, one thread per rank.
+- A step is zero_grad, forward and backward of all micro-batches, and SGD. With the small GPT on 2 and 4 ranks it takes
+  at most as long as torch's with the same schedule, stages and micro-batches. Both live in the same ranks and take
+  turns block by block; a block's time is that of the slowest rank. Recording is off, one thread per rank.
 - Real compute cannot be faster than the machine has cores: the speed-up over one process is for information.
   `pipeline_overlap.py` shows with stages that sleep that the schedules do what they promise.
 

@@ -1,7 +1,7 @@
 """One training step with ZeRO-1 and ZeRO-2 against torch DDP's with its ZeroRedundancyOptimizer.
 
-The bars: a step (forward, backward, synchronize, AdamW) of ShardedOptimizer on 2 and 4 ranks takes at most as long as
-torch DDP's with ZeroRedundancyOptimizer, and its gradients, optimizer state and communication buffers take at most as
+A step is forward, backward, synchronize and AdamW. The bars: on 2 and 4 ranks ShardedOptimizer's takes at most as long
+as torch DDP's with ZeroRedundancyOptimizer. Its gradients, optimizer state and communication buffers take at most as
 much memory at their peak. torch has no ZeRO-2 of its own: both stages are compared with its ZeRO-1. FSDP's rows are in
 `sharding_units.py`.
 

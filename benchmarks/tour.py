@@ -1,9 +1,9 @@
 """How far the tour's prediction of a training step is from the measured one, on this machine.
 
-The rule is that of distlab.measure.runs.windows: a calibration before and after each window of steps, windows in which
-the machine drifted by more than 5 % dropped, the median error over at least ten windows against the bar or twice the
-repeat spread. The machine is calibrated on other models than the predicted one; but the terms of the cost model and the
-way rounds are combined were settled while looking at this model's errors, so this is no blind test.
+The rule is that of distlab.measure.runs.windows. Each window of steps has a calibration before and after it. Windows in
+which the machine drifted by more than 5 % are dropped. The median error over at least ten windows is held against the
+bar or twice the repeat spread. The machine is calibrated on other models than the predicted one; but the terms of the
+cost model and the way rounds are combined were settled while looking at this model's errors, so this is no blind test.
 """
 
 from __future__ import annotations

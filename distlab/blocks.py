@@ -46,6 +46,12 @@ def find_blocks(model: nn.Module, choice: Choice | None = None) -> dict[str, nn.
     return chosen
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Say whether a module's name fits a pattern, part by part between the dots."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Leave out the blocks that lie in others."""
     return {
@@ -67,8 +73,7 @@ def _items_of_lists(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]
 
 def _is_chosen(choice: Choice, name: str, module: nn.Module) -> bool:
     if isinstance(choice, str):
-        parts, patterns = name.split("."), choice.split(".")
-        return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+        return matches(name, choice)
     if isinstance(choice, type):
         return isinstance(module, choice)
     if isinstance(choice, Sequence):

@@ -2,10 +2,15 @@
 
 Needs numpy only. `simulate(workload, cluster, plan)` returns a Step; figures are in `simulator.viz`.
 
-Read the rooms in this order: `hardware` (what work and messages cost), `engine` (when each operation starts),
-`pipeline` (schedules), `stage` (what one stage costs), `gradients` (what exchanges cost), `step` (all together),
-`memory`, `models`, `sweeps`, and `validation` (how near all of it comes to published steps). `units` and `precision`
-convert numbers and say how wide they are.
+Read the rooms in this order:
+
+1. `hardware`: what work and messages cost. 2. `engine`: when each operation starts.
+3. `pipeline`: schedules. 4. `stage`: what one stage costs. 5. `gradients`: what exchanges cost.
+6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`.
+10. `validation`: how near all of it comes to published steps.
+
+`units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from one
+file.
 """
 
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
@@ -28,13 +33,16 @@ from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
 from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.by_name import model_by_name
+from simulator.models.config import workload_from_config
+from simulator.models.description import ModelDescription
 from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
-from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.models.mixture_of_experts import mix_experts
+from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import Mixture, mix_experts
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Jitter, Uneven
 from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
+from simulator.plan_file import ClusterDescription, PlanFile, plan_of_text, read_plan_file
 from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
 from simulator.step.timed import why_not_timed
@@ -48,16 +56,21 @@ from simulator.sweeps.compression import (
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
+    "ClusterDescription",
     "Codec",
     "CompiledSchedule",
     "CompressionSweep",
     "DoesNotFitError",
     "Jitter",
+    "LatentSizes",
     "LlamaSizes",
     "Measured",
     "MeasuredCodec",
     "Memory",
+    "Mixture",
+    "ModelDescription",
     "PipelineRun",
+    "PlanFile",
     "Placed",
     "Stack",
     "Step",
@@ -96,7 +109,9 @@ __all__ = [
     "names",
     "arrays_of",
     "peak_in_flight",
+    "plan_of_text",
     "rank_orders",
+    "read_plan_file",
     "reduce_scatter_s",
     "simulate",
     "simulate_schedule",
@@ -106,4 +121,5 @@ __all__ = [
     "sweep_units",
     "why_not_timed",
     "with_bandwidth",
+    "workload_from_config",
 ]

@@ -6,10 +6,30 @@ Read in this order:
 2. `manifest` and `find`: how damage is seen.
 3. `parts`: what a run must remember, and which ranks write it.
 4. `resume`: `save` and `load`.
+5. `asynchronous` and `snapshot`: the same beside training, which hardly waits.
+6. `formats`: what other programs read and write.
 """
 
+from distlab.checkpoint.asynchronous import AsyncSaves
 from distlab.checkpoint.find import Checkpoint, newest
+from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
+from distlab.checkpoint.formats.dcp_write import write_dcp
+from distlab.checkpoint.formats.safetensors import read_safetensors, write_safetensors
 from distlab.checkpoint.manifest import CheckpointError, UnknownVersionError
 from distlab.checkpoint.resume import Resumed, load, save
 
-__all__ = ["Checkpoint", "CheckpointError", "Resumed", "UnknownVersionError", "load", "newest", "save"]
+__all__ = [
+    "AsyncSaves",
+    "Checkpoint",
+    "CheckpointError",
+    "Resumed",
+    "UnknownVersionError",
+    "load",
+    "load_dcp",
+    "newest",
+    "read_dcp",
+    "read_safetensors",
+    "save",
+    "write_dcp",
+    "write_safetensors",
+]

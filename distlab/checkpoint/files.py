@@ -18,18 +18,22 @@ import hashlib
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
 import torch
 
 from distlab.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from distlab.checkpoint.snapshot import compact
 
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{10})(?:-([1-9]\d*))?")
 
 
-class _HashingFile:
+class HashingFile:
     """A new file that computes its SHA-256 while it is written."""
 
     def __init__(self, path: Path) -> None:
@@ -40,20 +44,26 @@ class _HashingFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Take bytes; small ones are kept until there are many."""
         view = memoryview(data).cast("B")
-        self._pending += view
-        if len(self._pending) >= _CHUNK_BYTES:
+        if view.nbytes < _CHUNK_BYTES:
+            self._pending += view
+        if len(self._pending) >= _CHUNK_BYTES or view.nbytes >= _CHUNK_BYTES:
             self._write_pending()
+        if view.nbytes >= _CHUNK_BYTES:
+            self._write(view)
         return view.nbytes
 
     def _write_pending(self) -> None:
-        self._digest.update(self._pending)
-        self.num_bytes += len(self._pending)
-        rest = bytes(self._pending)
-        self._pending.clear()
+        pending, self._pending = self._pending, bytearray()
+        self._write(memoryview(pending))
+
+    def _write(self, rest: memoryview) -> None:
+        self._digest.update(rest)
+        self.num_bytes += rest.nbytes
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[os.write(self._descriptor, rest[:_CHUNK_BYTES]) :]
         except OSError as error:  # torch.save would hide it behind an error of its own
             self.error = error
             raise
@@ -62,24 +72,26 @@ class _HashingFile:
         """Do nothing: data is flushed once, at the end."""
 
     def finish(self, name: str) -> FileRecord:
+        """Flush everything to the disk and return what a manifest says of the file."""
         self._write_pending()
         os.fsync(self._descriptor)
         return FileRecord(name, self.num_bytes, self._digest.hexdigest())
 
     def close(self) -> None:
+        """Close the descriptor, whatever was written."""
         os.close(self._descriptor)
 
 
-def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
-    """Write a state to a new file of a directory and flush it to the disk.
+@contextmanager
+def new_file(path: Path) -> Iterator[HashingFile]:
+    """Open a new file for writing; `finish` makes it last.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk refused, also where torch.save hid that behind an error of its own.
     """
-    file = _HashingFile(directory / name)
+    file = HashingFile(path)
     try:
-        torch.save(state, cast(IO[bytes], file))  # it calls write and flush, and never seeks
-        return file.finish(name)
+        yield file
     except RuntimeError:
         if file.error is not None:
             raise file.error from None
@@ -88,14 +100,22 @@ def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
         file.close()
 
 
+def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
+    """Write a state to a new file of a directory and flush it to the disk.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with new_file(directory / name) as file:
+        torch.save(compact(state), cast(IO[bytes], file))  # it calls write and flush, and never seeks
+        return file.finish(name)
+
+
 def write_bytes(directory: Path, name: str, data: bytes) -> None:
     """Write bytes to a new file of a directory and flush it to the disk."""
-    file = _HashingFile(directory / name)
-    try:
+    with new_file(directory / name) as file:
         file.write(data)
         file.finish(name)
-    finally:
-        file.close()
 
 
 def flush_directory(directory: Path) -> None:
@@ -112,7 +132,7 @@ def begin(directory: Path, step: int) -> Path:
     if not directory.is_dir():
         directory.mkdir(parents=True)
         flush_directory(directory.parent)
-    discard(directory)
+    quietly(lambda: discard(directory))
     prepared = directory / f".saving-{step:010d}"
     os.mkdir(prepared)
     return prepared
@@ -132,8 +152,12 @@ def publish(prepared: Path, manifest: Manifest) -> Path:
 
 
 def saved(directory: Path) -> list[tuple[int, int, Path]]:
-    """Return (step, attempt, path) of every checkpoint directory, the newest first: by number, never by file time."""
-    names = os.listdir(directory) if directory.is_dir() else []
+    """Return (step, attempt, path) of every checkpoint directory, the newest first: by number, never by file time.
+
+    Raises:
+        OSError: it cannot be listed. Where it is not there at all, nothing was saved yet.
+    """
+    names = os.listdir(directory) if os.path.lexists(directory) else []
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     found = [(int(match[1]), int(match[2] or 0), directory / match[0]) for match in matches]
     return sorted(found, reverse=True)
@@ -155,4 +179,20 @@ def discard(directory: Path) -> None:
     """Delete what interrupted saves and deletions left behind."""
     for name in os.listdir(directory):
         if name.startswith((".saving-", ".removing-")):
-            shutil.rmtree(directory / name)
+            remove(directory / name)
+
+
+def quietly(action: Callable[[], None]) -> None:
+    """Clean up; warn where that fails: leftovers cost room, not correctness."""
+    try:
+        action()
+    except OSError as error:
+        warnings.warn(f"old checkpoint files could not be removed: {error}", stacklevel=3)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory, or whatever else has its name; nothing where there is none. A link's target stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        os.unlink(path)

@@ -41,7 +41,7 @@ class Sharded(Protocol):
     """
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's shard: plain values and tensors."""
+        """Return this rank's shard: plain values, and tensors that may be the part's own."""
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError where these saved shards do not fit; change nothing."""
@@ -88,18 +88,23 @@ def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name] for name, _ in module.named_buffers() if name in state}
 
 
-def check_plain(parts: Parts, data_position: Any) -> None:
-    """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
-    _require_plain(data_position, "data_position")
+def collect(parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what rank 0 writes for all, and what this rank must write for itself.
+
+    Raises:
+        ValueError: something in it could be saved but not loaded: loading takes plain values and tensors, and never
+            runs code.
+    """
     for name, part in parts.items():
-        if isinstance(part, Sharded):
-            _require_plain(part.shard_state(), name)
-        elif not isinstance(part, torch.Generator):
+        if not is_own(part):
             _refuse_shards(part, name)
-            _require_plain(part.state_dict(), name)
+    shared, own = shared_state(parts), own_state(parts)
+    for name, state in {**shared, **own["hooks"], **own["shards"]}.items():
+        require_plain(state, name)
+    return shared, own
 
 
-def _refuse_shards(part: Stateful, name: str) -> None:
+def _refuse_shards(part: object, name: str) -> None:
     """Refuse a plain part that holds shards: rank 0's would come back on every rank."""
     parameters: list[Any] = []
     if isinstance(part, nn.Module):
@@ -113,14 +118,15 @@ def _refuse_shards(part: Stateful, name: str) -> None:
         )
 
 
-def _require_plain(value: Any, where: str) -> None:
+def require_plain(value: Any, where: str) -> None:
+    """Refuse what only code could rebuild."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            _require_plain(key, f"a key of {where}")
-            _require_plain(item, f"{where}[{key!r}]")
+            require_plain(key, f"a key of {where}")
+            require_plain(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            _require_plain(item, f"{where}[{index}]")
+            require_plain(item, f"{where}[{index}]")
     elif type(value) not in _PLAIN and type(value) is not nn.Parameter:
         raise ValueError(
             f"{where} is a {type(value).__name__}; a checkpoint holds numbers, strings, tensors, and lists and "

@@ -8,7 +8,6 @@ ranks share; each rank writes what is its own: see `parts`. See `files` for how 
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +20,10 @@ from torch.distributed import ProcessGroup
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.checkpoint.parts import Parts, Sharded, check_fit, check_plain, own_state, shared_state, take_up
+from distlab.checkpoint.parts import Parts, Sharded, check_fit, collect, require_plain, take_up
 from distlab.comm.together import place_in, together
+
+OWN = "own"  # what a rank writes for itself, until its file has the rank's name
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,19 @@ def save(
     rank, world_size = place_in(group)
     directory = Path(directory)
     everywhere = partial(together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError)
-    places = everywhere(lambda: _checked(step, keep, parts, data_position))
-    if len(set(places)) > 1:
-        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
-        raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
+    contents = agreed_contents(everywhere, step, keep, parts, data_position)
     try:
         prepared = everywhere(lambda: files.begin(directory, step) if rank == 0 else None)[0]
         assert prepared is not None
-        records = everywhere(lambda: _write(prepared, step, parts, data_position, rank))
+        records = everywhere(lambda: write(prepared, contents, rank))
         manifest = Manifest(step, world_size, tuple(record for own in records for record in own))
         path = everywhere(lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
     except CheckpointError:
         if rank == 0 and directory.is_dir():
-            _quietly(lambda: files.discard(directory))
+            files.quietly(lambda: files.discard(directory))
         raise
     if rank == 0:
-        _quietly(lambda: files.prune(directory, step, keep))
+        files.quietly(lambda: files.prune(directory, step, keep))
     assert path is not None
     return path
 
@@ -100,7 +98,7 @@ def load(
     *,
     parts: Parts,
     group: ProcessGroup | None = None,
-    other_world_size: bool = False,
+    reshard: bool = False,
 ) -> Resumed | None:
     """Take up the newest good checkpoint; None where nothing was saved yet. Every rank of the group calls it.
 
@@ -108,9 +106,9 @@ def load(
         directory: as given to `save`.
         parts: as given to `save`, made in the same way.
         group: the ranks that load together.
-        other_world_size: accept a checkpoint of another number of ranks: shared state is loaded, and shards are cut
-            anew from those of all ranks; generators, hooks and a rank's own buffers are not loaded, so the run is not
-            the uninterrupted one bit for bit.
+        reshard: accept a checkpoint of another number of ranks or another plan: shared state is loaded, and shards are
+            cut anew from those of all ranks; generators, hooks and a rank's own buffers are not loaded, so the run is
+            not the uninterrupted one bit for bit.
 
     Raises:
         ValueError: it was saved by another number of ranks, or the parts do not fit it. No part was changed.
@@ -121,50 +119,68 @@ def load(
     found = everywhere(lambda: newest(directory) if rank == 0 else None)[0]
     if found is None:
         return None
-    same_size = found.world_size == world_size
-    if not same_size and not other_world_size:
+    path, same = found.path, found.world_size == world_size
+    if not same and not reshard:
         raise ValueError(
-            f"rank {rank}: {found.path.name} was saved by {found.world_size} ranks, this job has {world_size}; resume "
-            f"with {found.world_size}, or pass other_world_size=True to go on without what was each rank's own"
+            f"rank {rank}: {path.name} was saved by {found.world_size} ranks, this job has {world_size}; resume "
+            f"with {found.world_size}, or pass reshard=True to go on without what was each rank's own"
         )
-    if same_size:
-        names = [rank_file(rank)]
-    else:  # shards are cut anew, from those of all ranks
-        wanted = any(isinstance(part, Sharded) for part in parts.values())
-        names = [rank_file(other) for other in range(found.world_size if wanted else 0)]
     states: list[dict[str, Any]] = []
-    everywhere(lambda: states.extend(_read(found.path, [SHARED, *names])))
+    wanted = any(isinstance(part, Sharded) for part in parts.values())
+    if same:
+        everywhere(lambda: states.extend(_read(path, [SHARED, rank_file(rank)])))
+        same = not (reshard and wanted) or all(everywhere(lambda: _fits(parts, states)))
+    if not same:  # shards are cut anew, from those of all ranks
+        names = [rank_file(other) for other in range(found.world_size if wanted else 0)]
+        everywhere(lambda: states.__setitem__(slice(None), _read(path, [SHARED, *names])))
     shared, *owns = states
     everywhere(lambda: check_fit(parts, shared, owns))
-    everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same_size else None))
-    return everywhere(lambda: Resumed(shared["step"], shared["data_position"], found.path))[0]
+    everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same else None))
+    return everywhere(lambda: Resumed(shared["step"], shared["data_position"], path))[0]
 
 
-def _checked(step: int, keep: int, parts: Parts, data_position: Any) -> tuple[int, str]:
-    """Refuse what cannot be saved; return what must be equal on all ranks."""
-    if not isinstance(step, int) or not 0 <= step < 10**10:
-        raise ValueError(f"step is {step!r}; pass the number of updates made so far")
-    if not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
-    check_plain(parts, data_position)
-    return step, repr(data_position)
-
-
-def _quietly(action: Callable[[], None]) -> None:
+def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:
+    """Return whether what this rank saved is what it needs; another plan needs what others saved."""
     try:
-        action()
-    except OSError as error:  # leftovers cost room, not correctness
-        warnings.warn(f"old checkpoint files could not be removed: {error}", stacklevel=3)
+        check_fit(parts, states[0], states[1:])
+    except ValueError:
+        return False
+    return True
 
 
-def _write(prepared: Path, step: int, parts: Parts, data_position: Any, rank: int) -> tuple[FileRecord, ...]:
+def agreed_contents(
+    everywhere: Callable[[Callable[[], Any]], list[Any]], step: int, keep: int, parts: Parts, data_position: Any
+) -> dict[str, Any]:
+    """Return what rank 0 writes for all, and this rank's own: by the names of files, with the parts' own tensors.
+
+    Raises:
+        ValueError: on every rank: arguments or parts are wrong, or ranks differ.
+    """
+    kept: list[dict[str, Any]] = []
+
+    def look() -> tuple[int, str]:
+        if not isinstance(step, int) or not 0 <= step < 10**10:
+            raise ValueError(f"step is {step!r}; pass the number of updates made so far")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
+        require_plain(data_position, "data_position")
+        shared, own = collect(parts)
+        kept.append({SHARED: {"step": step, "data_position": data_position, "parts": shared}, OWN: own})
+        return step, repr(data_position)
+
+    places = everywhere(look)
+    if len(set(places)) > 1:
+        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
+        raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
+    return kept[0]
+
+
+def write(prepared: Path, contents: dict[str, Any], rank: int) -> tuple[FileRecord, ...]:
+    """Write a rank's files; rank 0 has the shared one too."""
     if not prepared.is_dir():
         raise OSError(f"{prepared} was made by rank 0 and is not seen here; save to a file system that all ranks share")
-    record = files.write_tensors(prepared, rank_file(rank), own_state(parts))
-    if rank != 0:
-        return (record,)
-    shared = {"step": step, "data_position": data_position, "parts": shared_state(parts)}
-    return files.write_tensors(prepared, SHARED, shared), record
+    names = {SHARED: SHARED, OWN: rank_file(rank)} if rank == 0 else {OWN: rank_file(rank)}
+    return tuple(files.write_tensors(prepared, name, contents[what]) for what, name in names.items())
 
 
 def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
+from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
 
 TOOLS = ("deepspeed", "fsdp2")
 
@@ -29,12 +29,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the configuration to standard output, ready for a file."""
     from simulator.export import deepspeed_config, deepspeed_notes, fsdp2_code
 
-    plan, workload = plan_of(arguments), workload_of(arguments)
+    plan, workload = plan_of(arguments), description_of(arguments).workload()
     if arguments.tool == "fsdp2":
         print(fsdp2_code(plan, layers=arguments.blocks, max_norm=arguments.max_norm), end="")
         return 0
-    sizes = {"microbatch_size": arguments.microbatch, "workload": workload}
-    print(json.dumps(deepspeed_config(plan, max_norm=arguments.max_norm, **sizes), indent=2))
+    config = deepspeed_config(plan, max_norm=arguments.max_norm, microbatch_size=workload.samples, workload=workload)
+    print(json.dumps(config, indent=2))
     for note in deepspeed_notes(plan):
         print(f"# {note}", file=sys.stderr)
     return 0

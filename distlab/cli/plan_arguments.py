@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
@@ -11,30 +12,37 @@ from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDUL
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
 if TYPE_CHECKING:
-    from distlab.plan import Workload
+    from simulator import ModelDescription
 
-SIZES = {
-    "hidden": (2048, "hidden size"),
-    "layers": (24, "layers"),
-    "heads": (16, "attention heads"),
-    "sequence": (2048, "tokens in a sequence"),
-    "vocabulary": (51200, "vocabulary"),
+# What each flag says of a model; see `simulator.ModelDescription`.
+COUNTS = {
+    "hidden": ("hidden_size", "hidden size (default 2048, or the model's)"),
+    "layers": ("num_layers", "layers (default 24, or the model's)"),
+    "heads": ("num_heads", "attention heads (default 16, or the model's)"),
+    "sequence": ("sequence_length", "tokens in a sequence (default 2048, or the model's)"),
+    "vocabulary": ("vocab_size", "vocabulary (default 51200, or the model's)"),
+    "feed-forward": ("feed_forward_size", "width of the feed-forward part of a model like Llama (default 4 x hidden)"),
+    "kv-heads": ("num_key_value_heads", "heads of keys and values of a model like Llama (default: --heads)"),
+    "head-size": ("head_size", "elements of a head of a model like Llama (default: hidden over heads)"),
+    "experts": ("num_experts", "experts in each block (default 1: no mixture)"),
+    "top-k": ("top_k", "experts that a token goes to (default 1)"),
+    "expert-size": ("expert_size", "width of an expert of a model like Llama (default: --feed-forward)"),
+    "microbatch": ("microbatch_size", "samples in a micro-batch (default 1)"),
 }
 
 
 def add_model_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of the model: its name, or its sizes."""
     command.add_argument("--model", metavar="NAME", help="a published model, such as llama-2-7b, in place of sizes")
-    for name, (default, what) in SIZES.items():
-        add_count(command, f"--{name}", f"{what} (default {default}, or the model's)", default=None)
-    what = "width of the gated feed-forward part: a model like Llama (default: a GPT, 4 times the hidden size)"
-    add_count(command, "--feed-forward", what, default=None)
-    add_count(command, "--kv-heads", "heads of keys and values of a model like Llama (default: --heads)", default=None)
+    command.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, in place of sizes")
+    for flag, (name, what) in COUNTS.items():
+        command.add_argument(f"--{flag}", dest=name, type=whole_number(), metavar="N", help=what)
+    what = "the feed-forward part of a model like Llama has two products, not three"
+    command.add_argument("--no-gate", dest="is_gated", action="store_const", const=False, help=what)
+    what = "the head of a model like Llama uses the embedding's parameters"
+    command.add_argument("--tie-embedding", dest="ties_embedding", action="store_const", const=True, help=what)
     what = "kernel of attention: flash keeps no scores (default: plain, or the model's)"
     command.add_argument("--attention", choices=("plain", "flash"), help=what)
-    add_count(command, "--experts", "experts in each block (default 1: no mixture; sizes only)")
-    add_count(command, "--top-k", "experts that a token goes to", metavar="K")
-    add_count(command, "--microbatch", "samples in a micro-batch")
 
 
 def add_count(
@@ -74,45 +82,26 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sequence-parallel", action="store_true", help=what)
 
 
-def workload_of(arguments: argparse.Namespace) -> Workload:
+def description_of(arguments: argparse.Namespace) -> ModelDescription:
     """Return the model that the flags describe.
 
     Raises:
-        ValueError: the model does not exist, sizes come together with a name, or they make no sense together.
+        ValueError: sizes come together with a name.
     """
-    from simulator import LlamaSizes, fuse_attention, gpt_workload, llama_workload, mix_experts, model_by_name
+    from simulator import ModelDescription
 
-    if arguments.model:
-        own = [name for name in (*SIZES, "feed-forward", "kv-heads") if name != "sequence"]
-        given = [f"--{name}" for name in own if getattr(arguments, name.replace("-", "_")) is not None]
-        if given:
-            raise ValueError(f"--model {arguments.model} has its own sizes; leave out {', '.join(given)}")
-        if arguments.experts > 1:
-            raise ValueError(
-                f"--model {arguments.model} has no experts; describe a model with sizes, or drop --experts"
-            )
-        options = {"microbatch_size": arguments.microbatch, "sequence_length": arguments.sequence}
-        return model_by_name(arguments.model, **options, attention=arguments.attention)
-    sizes = {name: getattr(arguments, name) or default for name, (default, _) in SIZES.items()}
-    lengths = {"sequence_length": sizes["sequence"], "microbatch_size": arguments.microbatch}
-    if arguments.feed_forward or arguments.kv_heads:
-        if arguments.experts > 1:
-            raise ValueError("--experts is of a GPT; leave out --feed-forward and --kv-heads")
-        heads = (sizes["heads"], arguments.kv_heads or sizes["heads"])
-        widths = (arguments.feed_forward or 4 * sizes["hidden"], sizes["vocabulary"])
-        llama = LlamaSizes(sizes["hidden"], sizes["layers"], *heads, *widths)
-        workload = llama_workload(llama, **lengths)
-    else:
-        workload = gpt_workload(
-            hidden_size=sizes["hidden"],
-            num_layers=sizes["layers"],
-            num_heads=sizes["heads"],
-            vocab_size=sizes["vocabulary"],
-            **lengths,
-        )
-    if arguments.experts > 1 or arguments.top_k > 1:
-        workload = mix_experts(workload, arguments.experts, top_k=arguments.top_k)
-    return fuse_attention(workload) if arguments.attention == "flash" else workload
+    said = {each.name: getattr(arguments, each.name) for each in fields(ModelDescription)}
+    try:
+        return ModelDescription(**{name: value for name, value in said.items() if value is not None})
+    except ValueError as error:
+        text = str(error)
+        for flag, (name, _) in (
+            *COUNTS.items(),
+            ("no-gate", ("is_gated", "")),
+            ("tie-embedding", ("ties_embedding", "")),
+        ):
+            text = text.replace(name, f"--{flag}")
+        raise ValueError(text) from None
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:

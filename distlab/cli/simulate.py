@@ -1,6 +1,7 @@
-"""Predict the time and memory of a training step of a GPT on a described cluster, without running anything.
+"""Predict the time and memory of a training step on a described cluster, without running anything.
 
-The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote.
+The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote. A plan file (TOML with
+[workload], [cluster] and [plan]) says all of it in place of flags.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
 from distlab.cli.clusters import find_cluster, presets
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, plan_of, workload_of
+from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
 from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
 
@@ -22,23 +23,65 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 MOST_RANKS = 1_000_000
-"""A step of so many ranks is simulated in some seconds."""
+MOST_PASSES = 2_000_000
+"""A step of so many ranks, or of so many passes, is simulated in some seconds."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
-    add_model_arguments(command)
-    command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
-    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
-    command.add_argument("--stack", metavar="NAME", help=what)
+    command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the flags that follow")
+    _add_description(command)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
-    add_plan_arguments(command)
-    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
-    command.add_argument("--order", metavar="AXIS,...", help=what)
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
     command.add_argument("--json", action="store_true", help="print the step as JSON")
+
+
+def _add_description(command: argparse.ArgumentParser) -> None:
+    """Declare the flags that say what a plan file says."""
+    add_model_arguments(command)
+    command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
+    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
+    command.add_argument("--stack", metavar="NAME", help=what)
+    add_plan_arguments(command)
+    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
+    command.add_argument("--order", metavar="AXIS,...", help=what)
+
+
+def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, tuple[str, ...]]:
+    """Return the model, the cluster, the plan and the order of its axes, from a plan file or from flags.
+
+    Raises:
+        ValueError: they make no sense, flags come beside a file, or there are too many ranks or passes.
+    """
+    from simulator import read_plan_file
+
+    if arguments.file:
+        flags = argparse.ArgumentParser()
+        _add_description(flags)
+        defaults = vars(flags.parse_args([]))
+        beside = [name for name, default in defaults.items() if getattr(arguments, name) != default]
+        if beside:
+            raise ValueError(f"{arguments.file} says all of the plan: leave out the flag for {', '.join(beside)}")
+        said = read_plan_file(arguments.file)
+        _check_size(said.plan)
+        return said.workload.workload(), said.cluster.cluster(said.plan.world_size), said.plan, said.order
+    plan = plan_of(arguments)
+    _check_size(plan)
+    machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
+    return description_of(arguments).workload(), machine, plan, order_of(arguments)
+
+
+def _check_size(plan: Plan) -> None:
+    """Refuse what would take minutes."""
+    if plan.world_size > MOST_RANKS:
+        raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
+    passes = plan.pipeline * plan.stages_per_rank * plan.num_microbatches
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"the plan runs {passes:,} passes (stages x micro-batches); simulate takes at most {MOST_PASSES:,}"
+        )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -52,19 +95,16 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(presets())
         return 0
-    plan, workload = plan_of(arguments), workload_of(arguments)
-    if plan.world_size > MOST_RANKS:
-        raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
+    workload, cluster, plan, order = described(arguments)
     for flag in ("timeline", "memory", "trace"):
         if path := getattr(arguments, flag):
             check_output(f"--{flag}", path)
             if flag != "trace":
                 check_picture(f"--{flag}", path)
-    cluster = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
     why_no_time = why_not_timed(plan)
     if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
-    step = None if why_no_time else simulate(workload, cluster, plan, order=order_of(arguments))
+    step = None if why_no_time else simulate(workload, cluster, plan, order=order)
     memory = step.memory if step else memory_of(workload, plan)
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:

@@ -135,7 +135,7 @@ def double_tree(num_ranks: int) -> tuple[tuple[int | None, ...], tuple[int | Non
     """Return two binary trees as each rank's parent (None at the root).
 
     In the first, odd ranks are leaves. The second is the first one mirrored (an even number of ranks) or shifted by
-    one (an odd number), so that its inner ranks are the first one's leaves, except for one rank of an odd number.
+    one (an odd number). So its inner ranks are the first one's leaves, except for one rank of an odd number.
 
     Source: NCCL, src/graph/trees.cc.
     """

@@ -137,7 +137,8 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
         dense = (plain if plain.layout is torch.strided else plain.to_dense()).as_subclass(torch.Tensor)
         flat = torch.empty(0, dtype=torch.uint8)
         if not dense.is_meta and dense.numel():
-            flat = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            row = dense.cpu().resolve_conj().resolve_neg().contiguous()  # of one element with any stride
+            flat = row.as_strided((row.numel(),), (1,)).view(torch.uint8)
         return (
             str(dense.dtype).removeprefix("torch."),
             tuple(dense.shape),

@@ -19,10 +19,13 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$',
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
-_CELL_FILE = re.compile(r"([^\s\"()]*ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>)(?::(\d+))?")
+_CELL_FILE = re.compile(
+    r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
+)
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
 _NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
+_PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
 _NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
@@ -43,7 +46,7 @@ class Place(NamedTuple):
 
 def label(file: str) -> str:
     """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
-    if "ipykernel_" in file or file.startswith("<ipython"):
+    if _CELL_FILE.fullmatch(file):
         return CELL
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
@@ -73,8 +76,11 @@ def _is_check(file: str) -> bool:
 
 
 def file_of(fn: Callable[..., Any]) -> str:
-    """Return the file in which a function was written, or ""."""
-    code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+    """Return the file in which a function, or the class of what is called, was written, or ""."""
+    inner = inspect.unwrap(getattr(fn, "func", fn))
+    kind: object = inner if inspect.isclass(inner) else type(inner)
+    codes = (getattr(one, "__code__", None) for one in (inner, *vars(kind).values()))
+    code = next((code for code in codes if code is not None), None)
     return str(getattr(fn, "file", None) or getattr(code, "co_filename", ""))
 
 
@@ -86,9 +92,12 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
             return named
     if isinstance(error, RankTimeout):
         return _hang(error, fn)
+    misfit = messages_that_do_not_fit(str(error))
     if not error.failures:
-        return _stuck(error)
+        return _stuck(error) if misfit is None else Fault("mismatch", misfit)
     root = error.failures[0]
+    if misfit is not None and (root.is_noise or root.summary.startswith("was killed")):  # gloo aborts
+        return Fault("mismatch", misfit)
     place = place_in(root.traceback, fn)
     who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
     where = f"\n  at {place}" if place else ""
@@ -116,6 +125,7 @@ def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fau
         return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
     if summary.startswith("was killed"):
         tail = "" if where or not root.traceback else f"\n{_tail(root.traceback)}"
+        summary = summary.replace(", whose message is in the output above", "")
         return Fault("killed", f"{who}the rank {summary}{where}{tail}")
     if summary.startswith("returned a"):
         return Fault("returned", f"{who}it {summary}")
@@ -150,6 +160,21 @@ def _stuck(error: RankError) -> Fault:
     """Describe calls that can never end, or that do not fit each other."""
     text = str(error).split("\n--- rank")[0].rstrip()
     return Fault("deadlock" if text.startswith("deadlock") else "mismatch", text)
+
+
+def messages_that_do_not_fit(text: str) -> str | None:
+    """Say which send and receive differ, with their lines, from what the launcher says of them; None where none do."""
+    start = text.find("a send and the receive that takes it do not fit")
+    if start < 0:
+        return None
+    lines = text[start:].splitlines()[1:3]
+    pair = {kind: (rank, size) for rank, kind, _, size in _PAIR.findall("\n".join(lines))}
+    if len(pair) != 2:
+        return None
+    (sender, sent), (receiver, taken) = pair["send to"], pair["recv from"]
+    what = f"rank {sender} sends {sent}, rank {receiver} receives it as {taken}"
+    rule = "give both the same number of elements and the same dtype"
+    return "\n".join([f"a send and the receive that takes it do not fit: {what}: {rule}", *lines])
 
 
 def _explanation(text: str) -> str:

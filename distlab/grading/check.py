@@ -17,6 +17,8 @@ from distlab.grading.exercise import Exercise, Fault
 if TYPE_CHECKING:
     from distlab.grading.report import Report
 
+LONGER_S = 5.0  # for another number of ranks, once there is a fault to tell
+_GENERAL = {"raised", "hang", "deadlock", "mismatch", "killed", "returned"}  # codes that name no mistake of an exercise
 _stand_ins: dict[str, Callable[..., Any]] = {}  # the reference that each exercise's last failed check handed out
 
 
@@ -76,8 +78,6 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None,
             fault, right, budget = _run_worlds(exercise, fn, chosen, _another_seed() if seed is None else seed)
         except Unavailable as error:
             blocked = str(error)
-    if fault is not None and fault.code != "not attempted" and right:
-        fault = Fault(fault.code, _at_world(fault.message, right, chosen[len(right)]))
     return Report(
         exercise=exercise,
         verdict=_verdict(fault, blocked),
@@ -118,7 +118,11 @@ def check_worlds(worlds: Sequence[int]) -> tuple[int, ...]:
 def _run_worlds(
     exercise: Exercise, fn: Callable[..., Any], worlds: Sequence[int], seed: int
 ) -> tuple[Fault | None, list[int], tuple[str, ...]]:
-    """Run one number of ranks after the other; return the first fault, where it was right, and the budget's lines."""
+    """Run one number of ranks after the other; return the first fault, where it was right, and the budget's lines.
+
+    A fault that drawn arguments show is told only if the exercise's own cases, which know the usual mistakes and name
+    them, find none on the other numbers of ranks.
+    """
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
@@ -126,19 +130,30 @@ def _run_worlds(
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
+    drawn: Fault | None = None
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
+            if drawn is not None:
+                ranks.timeout_s = min(ranks.timeout_s, LONGER_S)
             outcome = run_world(exercise, fn, ranks)
             fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
-            if fault is None and exercise.vary is not None:
-                fault = varied_fault(exercise, fn, reference_of(exercise), ranks, seed)
-            if fault is not None:
-                return fault, right, ()
-            right.append(ranks.world_size)
-    return None, right, budget
+            if drawn is not None and fault is not None and fault.code not in _GENERAL:
+                return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.message}"), right, ()
+            if fault is not None and drawn is None:
+                return _at_world(fault, right, ranks.world_size), right, ()
+            if drawn is None and exercise.vary is not None:
+                drawn = varied_fault(exercise, fn, reference_of(exercise), ranks, seed)
+                if drawn is not None:
+                    drawn = _at_world(drawn, right, ranks.world_size)
+            if drawn is None:
+                right.append(ranks.world_size)
+    return drawn, right, () if drawn is not None else budget
 
 
-def _at_world(message: str, right: Sequence[int], wrong: int) -> str:
+def _at_world(fault: Fault, right: Sequence[int], wrong: int) -> Fault:
     """Say on which numbers of ranks it was right before."""
+    if not right or fault.code == "not attempted":
+        return fault
     listed = " and ".join(filter(None, [", ".join(map(str, right[:-1])), str(right[-1])]))
-    return f"right on {listed} rank{'' if list(right) == [1] else 's'}, wrong on {wrong}: {message}"
+    text = f"right on {listed} rank{'' if list(right) == [1] else 's'}, wrong on {wrong}: {fault.message}"
+    return Fault(fault.code, text)

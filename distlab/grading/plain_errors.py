@@ -78,6 +78,29 @@ _MEANINGS = tuple(
             r"view size is not compatible|[Tt]ensors? must be contiguous|be contiguous",
             "the tensor is not contiguous (a transposed or strided view): use .contiguous() or .reshape()",
         ),
+        (
+            r"(list|tuple) index out of range",
+            "the {0} is shorter than this index needs: print its length. tensor.chunk(n) and split may return fewer "
+            "than n pieces, tensor_split(n) always n",
+        ),
+        (
+            r"index (-?\d+) is out of bounds for dimension (\d+) with size (\d+)|index out of range in self",
+            "an index is outside its tensor, whose places count from 0 to its size - 1: print the smallest and the "
+            "largest index. Where a rank holds a part, is it counted from the part's beginning, and in the part?",
+        ),
+        (
+            r"(storage_offset|size|stride)\(.*\) must be .* to view Byte as (\w+)",
+            "bytes are read as numbers here ({1}, several bytes each): the piece must hold whole numbers, lie without "
+            "gaps, and begin at a multiple of a number's size; piece.clone() begins anew",
+        ),
+        (
+            r"needed for gradient computation has been modified by an in-?place|view and is being modified in-?place",
+            "autograd needs this tensor as it was: make a new one (masked_fill, torch.where, a + b), or change a clone",
+        ),
+        (
+            r"\(torch\.(\w+), \w+\) and shard \d+ \(torch\.(?!\1,)(\w+), ",
+            "one of the two is {0}, the other {1}: take the dtype from the argument, as shard.new_empty(...) does",
+        ),
         (r"can't call numpy\(\) on Tensor that requires grad", "call .detach() before .numpy()"),
     )
 )

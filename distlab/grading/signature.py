@@ -21,20 +21,36 @@ def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> F
     found = getattr(fn, "fault", None)  # a submission was looked at where it was loaded
     if isinstance(found, Fault):
         return found
-    return _not_a_function(exercise, fn) or _not_written(exercise, fn) or _wrong_kind(fn) or _misfit(fn, reference)
+    return (
+        _not_a_function(exercise, fn, reference)
+        or _not_written(exercise, fn)
+        or _wrong_kind(fn)
+        or _misfit(fn, reference)
+    )
 
 
-def _not_a_function(exercise: Exercise, fn: Any) -> Fault | None:
+def _not_a_function(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> Fault | None:
     name = exercise.function
     call = f'check("{exercise.name}", {name})'
-    if inspect.isclass(fn):
-        return Fault("not a function", f"a check wants a function: write {call}; got the class {fn.__name__}")
+    if inspect.isclass(fn) and not _makes_answers(fn, reference):
+        text = f"a check wants a function: write {call}; got the class {fn.__name__}"
+        instance = "" if not _has_call(fn) else f". An instance can be called: pass {fn.__name__}()"
+        return Fault("not a function", text + instance)
     if not callable(fn):
         got = "None" if fn is None else f"a {type(fn).__name__}"
         return Fault(
             "not a function", f"a check wants the function itself: write {call}, {name} without parentheses; got {got}"
         )
     return None
+
+
+def _has_call(kind: type) -> bool:
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+def _makes_answers(kind: type, reference: Callable[..., Any]) -> bool:
+    """Whether a class takes what the reference takes, and makes something to call, as the reference does."""
+    return _has_call(kind) and _misfit(kind, reference) is None
 
 
 def is_not_written(fn: Callable[..., Any]) -> bool:

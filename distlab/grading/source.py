@@ -79,7 +79,15 @@ def read_source(impl: str) -> Source:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
-    return Source("notebook", impl, _notebook(impl, path, text), str(path.resolve().parent))
+    pieces = _notebook(impl, path, text)
+    for name, cell in pieces:
+        _remember(name, cell)
+    return Source("notebook", impl, pieces, str(path.resolve().parent))
+
+
+def _remember(name: str, text: str) -> None:
+    """Let tracebacks and messages show the lines of what is no file."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
 def _module(name: str) -> Source:
@@ -155,7 +163,7 @@ def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tupl
         return vars(importlib.import_module(source.name)), ()
     namespace: dict[str, Any] = {"__name__": NAMESPACE}
     for name, text in source.pieces:
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        _remember(name, text)
         if source.kind == "file":
             exec(compile(text, name, "exec"), namespace)
     if source.kind == "file":

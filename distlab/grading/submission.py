@@ -7,6 +7,7 @@ limits, so that one that hangs or exits while it is loaded ends nothing else.
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -72,8 +73,8 @@ class Submitted:
     @property
     def file(self) -> str:
         """The file, or the notebook's cell, that defines the function, as a traceback names it."""
-        defines = f"def {self.name}("
-        return next((name for name, text in reversed(self.source.pieces) if defines in text), self.source.name)
+        defines = re.compile(rf"^(async +def|def|class) +{self.name}\b|^{self.name} *=", re.MULTILINE)
+        return next((name for name, text in reversed(self.source.pieces) if defines.search(text)), self.source.name)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Load the source once in this process, and call its function."""

@@ -16,7 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from operator import is_, itemgetter
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from distlab.grading.exercise import Refused
@@ -110,10 +110,16 @@ class _Place:
             delattr(self.place, name)
             replaced.append(f"{self.place.__name__}.{name}")
         for name, value in zip(self.names, self.values, strict=True):
-            if now.get(name) is not value:
+            if now.get(name) is not value and not _is_of_compile(now.get(name)):
                 setattr(self.place, name, value)
                 replaced.append(f"{self.place.__name__}.{name}")
         return replaced
+
+
+def _is_of_compile(value: Any) -> bool:
+    """Whether torch.compile put it there: it counts the changes of modules."""
+    guard = os.path.join(os.path.dirname(sys.modules["torch"].__file__ or ""), "_dynamo", "mutation_guard.py")
+    return type(value) is FunctionType and value.__code__.co_filename == guard
 
 
 def _acts(value: Any) -> bool:

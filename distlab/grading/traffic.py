@@ -6,6 +6,7 @@ numbers. These functions read what the ranks really did.
 
 from __future__ import annotations
 
+import linecache
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -55,7 +56,16 @@ def native_collectives(evidence: Evidence) -> tuple[str, ...]:
 def never_waited(evidence: Evidence, file: str) -> Call | None:
     """Return the first call that was made in a file of the learner's and that its rank never waited for, or None."""
     made = (call for rank in evidence.records.ranks for call in calls(evidence, rank))
-    return next((call for call in made if not call.wait_ns and call.site.rpartition(":")[0] == file), None)
+    return next((call for call in made if not call.wait_ns and _is_made_in(file, call)), None)
+
+
+def _is_made_in(file: str, call: Call) -> bool:
+    """Whether a line of this file makes the call; what backward() calls by itself, as DDP does, C++ waits for."""
+    of_call, _, line = call.site.rpartition(":")
+    if of_call != file:
+        return False
+    text = linecache.getline(file, int(line)) if line.isdecimal() else ""
+    return ".backward(" not in text or call.op in text
 
 
 def num_steps(evidence: Evidence, rank: int) -> int:

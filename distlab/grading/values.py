@@ -66,7 +66,8 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         return _compare_tensors(number, torch.tensor(want, dtype=torch.float64), what, world_size)
     else:
         same = type(got) is type(want) and got == want
-        return None if same else Fault("values", f"{what}: expected {describe(want)}, got {describe(got)}")
+        wanted = "None" if want is None else describe(want)
+        return None if same else Fault("values", f"{what}: expected {wanted}, got {describe(got)}")
     for name, one, other in pairs:
         fault = compare(one, other, name, world_size)
         if fault is not None:
@@ -261,7 +262,7 @@ def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
         return ""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if torch.finfo(got.dtype).eps < torch.finfo(dtype).eps:
-            only_these = torch.equal(got.to(dtype).to(got.dtype), got)
+            only_these = got.numel() > 1 and torch.equal(got.to(dtype).to(got.dtype), got)
             limit = 4 if only_these else 16  # roundings of the largest value
             if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
                 name, own = str(dtype).removeprefix("torch."), _dtype(got)

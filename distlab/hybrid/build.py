@@ -36,7 +36,7 @@ from distlab.pipeline import TiedParameter, find_tied, split_gpt
 from distlab.plan import Plan, Schedule, make_schedule
 from distlab.recompute import recompute_blocks
 from distlab.replicate import broadcast_each
-from distlab.tensor_parallel import parallelize, splits_of, vocabulary_parallel_cross_entropy
+from distlab.tensor_parallel import Split, parallelize, splits_of, vocabulary_parallel_cross_entropy
 
 
 class Holding(NamedTuple):
@@ -64,6 +64,8 @@ class Built:
         tied: weights that several stages use.
         holdings: by name in the whole model, each parameter that is here.
         shapes: by name, all tensors of the whole model's state.
+        splits: by name, how tensor-parallel ranks cut what they cut.
+        aliases: other names of tied parameters, each with the first one in the whole model.
     """
 
     stages: dict[int, nn.Module]
@@ -72,6 +74,8 @@ class Built:
     tied: tuple[TiedParameter, ...] = ()
     holdings: dict[str, Holding] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
@@ -97,13 +101,17 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
         _spread_positions(model, layout.groups["context"], plan)
     if plan.recompute != "none":
         recompute_blocks(model, part="attention" if plan.recompute == "selective" else None)
-    split = {id(model.get_parameter(name)) for name in splits_of(model)}
-    holdings = {
-        name: Holding(name in names, id(parameter) in split)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    loss = _loss_of(model, layout)
-    built = Built({0: model}, loss, holdings=holdings, shapes=shapes)
+    split = {id(model.get_parameter(name)): split for name, split in splits_of(model).items()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(every.items())}
+    built = Built(
+        {0: model},
+        _loss_of(model, layout),
+        holdings={name: Holding(name in names, id(parameter) in split) for name, parameter in every.items()},
+        shapes=shapes,
+        splits={name: split[id(parameter)] for name, parameter in every.items() if id(parameter) in split},
+        aliases={name: first[id(one)] for name, one in every.items() if name != first[id(one)]},
+    )
     return built if plan.pipeline == 1 else _keep_stages(model, layout, built)
 
 

@@ -3,11 +3,11 @@
 Some ranks meet between layers: copies exchange gradients, stages hand activations on. A rank that fails there goes on
 to the end of the step, computes nothing more, gives what it is asked for, and at the end all hear of it.
 
-Others meet inside of a layer: tensor-parallel ranks add their parts of one product up, ranks of one sequence pass keys
-on, experts wait for tokens, a sharded block for its parameters, a micro-batch for the sum of its gradients (sharding
-stage 2). They wait in a call that nothing but this rank's own part can end, and this rank cannot compute it. So it
-leaves at once, with its error: the launcher sees that, says whose fault it was and ends the others within seconds;
-without one, their calls end with the group's timeout.
+Others meet inside of a layer. Tensor-parallel ranks add their parts of one product up, ranks of one sequence pass keys
+on, experts wait for tokens. A sharded block waits for its parameters, and with sharding stage 2 a micro-batch waits for
+the sum of its gradients. They wait in a call that nothing but this rank's own part can end, and this rank cannot
+compute it. So it leaves at once, with its error: the launcher sees that, says whose fault it was and ends the others
+within seconds; without one, their calls end with the group's timeout.
 """
 
 from __future__ import annotations

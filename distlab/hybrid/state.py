@@ -7,8 +7,10 @@ any other plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,14 @@ from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
+from distlab.named_parts import PARAMETER, SavedPart, SavedShard, Slab, check_tensors
+from distlab.plan import FlatLayout
+from distlab.plan.sharding import Piece
 from distlab.sharding import ShardedState
+from distlab.sharding.state.assemble import HeldRow, cut_slab, whole_tensor
+from distlab.sharding.state.optimizer_parts import SharedBuffer, assemble_rows, merge_groups, save_parts
+from distlab.sharding.state.optimizer_parts import prepare_optimizer as prepare_moments
+from distlab.sharding.state.sharded import prepare as prepare_shards
 
 
 def full_state_dict(built: Built, layout: Layout, averaging: GradientAveraging) -> dict[str, Tensor]:
@@ -111,6 +120,9 @@ def _pool(state: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
 class HybridState:
     """A mesh as a part of a checkpoint of which each rank holds a shard: `parts = {"training": hybrid}`.
 
+    Each rank writes what it holds, as named parts of the whole model's tensors (`distlab.named_parts`). So any other
+    plan can take it up by `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
+
     Cost: no communication; each rank writes what it holds (equal copies too).
     """
 
@@ -120,60 +132,166 @@ class HybridState:
 
     def shard_state(self) -> dict[str, Any]:
         """Return what this rank holds, and what its optimizers and compression remember of it."""
-        state: dict[str, Any] = {"place": self._place()}
-        if isinstance(self._averaging, ShardedParameters):
-            return {**state, "shards": {str(number): one.shard_state() for number, one in self._sharded().items()}}
-        stages = {str(number): dict(module.state_dict()) for number, module in self._built.stages.items()}
-        return {**state, "stages": stages, "optimizers": [one.state_dict() for one in self._savers()]}
+        shards = [self._for_all(one).to_dict() for one in self._own_shards()]
+        return {"place": self._place(), "shards": shards, "hooks": [hook.state_dict() for hook in self._hooks()]}
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what was saved by another plan or another rank; change nothing.
+        """Refuse another model, and without the shards of all ranks also another plan; change nothing.
 
         Raises:
             ValueError: naming what differs.
         """
-        if len(states) != 1:
-            raise ValueError(
-                f"it was saved by {len(states)} ranks with another layout (expected {dist.get_world_size()} here): run "
-                f"{len(states)} ranks with the plan that it was saved with, or load full_state_dict() into this one"
-            )
-        saved, here = states[0]["place"], self._place()
-        for what, value in here.items():
-            if saved.get(what) != value:
-                raise ValueError(
-                    f"{what} is {value} here and {saved.get(what)} in the checkpoint; resume with the plan that it was "
-                    "saved with, or load full_state_dict() into another one"
-                )
-        if isinstance(self._averaging, ShardedParameters):
-            for number, one in self._sharded().items():
-                one.check_shards([states[0]["shards"][str(number)]])
+        self._prepare(states)
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what this rank saved."""
-        if isinstance(self._averaging, ShardedParameters):
-            for number, sharded in self._sharded().items():
-                sharded.load_shards([states[0]["shards"][str(number)]])
-            return
-        for number, module in self._built.stages.items():
-            _copy_into(module, states[0]["stages"][str(number)])
-        for one, saved in zip(self._savers(), states[0]["optimizers"], strict=True):
-            one.load_state_dict(saved)
+        """Take up what this rank saved, or its part of what all ranks of any plan saved."""
+        for take in self._prepare(states):
+            take()
 
     def _place(self) -> dict[str, Any]:
-        """Return what must be the same for the saved tensors to fit."""
-        shapes = {name: list(shape) for name, shape in self._built.shapes.items()}
+        """Return what must be the same to go on bit for bit."""
+        model = {name: self._built.aliases.get(name, list(shape)) for name, shape in self._built.shapes.items()}
         plan, mesh = self._layout.plan, self._layout.mesh
         coordinates = ", ".join(f"{axis} {place}" for axis, place in self._layout.coordinates.items())
-        return {"the plan": str(plan), "the mesh": str(mesh), "the rank's place": coordinates, "the model": str(shapes)}
+        return {
+            "the number of ranks": str(mesh.size),
+            "the plan": str(plan),
+            "the mesh": str(mesh),
+            "the rank's place": coordinates,
+            "the model": model,
+        }
 
-    def _savers(self) -> Sequence[Any]:
-        if isinstance(self._averaging, ShardedStates):
-            return self._averaging.sharded
-        assert isinstance(self._averaging, WholeGradients), "there are three kinds"
-        return [*self._averaging.optimizers, *self._averaging.hooks]
+    def _prepare(self, states: Sequence[Mapping[str, Any]]) -> list[Callable[[], object]]:
+        """Check saved states and put this rank's together; return what takes them up."""
+        here, saved = self._place(), [state.get("place", {}) for state in states]
+        if any(not isinstance(state.get("shards"), list) for state in states):
+            raise ValueError("an earlier distlab saved it, or another kind of training; load its full_state_dict()")
+        for its in (one["the model"] for one in saved if one):
+            for name, shape in {**its, **here["the model"]}.items():
+                if its.get(name) != shape or name not in here["the model"]:
+                    mine = here["the model"].get(name, "nothing")
+                    raise ValueError(f"{name} is {mine} here and {its.get(name, 'nothing')} in the checkpoint")
+        if saved == [here]:
+            own = [self._from_all(SavedShard.from_dict(one)) for one in states[0]["shards"]]
+            hooks = zip(self._hooks(), states[0]["hooks"], strict=True)
+            return [*self._taking(own), *(partial(hook.load_state_dict, state) for hook, state in hooks)]
+        if len(states) == 1 and saved[0] and saved[0].get("the number of ranks") != "1":
+            what = next(key for key, value in here.items() if saved[0].get(key) != value)
+            raise ValueError(
+                f"{what} is {here[what]} here and {saved[0].get(what)} in the checkpoint; resume with the plan that it "
+                "was saved with, or pass reshard=True to cut the shards of all ranks anew"
+            )
+        return self._taking(self._cut_anew([SavedShard.from_dict(one) for state in states for one in state["shards"]]))
 
-    def _sharded(self) -> dict[int, ShardedState]:
+    def _own_shards(self) -> list[SavedShard]:
+        """Return what is here, by this rank's own names: one shard for each optimizer, the model in the first."""
         averaging = self._averaging
-        assert isinstance(averaging, ShardedParameters), "asked for by stage 3 alone"
-        pairs = zip(averaging.models.items(), averaging.optimizers, strict=True)
-        return {number: ShardedState(model, optimizer) for (number, model), optimizer in pairs}
+        if isinstance(averaging, ShardedParameters):
+            pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
+            return [SavedShard.from_dict(ShardedState(*pair).shard_state()) for pair in pairs]
+        one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
+        parts, groups = save_parts([self._whole_buffer()], one, parameters=True)
+        model = SavedShard(dist.get_rank(), dist.get_world_size(), parts, groups, self._buffers())
+        optimizers = averaging.sharded if isinstance(averaging, ShardedStates) else []
+        return [model, *(SavedShard.from_dict(each.shard_state()) for each in optimizers)]
+
+    def _taking(self, own: Sequence[SavedShard]) -> list[Callable[[], object]]:
+        """Check shards like those of `_own_shards`, and return what takes them up."""
+        averaging = self._averaging
+        if isinstance(averaging, ShardedParameters):
+            three = zip(averaging.models.values(), averaging.optimizers, own, strict=True)
+            return [prepare_shards(model, [saved.to_dict()], optimizer) for model, optimizer, saved in three]
+        buffer = self._whole_buffer()
+        check_tensors(own[:1], {row.names[0]: (row.shapes[0], row.parameter.dtype) for row in buffer.rows})
+        found = assemble_rows([buffer], own[:1])
+        pairs = [(row.parameter.detach(), found[id(row.parameter)][0][PARAMETER]) for row in buffer.rows]
+        pairs += [(value, (own[0].buffers or {})[name]) for name, value in self._buffers().items()]
+        taking: list[Callable[[], object]] = [partial(_fill, *pair) for pair in pairs]
+        if isinstance(averaging, WholeGradients):
+            return [*taking, prepare_moments(averaging.optimizers[0], [buffer], own[:1], found)]
+        assert isinstance(averaging, ShardedStates), "there are three kinds"
+        for one, saved in zip(averaging.sharded, own[1:], strict=True):
+            one.check_shards([saved.to_dict()])
+            taking.append(partial(one.load_shards, [saved.to_dict()]))
+        return taking
+
+    def _whole_buffer(self) -> SharedBuffer:
+        """Return the parameters that are here whole, each a row of its own."""
+        assert isinstance(self._averaging, WholeGradients | ShardedStates), "FullyShard has rows of its own"
+        named = self._averaging.named
+        shapes = tuple(tuple(parameter.shape) for parameter in named.values())
+        rows = [
+            HeldRow(parameter, (name,), (tuple(parameter.shape),), (Piece(0, 0, parameter.numel(), 0),))
+            for name, parameter in named.items()
+        ]
+        layout = FlatLayout(tuple(named), shapes, 1)
+        return SharedBuffer(layout, [0, layout.padded_size], rows)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            name: value
+            for module in self._built.stages.values()
+            for name, value in module.state_dict(keep_vars=True).items()
+            if not isinstance(value, nn.Parameter)
+        }
+
+    def _hooks(self) -> Sequence[Any]:
+        return self._averaging.hooks if isinstance(self._averaging, WholeGradients) else ()
+
+    def _name_for_all(self, name: str) -> str:
+        return self._built.aliases.get(name, name)
+
+    def _slab(self, name: str) -> Slab | None:
+        split, group = self._built.splits.get(name), self._layout.groups["tensor"]
+        return None if split is None else split.slab(dist.get_world_size(group), dist.get_rank(group))
+
+    def _for_all(self, own: SavedShard) -> SavedShard:
+        """Say what a shard holds of the whole model, by the names that every plan uses."""
+        parts = {
+            self._name_for_all(name): replace(part, shape=self._built.shapes[name], slab=self._slab(name))
+            for name, part in own.parts.items()
+        }
+        groups = own.groups and [{**one, "names": [*map(self._name_for_all, one["names"])]} for one in own.groups]
+        return replace(own, parts=parts, groups=groups, aliases=self._built.aliases)
+
+    def _from_all(self, saved: SavedShard) -> SavedShard:
+        """Undo `_for_all` of a shard of this very rank."""
+        names = self._own_names()
+        parts = {names[name]: replace(part, shape=part.row_shape, slab=None) for name, part in saved.parts.items()}
+        groups = saved.groups and [{**one, "names": [names[name] for name in one["names"]]} for one in saved.groups]
+        return replace(saved, parts=parts, groups=groups, aliases=None)
+
+    def _own_names(self) -> dict[str, str]:
+        """Return, by the name that every plan uses, the name that a tensor has here."""
+        return {self._name_for_all(name): name for one in self._own_shards() for name in one.parts}
+
+    def _cut_anew(self, saved: Sequence[SavedShard]) -> list[SavedShard]:
+        """Make this rank's shards from those of all ranks of another plan."""
+        held: dict[str, list[SavedPart]] = {}
+        for one in saved:
+            for name, part in one.parts.items():
+                held.setdefault(name, []).append(part)
+        groups = merge_groups([one.groups for one in saved if one.groups is not None])
+        buffers = {name: value for one in saved for name, value in (one.buffers or {}).items()}
+        names = self._own_names()
+        made = []
+        for own in self._own_shards():
+            parts = {}
+            for name, part in own.parts.items():
+                everywhere = self._name_for_all(name)
+                if everywhere not in held:
+                    raise ValueError(f"{name} is in the model and not in the saved shards: they are of another model")
+                whole, slab = whole_tensor(name, held[everywhere]), self._slab(name)
+                wanted = PARAMETER in part.values or isinstance(self._averaging, ShardedParameters)
+                values = {key: value for key, value in whole.values.items() if wanted or key != PARAMETER}
+                whole = replace(whole, values=values)
+                parts[name] = whole if slab is None else cut_slab(whole, slab)
+            local = [{**one, "names": [names.get(name, name) for name in one["names"]]} for one in groups]
+            kept = {name: buffers[name] for name in own.buffers or {}}
+            made.append(SavedShard(0, 1, parts, None if own.groups is None else local, kept))
+        return made
+
+
+@torch.no_grad()
+def _fill(here: Tensor, saved: Tensor) -> None:
+    here.copy_(saved.view(here.shape))

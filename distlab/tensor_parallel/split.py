@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distlab.named_parts import Slab
+
 
 @dataclass(frozen=True)
 class Split:
@@ -54,6 +56,16 @@ class Split:
                 section = F.pad(section.movedim(self.dim, -1), (0, missing)).movedim(-1, self.dim)
             parts.append(section.chunk(num_ranks, self.dim)[rank])
         return torch.cat(parts, self.dim).contiguous()
+
+    def slab(self, num_ranks: int, rank: int) -> Slab:
+        """Return which ranges of the whole tensor this rank's part is made of, and where it is filled up."""
+        ranges, at = [], 0
+        for size in self.sections:
+            width = -(-size // num_ranks)
+            low, high = min(rank * width, size), min((rank + 1) * width, size)
+            ranges.append((at + low, at + high, width))
+            at += size
+        return Slab(self.dim, tuple(ranges))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, given the parts of all ranks in order.

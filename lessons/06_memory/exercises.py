@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_06.checks import activations, counts, master, scaler
+from distlab_lesson_06.checks import activations, counts, master, scaler, varied
 
 from distlab.grading import Exercise
 
@@ -37,7 +37,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=counts.budget_states,
-        mutants=counts.WRONG_STATES,
+        mutants=counts.WRONG_STATES + varied.WRONG_STATES,
+        vary=varied.STATES,
     ),
     Exercise(
         name="06.activations",
@@ -54,7 +55,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=counts.budget_activations,
-        mutants=counts.WRONG_ACTIVATIONS,
+        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS,
+        vary=varied.ACTIVATIONS,
     ),
     Exercise(
         name="06.recompute",
@@ -80,7 +82,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=activations.budget_recompute,
-        mutants=activations.WRONG_RECOMPUTES,
+        mutants=activations.WRONG_RECOMPUTES + varied.WRONG_RECOMPUTE,
+        vary=varied.RECOMPUTE,
     ),
     Exercise(
         name="06.repair",
@@ -99,7 +102,8 @@ EXERCISES = (
         broken="one backward",
         worlds=(1,),
         budget=activations.budget_accumulate,
-        mutants=activations.WRONG_ACCUMULATIONS,
+        mutants=activations.WRONG_ACCUMULATIONS + varied.WRONG_ACCUMULATE,
+        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="06.master",
@@ -117,7 +121,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=master.budget_master,
-        mutants=master.WRONG_MASTERS,
+        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER,
+        vary=varied.MASTER,
     ),
     Exercise(
         name="06.scaler",
@@ -136,6 +141,7 @@ EXERCISES = (
             "streak + 1 is the interval return True, 2 x scale, 0, otherwise True, scale, streak + 1.",
         ),
         budget=scaler.budget_scaler,
-        mutants=scaler.WRONG_SCALERS,
+        mutants=scaler.WRONG_SCALERS + varied.WRONG_SCALER,
+        vary=varied.SCALER,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_07.checks import backward, forward, rows, state, units
+from distlab_lesson_07.checks import backward, forward, rows, state, units, varied
 
 from distlab.grading import Exercise
 
@@ -38,7 +38,8 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=rows.budget_pieces,
-        mutants=rows.WRONG_PIECES,
+        mutants=rows.WRONG_PIECES + varied.WRONG_PIECES,
+        vary=varied.PIECES,
     ),
     Exercise(
         name="07.step",
@@ -56,7 +57,8 @@ EXERCISES = (
             "Own shard as a view; scatter_sum into a new tensor; divide by n; update(own, mean); gather_into.",
         ),
         budget=rows.budget_step,
-        mutants=rows.WRONG_STEPS,
+        mutants=rows.WRONG_STEPS + varied.WRONG_STEPS,
+        vary=varied.STEP,
     ),
     Exercise(
         name="07.forward",
@@ -74,7 +76,8 @@ EXERCISES = (
             "For each unit: make a row, gather into it, `x = compute(index, whole, x)`, `del whole`. Return x.",
         ),
         budget=units.budget_units,
-        mutants=forward.WRONG_FORWARDS,
+        mutants=forward.WRONG_FORWARDS + varied.WRONG_FORWARDS,
+        vary=varied.FORWARD,
     ),
     Exercise(
         name="07.ahead",
@@ -92,7 +95,8 @@ EXERCISES = (
             "where there is one, compute, del the row.",
         ),
         budget=units.budget_units,
-        mutants=forward.WRONG_AHEADS,
+        mutants=forward.WRONG_AHEADS + varied.WRONG_AHEADS,
+        vary=varied.FORWARD,
     ),
     Exercise(
         name="07.backward",
@@ -111,7 +115,8 @@ EXERCISES = (
             "the whole gradient before the next unit is gathered.",
         ),
         budget=units.budget_units,
-        mutants=backward.WRONG_BACKWARDS,
+        mutants=backward.WRONG_BACKWARDS + varied.WRONG_BACKWARDS,
+        vary=varied.BACKWARD,
     ),
     Exercise(
         name="07.clip",
@@ -129,7 +134,8 @@ EXERCISES = (
             "ones; root. Multiply each gradient in place by min(1, max_norm / norm). Return the norm.",
         ),
         budget=state.budget_clip,
-        mutants=state.WRONG_CLIPS,
+        mutants=state.WRONG_CLIPS + varied.WRONG_CLIPS,
+        vary=varied.CLIP,
     ),
     Exercise(
         name="07.repair",
@@ -148,6 +154,7 @@ EXERCISES = (
         broken="only rank 0",
         on_failure=state.state_failure,
         budget=state.budget_state,
-        mutants=state.WRONG_STATES,
+        mutants=state.WRONG_STATES + varied.WRONG_STATES,
+        vary=varied.STATE,
     ),
 )

@@ -148,11 +148,18 @@ def cluster(
         intra_node=link(row["intra_node"], measured=measured),
         inter_node=link(row["inter_node"], measured=measured),
     )
-    wanted = stack or row.get("stack", BEST_CASE)
-    if not measured or wanted == BEST_CASE:
-        return bare
+    return driven(bare, stack) if measured else bare
+
+
+def driven(bare: Cluster, stack: str | Stack | None = None) -> Cluster:
+    """Return a cluster as a stack of software drives it: one of the presets, an own one, or None: its preset's.
+
+    Raises:
+        ValueError: no stack has that name.
+    """
+    wanted = stack or _row("clusters", bare.name).get("stack", BEST_CASE)
     chosen = wanted if isinstance(wanted, Stack) else Stack(**_named("stacks", wanted))
-    return chosen.on_cluster(bare)
+    return bare if chosen.name == BEST_CASE else chosen.on_cluster(bare)
 
 
 def names(table: str) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def count_states(
         if plan.compression and plan.compression.error_feedback:
             always[ERRORS] = whole * widths.gradient
     in_buckets = _in_buckets(plan)
-    grown = units.grown if units else np.ceil(passed * gradients / max(whole, 1.0)) * (not in_buckets)
+    grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
     # into the buckets and sent once. Stage 2 does not keep them: it sends after each micro-batch.

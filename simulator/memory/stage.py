@@ -72,10 +72,10 @@ class StageBytes:
     def working(self, kind: Ints, others: Ints, waiting: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
 
-        Without `always`, and of this stage alone. An I frees what its W does not need (see `until_weights`).
+        Without `always`, and of this stage alone. An I frees what its W does not need (see `until_weights`). `others`
+        counts the micro-batches held in addition to the one at work, `waiting` those whose I has run and W has not.
 
-        Shapes: kind [A], others [A] (micro-batches held in addition to the one at work), waiting [A] (those of them
-            whose I has run and W has not), phase [A] -> [A, L + 1, K]
+        Shapes: kind [A], others [A], waiting [A], phase [A] -> [A, L + 1, K]
         """
         held = self.kept.cumsum(axis=0)
         whole = held[-1]

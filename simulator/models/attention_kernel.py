@@ -21,6 +21,17 @@ ROW_BYTES = 4  # of the logarithm of a row's sum, in float32
 WORKS = ("forward", "input_gradient")
 
 
+def with_kernel(workload: Workload, kernel: str) -> Workload:
+    """Return a workload of plain attention with a kernel of ATTENTION_KERNELS.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    if kernel not in ATTENTION_KERNELS:
+        raise ValueError(f"attention is {kernel!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
+    return fuse_attention(workload) if kernel == "flash" else workload
+
+
 def fuse_attention(workload: Workload, *, is_causal: bool = True) -> Workload:
     """Return the workload with flash attention: no scores in memory, half of the pairs where a mask is causal.
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from distlab.plan import Workload
-from simulator.models.attention_kernel import ATTENTION_KERNELS, fuse_attention
-from simulator.models.gpt import gpt_workload
-from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.attention_kernel import with_kernel
+from simulator.models.gpt import as_released, gpt_workload
+from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import Mixture
 
+
+def _qwen_2_5(sizes: LlamaSizes) -> LlamaSizes:
+    return replace(sizes, attention_biases=True)
+
+
+def _qwen_3(sizes: LlamaSizes) -> LlamaSizes:
+    return replace(sizes, head_size=128, head_norms=True)
+
+
+_V3 = Mixture(256, 8, expert_size=2048, shared_size=2048, dense_layers=3, router_bias=True)
 # hidden, layers, heads, key-value heads, feed-forward, vocabulary; sequence in training
 LLAMA = MappingProxyType(
     {
@@ -20,32 +33,62 @@ LLAMA = MappingProxyType(
         "llama-3-8b": (LlamaSizes(4096, 32, 32, 8, 14336, 128256), 8192),
         "llama-3-70b": (LlamaSizes(8192, 80, 64, 8, 28672, 128256), 8192),
         "llama-3-405b": (LlamaSizes(16384, 126, 128, 8, 53248, 128256), 8192),
-        # Qwen team 2024 (2412.15115), Table 1; widths as in the released configurations. Biases are left out.
-        "qwen-2.5-7b": (LlamaSizes(3584, 28, 28, 4, 18944, 152064), 4096),
-        "qwen-2.5-32b": (LlamaSizes(5120, 64, 40, 8, 27648, 152064), 4096),
-        "qwen-2.5-72b": (LlamaSizes(8192, 80, 64, 8, 29568, 152064), 4096),
+        # Qwen team 2024 (2412.15115), Table 1; widths as in the released configurations
+        "qwen-2.5-0.5b": (_qwen_2_5(LlamaSizes(896, 24, 14, 2, 4864, 151936, ties_embedding=True)), 4096),
+        "qwen-2.5-1.5b": (_qwen_2_5(LlamaSizes(1536, 28, 12, 2, 8960, 151936, ties_embedding=True)), 4096),
+        "qwen-2.5-3b": (_qwen_2_5(LlamaSizes(2048, 36, 16, 2, 11008, 151936, ties_embedding=True)), 4096),
+        "qwen-2.5-7b": (_qwen_2_5(LlamaSizes(3584, 28, 28, 4, 18944, 152064)), 4096),
+        "qwen-2.5-14b": (_qwen_2_5(LlamaSizes(5120, 48, 40, 8, 13824, 152064)), 4096),
+        "qwen-2.5-32b": (_qwen_2_5(LlamaSizes(5120, 64, 40, 8, 27648, 152064)), 4096),
+        "qwen-2.5-72b": (_qwen_2_5(LlamaSizes(8192, 80, 64, 8, 29568, 152064)), 4096),
+        # Qwen team 2025 (2505.09388), Tables 1 and 2; widths as in the released configurations
+        "qwen-3-8b": (_qwen_3(LlamaSizes(4096, 36, 32, 8, 12288, 151936)), 4096),
+        "qwen-3-32b": (_qwen_3(LlamaSizes(5120, 64, 64, 8, 25600, 151936)), 4096),
+        "qwen-3-30b-a3b": (
+            _qwen_3(LlamaSizes(2048, 48, 32, 4, 6144, 151936, mixture=Mixture(128, 8, expert_size=768))),
+            4096,
+        ),
+        "qwen-3-235b-a22b": (
+            _qwen_3(LlamaSizes(4096, 94, 64, 4, 12288, 151936, mixture=Mixture(128, 8, expert_size=1536))),
+            4096,
+        ),
+        # Jiang et al. 2024 (2401.04088), Table 1; the larger one as in its released configuration
+        "mixtral-8x7b": (LlamaSizes(4096, 32, 32, 8, 14336, 32000, mixture=Mixture(8, 2)), 4096),
+        "mixtral-8x22b": (LlamaSizes(6144, 56, 48, 8, 16384, 32000, mixture=Mixture(8, 2)), 4096),
+        # DeepSeek-AI 2024 (2412.19437), section 4.2, without the layer that predicts a second token
+        "deepseek-v3": (
+            LlamaSizes(7168, 61, 128, 128, 18432, 129280, latent=LatentSizes(512, 1536, 128, 64, 128), mixture=_V3),
+            4096,
+        ),
     }
 )
-FLASH_FROM_THE_START = ("llama-3", "qwen")  # published with fused attention
-# hidden, layers, heads, sequence, vocabulary
+FLASH_FROM_THE_START = ("llama-3", "qwen", "mixtral", "deepseek")  # published with fused attention
+ALIBI = 0  # positions without parameters
+# hidden, layers, heads, sequence, vocabulary; learned positions as released, None: of the sequence, as in the source
 GPT = MappingProxyType(
     {
         # Radford et al. 2019; the smallest as its released configuration
-        "gpt-2-124m": (768, 12, 12, 1024, 50257),
-        "gpt-2-1.5b": (1600, 48, 25, 1024, 50257),
-        # Zhang et al. 2022 (2205.01068), Table 1
-        "opt-6.7b": (4096, 32, 32, 2048, 50272),
-        "opt-30b": (7168, 48, 56, 2048, 50272),
-        "opt-175b": (12288, 96, 96, 2048, 50272),
-        # BigScience 2022 (2211.05100), Table 3; positions are ALiBi's, which have no parameters: 0.02 % are too many
-        "bloom-176b": (14336, 70, 112, 2048, 250880),
+        "gpt-2-124m": (768, 12, 12, 1024, 50257, 1024),
+        "gpt-2-1.5b": (1600, 48, 25, 1024, 50257, 1024),
+        # Zhang et al. 2022 (2205.01068), Table 1; two positions more for padding, as released
+        "opt-125m": (768, 12, 12, 2048, 50272, 2050),
+        "opt-1.3b": (2048, 24, 32, 2048, 50272, 2050),
+        "opt-6.7b": (4096, 32, 32, 2048, 50272, 2050),
+        "opt-13b": (5120, 40, 40, 2048, 50272, 2050),
+        "opt-30b": (7168, 48, 56, 2048, 50272, 2050),
+        "opt-66b": (9216, 64, 72, 2048, 50272, 2050),
+        "opt-175b": (12288, 96, 96, 2048, 50272, 2050),
+        # BigScience 2022 (2211.05100), Table 3
+        "bloom-560m": (1024, 24, 16, 2048, 250880, ALIBI),
+        "bloom-7.1b": (4096, 30, 32, 2048, 250880, ALIBI),
+        "bloom-176b": (14336, 70, 112, 2048, 250880, ALIBI),
         # Korthikanti et al. 2022 (2205.05198), Table 3
-        "gpt-22b": (6144, 48, 64, 2048, 51200),
+        "gpt-22b": (6144, 48, 64, 2048, 51200, None),
         # Brown et al. 2020 (2005.14165), Table 2.1; vocabulary padded as in 2104.04473
-        "gpt-3-175b": (12288, 96, 96, 2048, 51200),
+        "gpt-3-175b": (12288, 96, 96, 2048, 51200, None),
         # Korthikanti et al. 2022 (2205.05198), Table 3
-        "gpt-530b": (20480, 105, 128, 2048, 51200),
-        "gpt-1t": (25600, 128, 160, 2048, 51200),
+        "gpt-530b": (20480, 105, 128, 2048, 51200, None),
+        "gpt-1t": (25600, 128, 160, 2048, 51200, None),
     }
 )
 MODELS = (*LLAMA, *GPT)
@@ -61,38 +104,23 @@ def model_by_name(
 ) -> Workload:
     """Return the workload of a published model, at its own sequence length unless told.
 
-    `attention` is "plain" or "flash"; unless told flash for models that were published with it (Llama 3, Qwen).
+    `attention` is "plain" or "flash"; unless told flash for models that were published with it (from Llama 3 on).
 
     Raises:
         ValueError: no model has that name; the text lists those that exist. Or a size is less than 1, or attention is
             neither.
     """
-    kernel = attention or ("flash" if name.startswith(FLASH_FROM_THE_START) else "plain")
-    if kernel not in ATTENTION_KERNELS:
-        raise ValueError(f"attention is {kernel!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
-    plain = _plain(name, microbatch_size, sequence_length, bytes_per_parameter)
-    return fuse_attention(plain) if kernel == "flash" else plain
-
-
-def _plain(name: str, microbatch_size: int, sequence_length: int | None, bytes_per_parameter: int) -> Workload:
+    own: dict[str, Any] = {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if name in LLAMA:
         sizes, sequence = LLAMA[name]
-        return llama_workload(
-            sizes,
-            sequence_length=sequence if sequence_length is None else sequence_length,
-            microbatch_size=microbatch_size,
-            bytes_per_parameter=bytes_per_parameter,
-            name=name,
-        )
-    if name not in GPT:
+        length = sequence if sequence_length is None else sequence_length
+        plain = llama_workload(sizes, sequence_length=length, **own, name=name)
+    elif name in GPT:
+        hidden, layers, heads, sequence, vocabulary, learned = GPT[name]
+        length = sequence if sequence_length is None else sequence_length
+        sizes_of_gpt = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": vocabulary}
+        plain = gpt_workload(**sizes_of_gpt, sequence_length=length, **own)
+        plain = plain if learned is None else as_released(plain, learned)
+    else:
         raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}")
-    hidden, layers, heads, sequence, vocabulary = GPT[name]
-    return gpt_workload(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        sequence_length=sequence if sequence_length is None else sequence_length,
-        vocab_size=vocabulary,
-        microbatch_size=microbatch_size,
-        bytes_per_parameter=bytes_per_parameter,
-    )
+    return with_kernel(plain, attention or ("flash" if name.startswith(FLASH_FROM_THE_START) else "plain"))

@@ -68,6 +68,29 @@ def gpt_workload(
     )
 
 
+def as_released(workload: Workload, num_positions: int) -> Workload:
+    """Return a GPT with the last norm, and with learned positions as it was released, whatever its sequences.
+
+    0 positions (ALiBi) have no parameters, and a norm follows the embedding, as in BLOOM.
+    """
+    first, *blocks, head = workload.layers
+    vocabulary, (_, h) = first.parameter_shapes
+    shapes, axes = (
+        ((vocabulary, (num_positions, h)), ("tensor", ""))
+        if num_positions
+        else (
+            (vocabulary, (h,), (h,)),
+            ("tensor", "", ""),
+        )
+    )
+    sizes = tuple(math.prod(shape) for shape in shapes)
+    calls = (("all_gather", sizes[1]) if num_positions else ("all_reduce", 2 * h),)
+    first = replace(first, parameter_sizes=sizes, parameter_shapes=shapes, parameter_axes=axes, sequence_calls=calls)
+    head = replace(head, parameter_sizes=(h, h), parameter_axes=("", ""), sequence_calls=(("all_reduce", 2 * h),))
+    layers = (first, *blocks, head)
+    return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
+
+
 def gpt_name(layers: Sequence[Layer]) -> str:
     """Name a GPT by its size."""
     num_parameters = sum(layer.num_parameters for layer in layers)

@@ -1,7 +1,7 @@
-"""GPT experts: blocks whose feed-forward part is a mixture of experts.
+"""Mixtures of experts: blocks in which a router sends each token to the top k of E feed-forward parts.
 
-A router sends each token to the top k of E experts. Each is a feed-forward part of the same width, with 8 h^2 + 5 h
-parameters of its own. Experts are whole wherever they are: tensor-parallel ranks do not divide them.
+Each expert is a feed-forward part with parameters of its own. Experts are whole wherever they are: tensor-parallel
+ranks do not divide them. A part that every token passes (a shared expert) stays a region of the block.
 """
 
 from __future__ import annotations
@@ -9,28 +9,47 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from distlab.plan import Experts, Layer, Work, Workload
+from distlab.plan import Experts, Layer, Region, Work, Workload
 from distlab.plan.require import require_count
 from simulator.models.gpt import adam_work, gpt_name
 
-EXPERT_KERNELS = 3  # two products and the GELU
 ROUTER_KERNELS = 6  # the product, softmax, top k, and what puts rows in order, and back, and adds them up
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts of each block, how many of them a token goes to, and what bounds an expert's rows."""
+    """Experts of a block, how many of them a token goes to, and what bounds an expert's rows.
+
+    Attributes:
+        num_experts: in each block that has them.
+        top_k: experts that a token goes to.
+        capacity_factor: rows that an expert takes, over those of an even load; None: no bound.
+        expert_size: width of an expert; None: of the feed-forward part.
+        shared_size: width of the part that every token passes; 0: there is none.
+        dense_layers: blocks at the start of the model that have a plain feed-forward part.
+        router_bias: the router has a number per expert that balances loads (DeepSeek-V3).
+    """
 
     num_experts: int
-    top_k: int
+    top_k: int = 1
     capacity_factor: float | None = None
+    expert_size: int | None = None
+    shared_size: int = 0
+    dense_layers: int = 0
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
-        require_count("GPT", num_experts=self.num_experts, top_k=self.top_k)
+        require_count("experts", num_experts=self.num_experts, top_k=self.top_k)
+        if self.expert_size is not None:
+            require_count("experts", expert_size=self.expert_size)
         if self.top_k > self.num_experts:
-            raise ValueError(f"GPT: top_k is {self.top_k} of {self.num_experts} experts; choose at most all of them")
+            raise ValueError(f"experts: top_k is {self.top_k} of {self.num_experts} experts; choose at most all")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"GPT: capacity_factor is {self.capacity_factor!r}; pass a factor above 0, or None")
+            raise ValueError(f"experts: capacity_factor is {self.capacity_factor!r}; pass a factor above 0, or None")
+        for name in ("shared_size", "dense_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"experts: {name} is {getattr(self, name)!r}; pass 0 (none) or more")
 
     @property
     def rows_per_token(self) -> float:
@@ -61,9 +80,9 @@ def mix_experts(
     mixture = Mixture(num_experts, top_k, capacity_factor)
     kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # of layers that differ in their name alone, one
     blocks = {
-        kind: _with_experts(layer, mixture)
+        kind: with_experts(*_without_feed_forward(layer), mixture)
         for kind, layer in kinds.items()
-        if layer.regions and layer.regions[-1].name == "feed-forward"
+        if layer.regions and layer.regions[-1].name == "feed-forward" and _ends_with_bias(layer)
     }
     if not blocks:
         raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
@@ -74,45 +93,70 @@ def mix_experts(
     return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
 
 
-def _with_experts(block: Layer, mixture: Mixture) -> Layer:
-    """Return the block with a mixture in place of its last region, the feed-forward part."""
+def _ends_with_bias(block: Layer) -> bool:
+    """Return whether the last parameter is a vector as long as the first norm: so of a GPT's block."""
+    return block.parameter_shapes[-1] == block.parameter_shapes[0]
+
+
+def _without_feed_forward(block: Layer) -> tuple[Layer, Region, Shapes]:
+    """Return a GPT's block without its feed-forward part; the part; and the shapes of its parameters."""
     *kept, dense = block.regions
+    own = round(dense.forward.memory_bytes / 2)
+    first = len(block.parameter_shapes) - 4  # two matrices and their biases
+    axes = block.parameter_axes[:first]
+    sizes = block.parameter_sizes[:first]
+    bare = replace(
+        block,
+        **{name: getattr(block, name).without(getattr(dense, name)) for name in _PASSES},
+        parameter_sizes=sizes,
+        parameter_shapes=block.parameter_shapes[:first],
+        parameter_axes=axes,
+        tensor_parameters=sum(size for size, axis in zip(sizes, axes, strict=True) if axis),
+        activation_bytes=block.activation_bytes - own,
+        tensor_activation_bytes=block.tensor_activation_bytes - own,
+        kept_until_weights_bytes=None,
+        regions=tuple(kept),
+    )
+    return bare, dense, block.parameter_shapes[first:]
+
+
+def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture) -> Layer:
+    """Return the block with experts behind its regions.
+
+    Args:
+        block: with a first norm of the hidden size, and without the part that the experts replace.
+        expert: the work of one expert on all tokens; half of the bytes that its forward streams are kept.
+        shapes: of one expert's parameters.
+        mixture: how many there are.
+    """
     h = block.parameter_shapes[0][0]  # of the first norm
     tokens = block.output_bytes // (2 * h)
     rows, count = mixture.rows_per_token, mixture.num_experts
-    experts = _experts(dense.forward.times(rows), mixture, round(2 * rows * tokens * h))
+    experts = _experts(expert, mixture, round(2 * rows * tokens * h))
     router = Work(2.0 * tokens * h * count, 8.0 * tokens * count + 4 * experts.row_bytes, ROUTER_KERNELS)
-    shapes = block.parameter_shapes[:8]  # attention with its norm, and the norm of the mixture
-    expert = ((4 * h, h), (4 * h,), (h, 4 * h), (h,))
-    all_shapes = (*shapes, (count, h), *expert * count)
-    sizes = tuple(math.prod(shape) for shape in all_shapes)
-    axes = (*block.parameter_axes[:8], "", *("expert",) * (4 * count))
-    inner = round((rows - 1) * 16 * tokens * h) + round(2 * 2 * rows * tokens * h) + 4 * tokens * count
+    own: Shapes = ((count, h), (count,)) if mixture.router_bias else ((count, h),)
+    all_shapes = (*block.parameter_shapes, *own, *shapes * count)
+    kept = round(rows * expert.forward.memory_bytes / 2) + round(2 * 2 * rows * tokens * h) + 4 * tokens * count
+    extra = (router, router, Work(router.matmul_flops, 0, 1))
     works = {
-        name: getattr(block, name).without(getattr(dense, name)) + getattr(experts, name) + extra
-        for name, extra in (
-            ("forward", router),
-            ("input_gradient", router),
-            ("weight_gradient", Work(router.matmul_flops, 0, 1)),
-        )
+        name: getattr(block, name) + getattr(experts, name) + work for name, work in zip(_PASSES, extra, strict=True)
     }
     return replace(
         block,
         **works,
-        parameter_sizes=sizes,
+        parameter_sizes=tuple(math.prod(shape) for shape in all_shapes),
         parameter_shapes=all_shapes,
-        parameter_axes=axes,
-        tensor_parameters=sum(size for size, axis in zip(sizes, axes, strict=True) if axis == "tensor"),
-        activation_bytes=block.activation_bytes + inner,
-        kept_until_weights_bytes=None,
-        tensor_activation_bytes=block.tensor_activation_bytes - 16 * tokens * h,
-        regions=tuple(kept),
+        parameter_axes=(*block.parameter_axes, *("",) * len(own), *("expert",) * (len(shapes) * count)),
+        activation_bytes=block.activation_bytes + kept,
         experts=experts,
     )
 
 
-def _experts(work: Work, mixture: Mixture, row_bytes: int) -> Experts:
-    count = mixture.num_experts
-    forward = replace(work, num_kernels=EXPERT_KERNELS * count)
-    weights = Work(work.matmul_flops, 0, EXPERT_KERNELS * count)
-    return Experts(count, mixture.top_k, row_bytes, forward, forward, weights, EXPERT_KERNELS)
+_PASSES = ("forward", "input_gradient", "weight_gradient")
+
+
+def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
+    count, rows, kernels = mixture.num_experts, mixture.rows_per_token, expert.forward.num_kernels
+    forward = replace(expert.forward.times(rows), num_kernels=kernels * count)
+    weights = Work(forward.matmul_flops, 0, kernels * count)
+    return Experts(count, mixture.top_k, row_bytes, forward, forward, weights, kernels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,7 +59,8 @@ class Step:
         Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
         """
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
-        return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(starts)))
+        firsts = [min([start, *self._calls_start_ns(rank)]) for rank, start in enumerate(starts)]
+        return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
 
     @property
     def num_pipeline_ranks(self) -> int:
@@ -80,7 +81,7 @@ class Step:
         total = int(self.timing.end_ns.max()) * self.num_pipeline_ranks
         busy = int((self.timing.end_ns - self.timing.start_ns).sum())
         if self.plan.sharding.stage == 3:  # a pass waits inside
-            busy = self._computing_ns()
+            busy = self._computing_ns(int(self.timing.end_ns.max()))
         return (total - busy) / total if total else 0.0
 
     @property
@@ -123,10 +124,16 @@ class Step:
         calls = self.timing.calls[rank] if self.timing.calls else ()
         return max([self.timing.optimizer[rank][1], *(call.end_ns for call in calls)])
 
-    def _computing_ns(self) -> int:
-        """Return the time that layers compute and gradients are copied, the update apart."""
+    def _calls_start_ns(self, rank: int) -> Iterator[int]:
+        """Return when the calls and copies of sharding start: those of stage 3 come before the first pass."""
+        for calls in (self.timing.calls, self.timing.copies):
+            yield from (call.start_ns for call in (calls[rank] if calls else ()))
+
+    def _computing_ns(self, until_ns: int | None = None) -> int:
+        """Return the time that layers compute and gradients are copied (until then), the update apart."""
         assert self.timing.layers is not None, "these steps are timed layer by layer"
-        copies = sum(call.end_ns - call.start_ns for rank in self.timing.copies for call in rank)
+        last = 2**62 if until_ns is None else until_ns
+        copies = sum(max(0, min(c.end_ns, last) - c.start_ns) for rank in self.timing.copies for c in rank)
         for times in self.timing.buckets[0]:
             copies += sum(end - begin for begin, end in times.computing)
         return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + copies

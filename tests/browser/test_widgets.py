@@ -230,6 +230,16 @@ def test_both_themes_are_readable(notebook, shots):
     assert inks[0] != inks[1]
 
 
+def test_colours_that_arrive_after_the_name_of_their_theme_are_drawn(notebook):
+    page, found = notebook.page, canvas(notebook.page, 0)
+    data = "new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)"
+    magenta = f"{data}.includes(0xffff00ff)"
+    late = page.add_style_tag(content=".distlab-timeline { --jp-content-font-color1: #f0f; }")
+    page.wait_for_function(f"(canvas) => {magenta}", arg=found.element_handle(), timeout=20_000)
+    late.evaluate("(style) => style.remove()")
+    page.wait_for_function(f"(canvas) => !{magenta}", arg=found.element_handle(), timeout=20_000)
+
+
 def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots):
     page = notebook.page
     panel = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(0)

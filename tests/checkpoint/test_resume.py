@@ -184,9 +184,9 @@ def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
         save(tmp_path, 1, parts={"model": torch.nn.Linear(2, 2), "hook": hook})
 
-    def read(other_world_size):
+    def read(reshard):
         hook = Coarse()
-        load(tmp_path, parts={"model": torch.nn.Linear(2, 2), "hook": hook}, other_world_size=other_world_size)
+        load(tmp_path, parts={"model": torch.nn.Linear(2, 2), "hook": hook}, reshard=reshard)
         return [memory.tolist() for memory in hook.memory.values()]
 
     def read_without():
@@ -311,10 +311,10 @@ def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tm
         torch.nn.init.constant_(model.weight, 5)
         save(tmp_path, 7, parts={"model": model}, data_position={"epoch": 1, "sample": 30})
 
-    def read(other_world_size):
+    def read(reshard):
         model = torch.nn.Linear(2, 2)
         torch.manual_seed(1)
-        resumed = load(tmp_path, parts={"model": model}, other_world_size=other_world_size)
+        resumed = load(tmp_path, parts={"model": model}, reshard=reshard)
         return resumed.step, resumed.data_position, model.weight[0, 0].item(), torch.initial_seed()
 
     ranks(2).run(write)

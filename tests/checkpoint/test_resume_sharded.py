@@ -131,12 +131,12 @@ def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
         train(tmp_path, end=6)
         return peek(False)
 
-    def peek(other_world_size):
+    def peek(reshard):
         model = FullyShard(GPT(CONFIG))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8)
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
-        resumed = load(tmp_path, parts=parts, other_world_size=other_world_size)
+        resumed = load(tmp_path, parts=parts, reshard=reshard)
         return resumed.step, full_state_dict(model), next(iter(optimizer.state.values()))["step"].item()
 
     expected = ranks(3).run(write)[0]

@@ -79,6 +79,43 @@ def test_a_llama_by_sizes_and_flash_attention(capsys):
     assert "leave out --feed-forward" in said(capsys, "--model", "llama-2-7b", "--feed-forward", "8", status=2)
 
 
+def test_a_model_from_a_hugging_face_configuration(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    path.write_text(json.dumps(sizes | {"intermediate_size": 1024, "vocab_size": 1000}))
+    facts = json.loads(said(capsys, "--config", str(path), "--json"))
+    assert facts["parameters"] == 4 * (4 * 512**2 + 3 * 512 * 1024 + 2 * 512) + 2 * 1000 * 512 + 512
+    path.write_text(json.dumps(sizes | {"loops": 2, "intermediate_size": 1024, "vocab_size": 1000}))
+    for flags, text in (
+        (["--config", str(path)], "unknown field 'loops'"),
+        (["--config", str(tmp_path / "none.json")], "No such file"),
+        (["--config", str(path), "--kv-heads", "2"], "leave out --kv-heads"),
+    ):
+        found = said(capsys, *flags, status=2)
+        assert text in found
+        assert found.count("\n") == 1
+
+
+def test_a_plan_file_says_what_flags_say(capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text("""
+    [workload]
+    num_layers = 8
+    [cluster]
+    name = "dgx-h100"
+    [plan]
+    data = 2
+    pipeline = 2
+    num_microbatches = 4
+    """)
+    flags = ["--layers", "8", "--cluster", "dgx-h100", "--data", "2", "--pipeline", "2", "--microbatches", "4"]
+    assert said(capsys, str(path), "--json") == said(capsys, *flags, "--json")
+    assert "leave out the flag for data" in said(capsys, str(path), "--data", "2", status=2)
+    assert "No such file" in said(capsys, str(tmp_path / "none.toml"), status=2)
+    many = ["--pipeline", "8", "--microbatches", "1000000"]
+    assert "8,000,000 passes" in said(capsys, *many, status=2)
+
+
 def test_the_stack_is_chosen_by_name(capsys):
     slow, best = (
         json.loads(said(capsys, "--stack", name, "--json"))["duration_s"] for name in ("megatron", "best-case")

@@ -103,6 +103,14 @@ def test_objects_of_other_classes_leave_their_name_only():
     assert torch.equal(got, X)
 
 
+def test_one_element_may_have_any_stride():
+    strided = torch.arange(6.0).view(2, 3)[:, ::3]
+    for tensor in (X[:1], strided[:1], torch.arange(6)[::6], strided.mT[:, :1]):
+        got = again(tensor)
+        assert got.dtype == tensor.dtype
+        assert torch.equal(got, tensor), tensor.stride()
+
+
 class Exits:
     def __reduce__(self):
         return os._exit, (0,)

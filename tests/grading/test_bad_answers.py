@@ -356,11 +356,17 @@ class Mean:
         return right(tensor)
 
 
+class NoCall:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 WITHOUT_RANKS = [
     (torch.ones(3), "not a function", r'write check\("91.mean", mean\), mean without parentheses; got a Tensor'),
     (None, "not a function", "got None"),
     ("mean", "not a function", "got a str"),
-    (Mean, "not a function", "got the class Mean"),
+    (Mean, "not a function", r"got the class Mean. An instance can be called: pass Mean\(\)$"),
+    (NoCall, "not a function", "got the class NoCall$"),
     (is_async, "not a function", "async function"),
     (yields, "not a function", "has a yield"),
     (stub_pass, "not attempted", "91.mean is yours to write"),

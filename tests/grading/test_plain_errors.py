@@ -31,8 +31,25 @@ MISTAKES = {
     "no graph": (lambda: ONES.sum().backward(), "does not depend on parameters"),
     "if tensor": (lambda: bool(ONES > 0), ".any(), .all()"),
     "not contiguous": (lambda: torch.ones(2, 3).T.view(6), ".contiguous()"),
+    "past a tuple": (lambda: torch.ones(1).chunk(2)[1], "the tuple is shorter than this index needs"),
+    "outside": (lambda: ONES[None].gather(1, torch.tensor([[9]])), "places count from 0 to its size - 1"),
+    "bytes begin anywhere": (lambda: torch.zeros(9).byte()[1:5].view(torch.float32), "read as numbers here (Float"),
+    "too few bytes": (lambda: torch.zeros(3).byte().view(torch.float32), "piece.clone() begins anew"),
+    "changed in place": (lambda: changed_in_place(), "autograd needs this tensor as it was"),
     "number sent": (lambda: dist.all_reduce(1.0), "sends tensors, and here `tensor` is something else"),
 }
+
+
+def changed_in_place():
+    y = LEAF.exp()
+    y += 1
+    y.sum().backward()
+
+
+def test_two_dtypes_of_a_gather_have_words():
+    text = "full has 4 elements (torch.float32, cpu) and shard 2 (torch.float64, cpu); expected one type"
+    assert "one of the two is float32, the other float64" in in_words(text)
+    assert in_words(text.replace("64", "32")) == ""
 
 
 @pytest.mark.parametrize(("mistake", "words"), MISTAKES.values(), ids=MISTAKES.keys())

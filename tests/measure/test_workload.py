@@ -83,6 +83,38 @@ def test_counting_leaves_no_trace():
     assert workload.optimizer.num_kernels > 0
 
 
+def test_a_module_without_weights_counts_as_one_with_weights():
+    """On the meta device nothing is computed, and the same is counted: fused attention too."""
+
+    def counted(device):
+        with torch.device(device):
+            model = GPT(SIZES, torch.Generator().manual_seed(0))
+            tokens = torch.zeros(2, SIZES.context, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return workload_from_module(model, lambda: model.loss(model(tokens), tokens), optimizer=optimizer)
+
+    assert counted("meta") == counted("cpu")
+
+
+def test_grouped_heads_without_weights_are_fused():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into = nn.Linear(64, 64 + 2 * 16)
+
+        def forward(self, x):
+            query, key, value = self.into(x).split((64, 16, 16), dim=-1)
+            query, key, value = (t.view(2, 32, -1, 16).transpose(1, 2) for t in (query, key, value))
+            each = {"is_causal": True, "enable_gqa": True}
+            return nn.functional.scaled_dot_product_attention(query=query, key=key, value=value, **each).sum()
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(Grouped()), torch.zeros(2, 32, 64)
+    layer = workload_from_module(model, lambda: model(x)).layers[0]
+    assert layer.forward.matmul_flops == 2 * 2 * 32 * 64 * 96 + 2 * 2 * 2 * 32 * 32 * 64
+    assert layer.activation_bytes < 2 * 4 * 32 * 32 * 4 * 4  # no scores: a number per row
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="scalar"):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from distlab.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 from distlab.plan import FlatLayout
 from distlab.sharding.state.assemble import HeldRow, assemble, covering
-from distlab.sharding.state.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -7,6 +7,7 @@ GradScaler and groups by `p.dim()` work there. Its Adafactor and LBFGS end in er
 import pytest
 import torch
 import torch.distributed as dist
+from refused import message
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -25,15 +26,6 @@ def net():
 
 def rows(step, ranks):
     return torch.cat([torch.randn(4, 7, generator=generator(step, r, "rows"), dtype=torch.float64) for r in ranks])
-
-
-def message(action):
-    """Return the text of the error that an action raises."""
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def adamw(parameters):

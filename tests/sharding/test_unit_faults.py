@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from refused import message
 from torch import nn
 
 from distlab.clip import NotFiniteError
@@ -15,15 +16,6 @@ from distlab.sharding.fsdp.wrapping import assign, automatic_units
 def chain():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
-
-
-def message(action):
-    """Return the text of the error that an action raises."""
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def test_units_that_cannot_be():

@@ -5,18 +5,10 @@ import io
 
 import torch
 import torch.distributed as dist
+from refused import message
 from torch import nn
 
 from distlab.sharding import FullyShard, build_sharded
-
-
-def message(action):
-    """Return the text of the error that an action raises."""
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 class Block(nn.Module):

@@ -170,5 +170,5 @@ def test_senseless_questions_are_refused():
         activation_bytes_per_layer(8, 1, 1, 1, recompute="maybe")
     with pytest.raises(ValueError, match="choose one of llama-2-7b"):
         model_by_name("llama-9")
-    with pytest.raises(ValueError, match="pass at least 1 each"):
+    with pytest.raises(ValueError, match="microbatch_size is 0"):
         model_by_name("llama-2-7b", microbatch_size=0)

@@ -290,3 +290,14 @@ def test_a_pipeline_shards_its_optimizer():
     for rank in range(4):
         assert spans_of(step, "gather", rank)[-1].end_ns <= to_ns(step.duration_s)
         assert spans_of(step, "gather", rank)[0].start_ns == spans_of(step, "compute", rank)[-1].end_ns
+
+
+@pytest.mark.parametrize("data", [1, 4])
+def test_a_step_of_a_run_has_its_first_gather_in_it(data):
+    """Without a pipeline a step of a run takes what a step alone takes."""
+    step = simulate(workload_of([1, 1, 1], ends=1000), cluster_of(4), plan_of(3, data=data))
+    assert step.steady_s == step.duration_s
+    assert step.bubble_fraction >= 0
+    device = replace(cluster_of(4).device, kernel_s=1e-3)  # copies behind the last backward take long
+    slow = simulate(workload_of([1, 1, 1], ends=1000), replace(cluster_of(4), device=device), plan_of(3, data=data))
+    assert slow.bubble_fraction >= 0

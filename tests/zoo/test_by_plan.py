@@ -216,6 +216,7 @@ def refusals():
         "shapes differ": lambda: cut(Small(), both)(torch.ones(2 + rank, 4)),
         "seeds differ": lambda: (torch.manual_seed(rank), cut(Small(drop=0.1), both)(x)),
         "whole behind": lambda: cut(nn.Sequential(Behind()), {"0.gate": "column", "0.end": "row"})(x),
+        "all heads": lambda: cut(OfAllHeads(), {"q": "heads", "o": "row"})(x),
         "not inside": without_inside,
         "torch's clip": torchs_clip,
     }
@@ -231,6 +232,16 @@ class Behind(nn.Module):
 
     def forward(self, x):
         return self.end(self.other(self.gate(x)))
+
+
+class OfAllHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.q, self.o = 2, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("slopes", torch.ones(2, 1))
+
+    def forward(self, x):
+        return self.o((self.q(x).unflatten(-1, (self.num_heads, -1)) * self.slopes).flatten(-2))
 
 
 EXPECTED = {
@@ -263,6 +274,7 @@ EXPECTED = {
     "shapes differ": "the shapes of the inputs of tensor ranks",
     "seeds differ": "the state of torch's generator",
     "whole behind": "0.other got 2 features; expected 4",
+    "all heads": "o got 4 features; expected its part, 2 of 4. Between its columns or heads and o the model computes",
     "not inside": "needs the style 'inside'",
     "torch's clip": "not with torch's clip_grad_norm_",
     "still works": None,

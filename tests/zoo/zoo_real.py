@@ -39,6 +39,32 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def opt():
+    sizes = {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 2 * LENGTH}
+    return causal("OPT", **sizes, dropout=0.0, attention_dropout=0.0)()
+
+
+def bloom():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 4}
+    config = transformers.BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, **EAGER)
+    return transformers.BloomForCausalLM(config)
+
+
+def bart():
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "max_position_embeddings": 2 * LENGTH}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **ends, dropout=0.0))
+
+
+def albert():
+    """Three layers, which share their parameters."""
+    sizes = {**SMALL, "num_hidden_layers": 3, "embedding_size": 8, "intermediate_size": 32}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, **quiet, **EAGER))
+
+
 def own_loss(call, inputs, targets):
     """Return the loss that the model computes itself."""
     return call(input_ids=inputs, labels=targets.clone()).loss
@@ -67,6 +93,13 @@ T5 = {
     "*.block.*.layer.*.DenseReluDense.wi": "column",
     "*.block.*.layer.*.DenseReluDense.wo": "row",
 }
+OPT = {
+    "model.decoder.layers.*.self_attn.[qkv]_proj": "heads",
+    "model.decoder.layers.*.self_attn.out_proj": "row",
+    "model.decoder.layers.*.fc1": "column",
+    "model.decoder.layers.*.fc2": "row",
+}
+BLOOM = {"transformer.h.*.mlp.dense_h_to_4h": "column", "transformer.h.*.mlp.dense_4h_to_h": "row"}
 KINDS = {
     "transformers Llama": Kind(causal("Llama", **GROUPED), "tokens", own_loss, plan=PLANS["Llama"]),
     "transformers Mixtral": Kind(
@@ -79,6 +112,16 @@ KINDS = {
     "transformers GPT-2": Kind(gpt2, "tokens", own_loss, plan=PLANS["GPT-2"]),
     "transformers BERT": Kind(bert, "tokens", own_loss, plan=BERT),
     "transformers T5": Kind(t5, "tokens", own_loss, plan=T5),
+    "transformers Qwen3": Kind(
+        causal("Qwen3", **GROUPED, head_dim=8),
+        "tokens",
+        own_loss,
+        plan=PLANS["Llama"] | {"model.layers.*.self_attn.[qk]_norm": "inside"},
+    ),
+    "transformers OPT": Kind(opt, "tokens", own_loss, plan=OPT),
+    "transformers BLOOM": Kind(bloom, "tokens", own_loss, plan=BLOOM),
+    "transformers BART": Kind(bart, "tokens", own_loss),
+    "transformers ALBERT": Kind(albert, "tokens", own_loss, unused=True),
 }
 try:
     import timm  # noqa: F401 (it needs torchvision, which is not built for each torch)

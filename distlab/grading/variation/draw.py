@@ -13,7 +13,10 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IN_CALL = "in varied call"
 T = TypeVar("T")
@@ -135,7 +138,7 @@ class Draw:
             shape: its sizes.
             dtype: float64 by default. In 16-bit and whole-number dtypes all values are small whole numbers, so that
                 sums over ranks are exact.
-            strided: whether every second call gets a tensor that is not contiguous.
+            strided: whether every second call gets a tensor that is not contiguous: a transposed or a cut one.
             same: whether all ranks get the same numbers.
         """
         import torch
@@ -150,6 +153,8 @@ class Draw:
         else:
             values = torch.randint(-8, 9, shape, generator=generator).to(dtype)
         if strided and (self.seed + self._form) % 2:
+            if len(shape) > 1 and min(shape) > 1:
+                return values.transpose(0, 1).contiguous().transpose(0, 1)
             apart = torch.zeros(*shape, 2, dtype=dtype)
             apart[..., 0] = values
             return apart[..., 0]
@@ -172,3 +177,8 @@ class Draw:
         """Return the group of those ranks that this rank is among; every rank is in one part."""
         mine = next(part for part in parts if self.rank in part)
         return tuple(mine) if self._group_of is None else self._group_of(parts)
+
+
+def lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared distance from twice the targets: not the same where outputs and targets change places."""
+    return (outputs - 2 * targets).square().mean()

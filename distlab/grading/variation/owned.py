@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import random
@@ -93,4 +94,7 @@ def said(value: Any) -> str:
         return f"the group of ranks {dist.get_process_group_ranks(value)}"
     if value is None or isinstance(value, bool | int | str):
         return repr(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        chosen = [item.name for item in dataclasses.fields(value) if getattr(value, item.name) != item.default]
+        return f"{type(value).__name__}({', '.join(f'{name}={said(getattr(value, name))}' for name in chosen)})"
     return getattr(value, "__name__", f"a {type(value).__name__}")

@@ -164,6 +164,7 @@ def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: 
         fault = compare(got[name], want[name], f"{whose}{name} afterwards")
         if fault is None:
             continue
+        fault = Fault(fault.code, fault.message.replace(" (is a return missing?)", ""))
         if name in before and compare(want[name], before[name], name) is None:
             text = f"{where}it changed {whose}{name}, which belongs to the caller"
             yield Fault("argument changed", f"{text} ({fault.message}); leave it as it is, or work on a copy")

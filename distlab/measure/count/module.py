@@ -2,7 +2,8 @@
 
 The count reads every operator that torch dispatches, in forward, in backward and in the optimizer: floating-point
 operations of matrix products, bytes that all other operators read and write, and the number of operators, weighted by
-what calling one costs. Nothing is timed here.
+what calling one costs. Nothing is timed here, and a module on the meta device, which has no weights, counts as any
+other: so 70 billion parameters are counted on a laptop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -68,7 +71,7 @@ def workload_from_module(
     gradients and optimizer state are left as they were.
 
     Args:
-        module: the model, on the device that it will run on.
+        module: the model, on the device that it will run on, or on the meta device, where attention is taken for fused.
         loss: runs the model on one micro-batch and returns a scalar.
         optimizer: if given, the work and the state of one update are counted.
         samples: samples in the micro-batch.
@@ -84,7 +87,7 @@ def workload_from_module(
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        with _Counter(layers) as counter:
+        with _Counter(layers) as counter, _FusedOnMeta():
             value = counter.run_forward(module, loss)
             if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
                 raise ValueError("the loss must be a scalar tensor that requires grad; return the mean over the batch")
@@ -183,12 +186,12 @@ class _Counter(TorchDispatchMode):
 
     def run_forward(self, module: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the loss with hooks that say which layer is at work, now and in the backward pass to come."""
-        self.held = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.held = {p.untyped_storage()._cdata for p in module.parameters()}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.held | self.saved:
-                self.saved.add(storage.data_ptr())
+            if storage._cdata not in self.held | self.saved:
+                self.saved.add(storage._cdata)
                 self.layers[self.current].activation_bytes += storage.nbytes()
                 if self.current == HEAD and tensor.numel() == self.num_logits:
                     self.layers[HEAD].logits_bytes += storage.nbytes()
@@ -245,9 +248,22 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _makes_weight_gradient(self, counts: _Counts, args: Any, result: Any) -> bool:
-        if any(t.untyped_storage().data_ptr() in self.held for t in _tensors(args)):
+        if any(t.untyped_storage()._cdata in self.held for t in _tensors(args)):
             return False  # it reads the weight: that is what the input's gradient needs
         return any(tuple(t.shape) in counts.weight_shapes() for t in _tensors(result))
+
+
+class _FusedOnMeta(TorchFunctionMode):
+    """Calls the CPU's fused attention for tensors on the meta device, for which torch has the plain kernels alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given |= kwargs or {}
+        if func is not scaled_dot_product_attention or given.get("dropout_p") or given["query"].device.type != "meta":
+            return func(*args, **(kwargs or {}))
+        known = {name: given[name] for name in ("is_causal", "attn_mask", "scale") if name in given}
+        states = (given[name] for name in ("query", "key", "value"))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, **known)[0]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

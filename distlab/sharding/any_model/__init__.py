@@ -2,9 +2,8 @@
 
 Read in this order:
 
-1. `structures`: find tensors in what forward takes and returns.
-2. `inputs`: cast and watch what comes in.
-3. `freed`: what stands in a module for a freed parameter.
-4. `checks`: what is refused.
-5. `first_values`: all ranks begin with the same.
+1. `inputs`: cast and watch what comes in (`distlab.structures` finds the tensors).
+2. `freed`: what stands in a module for a freed parameter.
+3. `checks`: what is refused.
+4. `first_values`: all ranks begin with the same.
 """

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from distlab.plan import Precision
-from distlab.sharding.any_model.structures import find
 from distlab.sharding.fsdp.wrapping import ROOT
+from distlab.structures import find
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

@@ -44,8 +44,7 @@ class FullyShard(nn.Module):
         optimizer.step()
 
     The optimizer works on flat shards: element-wise ones only (SGD, Adam, AdamW, ...). A parameter that a unit's
-    backward leaves out has a gradient of zeros; a unit that backward does not reach has none. All ranks run the same
-    units in the same order.
+    backward leaves out has a gradient of zeros; an unreached unit has none. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;

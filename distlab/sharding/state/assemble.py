@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from distlab.named_parts import SavedPart, SavedShard, Slab
 from distlab.plan.sharding import Piece
-from distlab.sharding.state.named_parts import SavedPart, SavedShard
 
 
 class HeldRow(NamedTuple):
@@ -29,17 +30,14 @@ class HeldRow(NamedTuple):
 
 
 def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Iterator[tuple[str, SavedPart]]:
-    """Cut values that are shaped like a row into parts of named tensors, in host memory: copies, as training goes on.
+    """Cut values that are shaped like a row into parts of named tensors: views, which training goes on to change.
 
     Shapes: values [row elements] each -> parts of [stop - start] each.
     """
     held = {piece.tensor: piece for piece in row.pieces}
     for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
         _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
-        own = {
-            key: value.detach().reshape(-1)[offset : offset + stop - start].to("cpu", copy=True)
-            for key, value in values.items()
-        }
+        own = {key: value.detach().reshape(-1)[offset : offset + stop - start] for key, value in values.items()}
         yield name, SavedPart(shape, start, stop, own, dict(numbers))
 
 
@@ -102,6 +100,58 @@ def assemble(saved: Sequence[SavedShard], row: HeldRow) -> tuple[dict[str, Tenso
             for key, whole in values.items():
                 whole[at : at + high - low] = part.values[key][low - part.start : high - part.start]
     return values, _common_numbers([(name, part) for name, found in parts.items() for _, part in found])
+
+
+def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
+    """Put a whole tensor together, with all that belongs to it, from parts that were cut along any axes.
+
+    Shapes: saved parts [stop - start] -> values [all elements] each
+
+    Raises:
+        ValueError: some elements are in none of the parts.
+    """
+    shape = parts[0].shape
+    values = {}
+    for key in dict.fromkeys(key for part in parts for key in part.values):
+        seen = torch.zeros(shape, dtype=torch.bool)
+        of_slab: dict[Slab | None, list[SavedPart]] = {}
+        for part in parts:
+            if key in part.values:
+                of_slab.setdefault(part.slab, []).append(part)
+        whole = torch.zeros(shape, dtype=next(part.values[key].dtype for part in parts if key in part.values))
+        for slab, held in of_slab.items():
+            size = math.prod(held[0].row_shape)
+            row, has = torch.zeros(size, dtype=whole.dtype), torch.zeros(size, dtype=torch.bool)
+            for part in held:
+                row[part.start : part.stop], has[part.start : part.stop] = part.values[key], True
+            _put(row.view(held[0].row_shape), whole, slab)
+            _put(has.view(held[0].row_shape), seen, slab)
+        if not bool(seen.all()):
+            raise ValueError(
+                f"{key} of {name}: {int((~seen).sum())} elements were not given; pass the saved shards of all ranks"
+            )
+        values[key] = whole.reshape(-1)
+    numbers = {key: value for part in reversed(parts) for key, value in part.numbers.items()}
+    return SavedPart(shape, 0, math.prod(shape), values, numbers)
+
+
+def _put(own: Tensor, whole: Tensor, slab: Slab | None) -> None:
+    for here, there in [(own, whole)] if slab is None else slab.pairs(own, whole):
+        there.copy_(here)
+
+
+def cut_slab(part: SavedPart, slab: Slab) -> SavedPart:
+    """Cut one tensor-parallel rank's part out of a whole tensor, as a tensor of its own.
+
+    Shapes: values [all elements] -> [elements of the slab]
+    """
+    shape, values = slab.shape(part.shape), {}
+    for key, value in part.values.items():
+        own = torch.zeros(shape, dtype=value.dtype)
+        for here, there in slab.pairs(own, value.view(part.shape)):
+            here.copy_(there)
+        values[key] = own.view(-1)
+    return SavedPart(shape, 0, math.prod(shape), values, part.numbers)
 
 
 def _common_numbers(parts: Sequence[tuple[str, SavedPart]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.named_parts import PARAMETER
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard
@@ -30,7 +31,6 @@ from distlab.sharding.state.model_tensors import (
     saved_buffers,
     shared_buffer,
 )
-from distlab.sharding.state.named_parts import PARAMETER
 from distlab.sharding.state.optimizer_parts import (
     Optimizer,
     as_one_shard,

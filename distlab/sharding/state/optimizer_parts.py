@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
+from distlab.named_parts import PARAMETER, SavedPart, SavedShard
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
 from distlab.sharding.state.assemble import HeldRow, assemble, cut
-from distlab.sharding.state.named_parts import PARAMETER, SavedPart, SavedShard
 
 Optimizer = torch.optim.Optimizer
 Assembled = tuple[dict[str, Tensor], dict[str, Any]]  # the values of a row, and what the optimizer keeps of it once
@@ -94,7 +94,7 @@ def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
 def save_parts(
     buffers: Sequence[SharedBuffer], optimizer: Optimizer | None, *, parameters: bool
 ) -> tuple[dict[str, SavedPart], list[dict[str, Any]] | None]:
-    """Return this rank's part of every tensor, in host memory, and the optimizer's groups; nothing is sent.
+    """Return this rank's part of every tensor, as views, and the optimizer's groups; nothing is sent.
 
     Args:
         buffers: what the ranks share.

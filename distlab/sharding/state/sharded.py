@@ -19,27 +19,29 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import agree
+from distlab.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
+    aliases,
     check_buffers,
     copied_buffers,
     expected_tensors,
     refuse_together,
     shared_buffer,
 )
-from distlab.sharding.state.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.state.optimizer_parts import Optimizer, assemble_rows, prepare_optimizer, save_parts
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard of the model, and of the optimizer's state, in host memory; nothing is sent.
+    """Return this rank's shard of the model, and of the optimizer's state: views; nothing is sent.
 
     Raises:
         ValueError: the optimizer is of another model, or keeps what cannot be cut.
     """
     parts, groups = save_parts([shared_buffer(unit) for unit in model.units], optimizer, parameters=True)
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
-    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model)).to_dict()
+    tied = {name: same for name, same in aliases(model).items() if name != same}
+    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model), aliases=tied).to_dict()
 
 
 def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) ->
     """
     agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
     state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
-    saved = SavedShard.from_dict(state)
+    saved = SavedShard.from_dict(state).copied()
     digests = [""] * saved.num_shards
     dist.all_gather_object(digests, saved.digest(), group=model.group)
     return dataclasses.replace(saved, digests=tuple(digests)).to_dict()
@@ -124,14 +126,14 @@ class ShardedState:
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
         save(directory, step, parts=parts)
 
-    At another number of ranks `load(..., other_world_size=True)` gives it the shards of all ranks that saved.
+    At another number of ranks `load(..., reshard=True)` gives it the shards of all ranks that saved.
     """
 
     def __init__(self, model: FullyShard, optimizer: Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's state."""
+        """Return this rank's state: views, to save or copy before the next update."""
         return shard_state(self.model, self.optimizer)
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:

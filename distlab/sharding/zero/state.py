@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
+from distlab.named_parts import SavedShard, check_one_save, check_tensors
 from distlab.plan.sharding import Piece
 from distlab.sharding.state.assemble import HeldRow
-from distlab.sharding.state.named_parts import SavedShard, check_one_save, check_tensors
 from distlab.sharding.state.optimizer_parts import (
     SharedBuffer,
     as_one_shard,
@@ -41,9 +41,7 @@ class SavesShards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
-        first = self.buckets[0]
-        parts, groups = save_parts(self._shared(), self.optimizer, parameters=False)
-        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
+        return SavedShard.from_dict(self.shard_state()).copied().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned on this rank.
@@ -65,8 +63,10 @@ class SavesShards:
         self._prepare([saved])()
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's shard, for a checkpoint."""
-        return self.state_dict()
+        """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
+        first = self.buckets[0]
+        parts, groups = save_parts(self._shared(), self.optimizer, parameters=False)
+        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Refuse the shards of another model; change nothing.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
+from distlab.tensor_parallel.linear import RowParallelLinear, is_conv1d, linear_sizes
 from distlab.tensor_parallel.split import splits_of
 
 TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
@@ -51,6 +51,8 @@ def watch(model: nn.Module, group: ProcessGroup | None) -> None:
     for name, module in model.named_modules():
         if type(module).forward is nn.Linear.forward or is_conv1d(module):
             module.register_forward_pre_hook(_whole_input(name, group))
+        elif isinstance(module, RowParallelLinear):
+            module.register_forward_pre_hook(_part_input(name, group))
 
 
 @torch.no_grad()
@@ -96,6 +98,19 @@ def _whole_input(name: str, group: ProcessGroup | None) -> Any:
             raise ValueError(
                 f"rank {group_rank(group)}: {name} got {args[0].shape[-1]} features; expected {features}. A layer "
                 f"before it is cut by output features: give {name} the style 'row', or leave that layer whole"
+            )
+
+    return before
+
+
+def _part_input(name: str, group: ProcessGroup | None) -> Any:
+    def before(module: Any, args: Any) -> None:
+        part = module.in_features // dist.get_world_size(group)
+        if args and isinstance(args[0], Tensor) and args[0].shape[-1] != part:
+            raise ValueError(
+                f"rank {group_rank(group)}: {name} got {args[0].shape[-1]} features; expected its part, {part} of "
+                f"{module.in_features}. Between its columns or heads and {name} the model computes with something of "
+                "all heads, such as a table of relative positions: leave these layers and their row out of the plan"
             )
 
     return before

@@ -13,8 +13,7 @@ Symbols: t ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.replicate import broadcast_each
+from distlab.structures import find
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.guards import watch
 from distlab.tensor_parallel.by_plan.heads import AttentionHeads
@@ -223,23 +223,11 @@ def _outputs(model: nn.Module, example: Sequence[Any]) -> list[Tensor]:
     """Return the floating-point tensors of one forward, in eval mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
-    found = [tensor for tensor in _tensors_in(model(*example)) if tensor.is_floating_point()]
-    for module, was_training in training.items():
-        module.training = was_training
-    return found
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output: in tuples, lists, dicts (such as a ModelOutput) and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors_in(inner)
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif is_dataclass(value):
-        yield from _tensors_in(list(vars(value).values()))
+    try:
+        return [tensor for tensor in find(model(*example))[0] if tensor.is_floating_point()]
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
 
 
 def _compare_outputs(got: list[Tensor], expected: list[Tensor], rank: int) -> None:

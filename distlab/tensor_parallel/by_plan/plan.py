@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distlab.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
 STYLES = ("column", "row", "heads", "fused", "vocabulary", "narrow", "inside")
@@ -73,7 +74,7 @@ def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             )
         if style not in STYLES:
             raise ValueError(f"{pattern!r} has style {style!r}; pass one of {', '.join(STYLES)}")
-        matched = [name for name in names if _matches(name, pattern)]
+        matched = [name for name in names if matches(name, pattern)]
         if not matched:
             last = pattern.rpartition(".")[2]
             near = [name for name in names if fnmatchcase(name.rpartition(".")[2], last)] or names
@@ -191,11 +192,6 @@ def shapes_of(model: nn.Module) -> dict[str, Any]:
     """Return what must be the same on all ranks before a model is cut: names, shapes, dtypes and what is trained."""
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _parent(name: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault
+from distlab.grading.blame import messages_that_do_not_fit
 
 BASE = 64
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
@@ -192,8 +193,8 @@ def explain_failure(error: RankError, world_size: int) -> Fault | None:
         message = f"right on all ranks, but not in a group of ranks {list(members)}: take rank and size from"
         message += " dist.get_rank(group) and dist.get_world_size(group), and pass group=group to every exchange, whose"
         return Fault("group ignored", f"{message} ranks are then counted inside the group\n{tell.splitlines()[0]}")
-    if "do not fit" in text:
-        return Fault("messages do not fit", f"a send and its receive differ in size or dtype. {tell}")
+    if (misfit := messages_that_do_not_fit(text)) is not None:
+        return Fault("messages do not fit", misfit)
     if "deadlock" in text:
         message = "the ranks wait for each other forever. Does every Send meet a Receive from its sender in the same"
         return Fault(

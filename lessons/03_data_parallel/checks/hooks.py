@@ -24,6 +24,7 @@ def drive_hooks(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:
     model[0].bias.requires_grad_(False)
     alone, before = copy.deepcopy(model), state_of(model)
     fn(model)
+    early = [name for name, p in model.named_parameters() if p._backward_hooks]
     hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks]
     steps = []
     for step in range(2):
@@ -43,7 +44,7 @@ def drive_hooks(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:
                 "changed": [name for name, tensor in state_of(model).items() if not torch.equal(tensor, before[name])],
             }
         )
-    return {"steps": steps, "hooked": hooked}
+    return {"steps": steps, "hooked": hooked, "early": early}
 
 
 def judge_hooks(evidence: Evidence) -> Iterator[Fault]:
@@ -69,7 +70,18 @@ def judge_hooks(evidence: Evidence) -> Iterator[Fault]:
             text = f"rank {rank} started an all_reduce and never waited for it"
             yield Fault("not waited", f"{text}: whoever reads the gradient next may read it half summed")
     for step in steps:
-        yield from judge_means([made["own"] for made in step], [made["gradients"] for made in step])
+        for fault in judge_means([made["own"] for made in step], [made["gradients"] for made in step]):
+            yield _sent_for_nothing(fault, evidence) if fault.code == "not communicated" else fault
+
+
+def _sent_for_nothing(fault: Fault, evidence: Evidence) -> Fault:
+    """Say that hooks sent something, of which nothing came into the gradients."""
+    text = f"{fault.message}, though rank 0 made {num_calls(evidence, rank=0)} calls"
+    if evidence.results[0]["early"]:
+        why = "register_hook takes the new gradient from what the hook returns: return the mean"
+    else:
+        why = "the mean must be written into parameter.grad, which the hook finds there"
+    return Fault(fault.code, f"{text}: {why}")
 
 
 WRONG_HOOKS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ NUM_LAYERS = 4
 NUM_BUCKETS = 2
 GRADIENTS_PER_BUCKET = 4  # two layers' weights and biases
 LAYER_AFTER_BUCKET_0 = 0  # backward of layer 0 begins when all gradients of bucket 0 (layers 3 and 2) are there
+EARLY_HOOK = (
+    "Its hooks come from register_hook, and run before the gradient is written: register_post_accumulate_grad_hook"
+)
 PLAIN, AGAIN, REORDERED, UNUSED = RUNS = ("plain", "again", "reordered", "unused")
 
 
@@ -62,6 +65,34 @@ class WatchedBucket(FlatBucket):
         """Start, and note how many gradients were there."""
         self.starts.append(sum(parameter.grad is not None for parameter in self.parameters))
         super().start(group)
+
+
+class Hooks(NamedTuple):
+    """How many of a bucket's parameters have a hook: after the gradient is written, and before (register_hook)."""
+
+    after: int
+    before: int
+
+    @classmethod
+    def of(cls, parameters: list[nn.Parameter]) -> Hooks:
+        """Count them."""
+        after = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in parameters)
+        return cls(after, sum(bool(parameter._backward_hooks) for parameter in parameters))
+
+    def why_not_started(self) -> str:
+        """Say why no hook started a bucket all of whose gradients were there."""
+        if self.after == GRADIENTS_PER_BUCKET:
+            text = (
+                f"Its {GRADIENTS_PER_BUCKET} hooks ran, and none started it. A count of what is missing comes to 0 in"
+            )
+            return (
+                f"{text} the last one: it begins at the number of parameters, and each hook takes 1 from it, for good"
+            )
+        if self.before:
+            return EARLY_HOOK
+        if self.after:
+            return f"{self.after} of its {GRADIENTS_PER_BUCKET} parameters have a hook: register one on each"
+        return "None of its parameters has a hook (register_post_accumulate_grad_hook)"
 
 
 def orders(rank: int, world_size: int) -> Iterator[tuple[str, list[int]]]:

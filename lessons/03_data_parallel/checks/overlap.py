@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distlab_lesson_03.checks.layers import (
     AGAIN,
+    EARLY_HOOK,
     GRADIENTS_PER_BUCKET,
     LAYER_AFTER_BUCKET_0,
     NUM_BUCKETS,
@@ -18,6 +20,7 @@ from distlab_lesson_03.checks.layers import (
     REORDERED,
     RUNS,
     UNUSED,
+    Hooks,
     Layers,
     WatchedBucket,
     orders,
@@ -41,6 +44,7 @@ def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[s
     members = [[*model.layers[a].parameters(), *model.layers[b].parameters()] for a, b in ((3, 2), (1, 0))]
     buckets = [WatchedBucket(parameters) for parameters in members]
     synchronize = fn(list(buckets))
+    hooks = [tuple(Hooks.of(parameters)) for parameters in members]
     if not callable(synchronize):
         return {"returned": repr(synchronize)}
     runs = {}
@@ -58,12 +62,15 @@ def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[s
         try:
             synchronize()
         except RuntimeError as error:
-            raise RuntimeError(f"{error}; step {number + 1}, starts {[bucket.starts for bucket in buckets]}") from error
+            seen = f"step {number + 1}, starts {[bucket.starts for bucket in buckets]}, hooks {hooks}"
+            raise RuntimeError(f"{error}; {seen}") from error
         runs[name] = {
             "number": number,
             "own": {key: _zeros_if_none(p) for key, p in alone.named_parameters()},
             "gradients": {key: None if p.grad is None else p.grad.clone() for key, p in model.named_parameters()},
             "log": list(model.log),
+            "starts": [list(bucket.starts) for bucket in buckets],
+            "hooks": hooks,
             "backward_ns": (model.log[0][1], end_ns),
             "done_ns": time.monotonic_ns(),
         }
@@ -110,9 +117,8 @@ def _judge_times(rank: int, made: list[Call], run: dict[str, Any], when: str) ->
     reached = dict(run["log"])[LAYER_AFTER_BUCKET_0]
     if made[0].start_ns >= end_ns:
         text = f"{when}rank {rank}'s first all-reduce starts {_ms(made[0].start_ns - end_ns)} after backward has ended"
-        yield Fault(
-            "starts after backward", f"{text}: nothing overlaps; start a bucket in the hook of its last gradient"
-        )
+        text = f"{text}: nothing overlaps; start a bucket in the hook of its last gradient"
+        yield Fault("starts after backward", f"{text}. {Hooks(*run['hooks'][0]).why_not_started()}")
     elif made[0].start_ns > reached:
         text = (
             f"{when}rank {rank} has all gradients of bucket 0 {_ms(reached - start_ns)} into backward and sends it at"
@@ -130,9 +136,20 @@ def _judge_values(evidence: Evidence, name: str) -> Iterator[Fault]:
     runs = [result[name] for result in evidence.results]
     for fault in judge_means([run["own"] for run in runs], [run["gradients"] for run in runs]):
         if fault.code == "zeros" or (fault.code == "missing gradient" and name != UNUSED):
-            text = f"{fault.message}. Its bucket left before this gradient was there"
-            fault = Fault("starts too early", f"{text}: count all gradients of a bucket, not one of them")
+            fault = Fault("starts too early", f"{fault.message}. {_too_early(runs)}")
         yield fault
+
+
+def _too_early(runs: list[dict[str, Any]]) -> str:
+    """Say which bucket left before all its gradients were there, as far as it was seen."""
+    for rank, run in enumerate(runs):
+        for index, (starts, hooks) in enumerate(zip(run["starts"], run["hooks"], strict=True)):
+            if starts and starts[0] < GRADIENTS_PER_BUCKET:
+                text = f"On rank {rank} bucket {index} left when {starts[0]} of its {GRADIENTS_PER_BUCKET} gradients"
+                if hooks[1] and not hooks[0]:
+                    return f"{text} were there. {EARLY_HOOK}"
+                return f"{text} were there: count all gradients of a bucket, not one of them"
+    return "Its bucket left before this gradient was there: count all gradients of a bucket, not one of them"
 
 
 def _judge_order(evidence: Evidence) -> Iterator[Fault]:
@@ -178,19 +195,20 @@ def overlap_failure(error: RankError, world_size: int) -> Fault | None:
         return Fault("unused parameter", f"{cause}: start the rest in synchronize().\n{lines}")
     if "do not make the same call" in text:
         return Fault("order differs", f"start buckets in one order on all ranks.\n{lines}")
-    seen = re.search(r"of a bucket that was not started.*; step (\d+), starts \[\[(.*)\], \[(.*)\]\]", text)
+    seen = re.search(r"of a bucket that was not started.*; step (\d+), starts (\[.*\]), hooks (\[.*\])", text)
     if seen is not None:
-        starts = [[int(number) for number in part.split(",") if number.strip()] for part in seen.groups()[1:]]
-        return Fault("not started", f"{_not_started(int(seen[1]), starts)}.\n{lines}")
+        starts, hooks = ast.literal_eval(seen[2]), [Hooks(*one) for one in ast.literal_eval(seen[3])]
+        return Fault("not started", f"{_not_started(int(seen[1]), starts, hooks)}.")
     return None
 
 
-def _not_started(step: int, starts: list[list[int]]) -> str:
+def _not_started(step: int, starts: list[list[int]], hooks: list[Hooks]) -> str:
     """Say what was seen where finish() met a bucket that was not started.
 
     Args:
         step: from 1.
         starts: for each bucket and each of its starts in this step, how many of its gradients were there.
+        hooks: of each bucket.
     """
     never = next(index for index, one in enumerate(starts) if not one)
     text = f"step {step}: finish() of bucket {never}, which was not started in this step"
@@ -206,7 +224,7 @@ def _not_started(step: int, starts: list[list[int]]) -> str:
         return f"{text}. Rank 0 does not use layer 0 in this step, so no hook starts its bucket: start the rest first"
     if step > 1:
         return f"{text}, while step 1 was right. Set the counts of missing gradients back after each step"
-    return f"{text}. All its gradients were there: its last hook must start it, or synchronize() before finish()"
+    return f"{text}. All its gradients were there. {hooks[never].why_not_started()}"
 
 
 def budget_overlap(evidence: Evidence) -> list[str]:

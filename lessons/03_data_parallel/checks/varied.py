@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel.steps import FlatBucket
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
+from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 
 CONTIGUOUS = "torch.distributed sends contiguous tensors only"
 TAKES_NO_GROUP = "takes no group"
@@ -103,11 +103,6 @@ def _use_hooks(
     return seen
 
 
-def _lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared distance from twice the targets: not the same where outputs and targets change places."""
-    return (outputs - 2 * targets).square().mean()
-
-
 def _draw_accumulate(draw: Draw) -> tuple[Any, ...]:
     dtype, num_features, num_outputs = draw.dtype("float64", "float32"), draw.integer(1, 4), draw.integer(1, 3)
     weight = draw.tensor(num_outputs, num_features, dtype=dtype, same=True)
@@ -116,7 +111,7 @@ def _draw_accumulate(draw: Draw) -> tuple[Any, ...]:
         (draw.tensor(size, num_features, dtype=dtype), draw.tensor(size, num_outputs, dtype=dtype))
         for _ in range(num_accumulated * draw.integer(1, 3))
     ]
-    loss_fn = draw.one_of(_lopsided_loss, nn.functional.smooth_l1_loss)
+    loss_fn = draw.one_of(lopsided_loss, nn.functional.smooth_l1_loss)
     return weight, pairs, num_accumulated, loss_fn, draw.one_of("list", "generator")
 
 

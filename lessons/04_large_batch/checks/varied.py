@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Keywords, Vary
+from distlab.grading.variation.draw import Draw, Keywords, Vary, lopsided_loss
 
 TAKES_NO_GROUP = "takes no group"
 _FLOATS = ("float64", "float32")
@@ -31,12 +31,7 @@ def _draw_accumulate(draw: Draw) -> tuple[Any, ...]:
         inputs = draw.tensor(size, num_features, dtype=dtype, strided=True)
         pairs.append((inputs, draw.tensor(size, num_outputs, dtype=dtype)))
         left -= size
-    return weight, pairs, draw.one_of(_lopsided_loss, nn.functional.smooth_l1_loss)
-
-
-def _lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared distance from twice the targets: not the same where outputs and targets change places."""
-    return (outputs - 2 * targets).square().mean()
+    return weight, pairs, draw.one_of(lopsided_loss, nn.functional.smooth_l1_loss)
 
 
 def _use_accumulate(fn: Callable[..., Any], weight: Tensor, pairs: list[tuple[Tensor, Tensor]], loss_fn: Any) -> Any:

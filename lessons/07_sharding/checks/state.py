@@ -89,7 +89,11 @@ def _judge_norms(norms: list[float], n: int) -> Iterator[Fault]:
         if close(norm, limit):
             text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
             yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
-        yield Fault("values", f"rank {rank}'s norm is {norm:.6g}, expected {true:.6g}")
+        if norm == 0:
+            text = f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have"
+            text += " no .grad, where torch.nn.utils.clip_grad_norm_ looks"
+            yield Fault("gradients of gradients", f"{text}; sum up their own squares")
+        yield from found(compare(norm, true, f"rank {rank}'s norm"))
 
 
 def _wrong_norms(squares: list[float], whole: float, true: float) -> Iterator[tuple[str, float, str]]:
@@ -160,7 +164,8 @@ def drive_state(fn: Callable[[dict[str, Tensor], dict[str, torch.Size]], Any]) -
     state = fn(shards, dict(SHAPES))
     return {
         "state": state,
-        "kept": all(torch.equal(kept[name].nan_to_num(), shards[name].nan_to_num()) for name in kept),
+        "kept": kept.keys() == shards.keys()
+        and all(torch.equal(kept[name].nan_to_num(), shards[name].nan_to_num()) for name in kept),
     }
 
 

@@ -53,13 +53,14 @@ def judge_cut(evidence: Evidence) -> Iterator[Fault]:
                 )
                 text += f" its part has {in_megabytes(own_bytes)}: a view keeps the whole tensor in memory; clone it"
                 yield Fault("a view of the whole", text)
+        yield from _judge_biases([got[1] for got, _ in row], kind, n)
 
 
 def _judge_cut(got: Any, kind: str, n: int, rank: int) -> Iterator[Fault]:
     what = f"{kind}, {n} rank{'s' * (n > 1)}, rank {rank}"
     if not isinstance(got, tuple | list) or len(got) != 2:
         yield Fault("returned", f"{what}: expected (weight, bias), got {describe(got)}")
-    (weight, bias), (full, full_bias) = got, full_linear()
+    weight, full = got[0], full_linear()[0]
     dim = ("column", "row").index(kind)
     if n > 1 and same(weight, full):
         text = f"{what} keeps the whole weight: a full layer has taken the place of its part, and {n} ranks hold and"
@@ -71,30 +72,46 @@ def _judge_cut(got: Any, kind: str, n: int, rank: int) -> Iterator[Fault]:
         if place != rank and same(weight, full.chunk(n, dim)[place]):
             yield Fault("wrong part", f"{what} has the part of rank {place}")
     yield from found(compare(weight, full.chunk(n, dim)[rank], f"{what}: weight", n))
-    yield from _judge_bias(bias, full_bias, kind, n, rank)
 
 
-def _judge_bias(bias: Any, full: Tensor, kind: str, n: int, rank: int) -> Iterator[Fault]:
-    what = f"{kind}, {n} rank{'s' * (n > 1)}, rank {rank}"
-    if kind == "row" and rank > 0:
-        if same(bias, full):
-            text = f"{what} adds the bias too: the results of {n} ranks are added up, and so the bias counts {n} times"
-            yield Fault("bias on every rank", f"{text}; return None on all ranks but rank 0")
-        if bias is not None and not (isinstance(bias, Tensor) and not bias.any()):
-            text = f"{what}: got {describe(bias)} for the bias"
-            yield Fault("bias cut", f"{text}; a row layer's ranks make all output features: rank 0 has it whole")
-        return
-    if n > 1 and kind == "row" and same(bias, full / n):
-        text = f"{what} has the bias divided by {n}: the sum of all is right now, but each rank's gets the whole"
-        yield Fault("bias divided", f"{text} gradient, so that the bias learns {n} times as fast. Rank 0 has it whole")
-    if n > 1 and kind == "row" and same(bias, full.chunk(n)[rank]):
-        text = f"{what} has a part of the bias; a row layer's ranks make all {len(full)} output features"
-        yield Fault("bias cut", f"{text}: rank 0 adds it whole, the others nothing")
-    want = full.chunk(n)[rank] if kind == "column" else full
-    if n > 1 and kind == "column" and same(bias, full):
+def _judge_biases(biases: Sequence[Any], kind: str, n: int) -> Iterator[Fault]:
+    """A column layer's bias is cut; a row layer's counts once, on whichever rank."""
+    full = full_linear()[1]
+    whole = [rank for rank, bias in enumerate(biases) if same(bias, full)]
+    if kind == "row" and len(whole) > 1:
+        text = f"row, {n} ranks: ranks {' and '.join(map(str, whole))} add the bias: the results of {n} ranks are added"
+        text = f"{text} up, and so the bias counts {len(whole)} times"
+        yield Fault("bias on every rank", f"{text}; return None on all ranks but one, such as rank 0")
+    for rank, bias in enumerate(biases):
+        what = f"{kind}, {n} rank{'s' * (n > 1)}, rank {rank}"
+        if kind == "column":
+            yield from _judge_column_bias(bias, full, n, rank, what)
+        elif rank not in whole and bias is not None and not (isinstance(bias, Tensor) and not bias.any()):
+            yield from _judge_row_bias(bias, full, n, rank, what)
+    if kind == "row" and not whole:
+        text = f"row, {n} rank{'s' * (n > 1)}: no rank has the bias, so the layer has none"
+        yield Fault("bias nowhere", f"{text}; one rank, such as rank 0, has all {len(full)} numbers of it")
+
+
+def _judge_column_bias(bias: Any, full: Tensor, n: int, rank: int, what: str) -> Iterator[Fault]:
+    want = full.chunk(n)[rank]
+    if n > 1 and same(bias, full):
         text = f"{what} has all {len(full)} numbers of the bias for {len(want)} output features"
         yield Fault("bias not cut", f"{text}; cut it as the weight's dim 0")
     yield from found(compare(bias, want, f"{what}: bias", n))
+
+
+def _judge_row_bias(bias: Any, full: Tensor, n: int, rank: int, what: str) -> Iterator[Fault]:
+    """Say what is wrong with a row layer's bias that is neither whole nor nothing."""
+    if n > 1 and same(bias, full / n):
+        text = f"{what} has the bias divided by {n}: the sum of all is right now, but each rank's gets the whole"
+        yield Fault(
+            "bias divided", f"{text} gradient, so that the bias learns {n} times as fast. One rank has it whole"
+        )
+    if n > 1 and same(bias, full.chunk(n)[rank]):
+        text = f"{what} has a part of the bias; a row layer's ranks make all {len(full)} output features"
+        yield Fault("bias cut", f"{text}: one rank adds it whole, the others nothing")
+    yield from found(compare(bias, full, f"{what}: bias", n))
 
 
 def budget_cut(evidence: Evidence) -> list[str]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,15 +26,43 @@ PARAMETER = "parameter"  # the key of a parameter's own value, next to the keys 
 
 
 @dataclass(frozen=True)
+class Slab:
+    """Ranges of a tensor along one dim, end to end: what one tensor-parallel rank holds of it.
+
+    Attributes:
+        dim: the dim that is cut.
+        ranges: (low, high, width) each: elements low to high along dim, then padding up to a length of width.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int, int], ...]
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that the ranges have together, padding included."""
+        return (*whole[: self.dim], sum(width for *_, width in self.ranges), *whole[self.dim + 1 :])
+
+    def pairs(self, own: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of the same elements in both, range by range.
+
+        Shapes: own [..., sum of widths, ...], whole [..., D, ...] -> [..., high - low, ...] each
+        """
+        at = 0
+        for low, high, width in self.ranges:
+            yield own.narrow(self.dim, at, high - low), whole.narrow(self.dim, low, high - low)
+            at += width
+
+
+@dataclass(frozen=True)
 class SavedPart:
     """One rank's part of a tensor, and of everything that belongs to the tensor element by element.
 
     Attributes:
         shape: of the whole tensor.
-        start: first element held, of the tensor seen as a row.
+        start: first element held, of the tensor (or of the slab) seen as a row.
         stop: one past the last; equal to start where the rank holds nothing of this tensor.
         values: [stop - start] each: the parameter, and the optimizer's moments by their names.
         numbers: what the optimizer keeps once per tensor, such as Adam's number of steps.
+        slab: what tensor-parallel ranks cut out of the tensor first; None: nothing.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +70,72 @@ class SavedPart:
     stop: int
     values: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
+    slab: Slab | None = None
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape whose elements start and stop count."""
+        return self.shape if self.slab is None else self.slab.shape(self.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries, lists, numbers and tensors."""
+        plain = {**vars(self), "shape": list(self.shape), "values": dict(self.values), "numbers": dict(self.numbers)}
+        slab = plain.pop("slab")
+        return plain if slab is None else {**plain, "slab": [slab.dim, [list(one) for one in slab.ranges]]}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> SavedPart:
+        """Read what `to_dict` returned."""
+        dim, ranges = state.get("slab") or (0, ())
+        slab = Slab(dim, tuple((low, high, width) for low, high, width in ranges)) if ranges else None
+        return cls(tuple(state["shape"]), state["start"], state["stop"], state["values"], state["numbers"], slab)
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
+        """Cut the part into boxes: for each, where it begins in the whole tensor, and the values in it.
+
+        Shapes: values [stop - start] -> [box] each, views; a row that begins and ends anywhere is few boxes
+        """
+        at = 0
+        for corner, sizes in _boxes_of_row(self.row_shape, self.start, self.stop):
+            num = math.prod(sizes)
+            box = {key: value[at : at + num].view(sizes) for key, value in self.values.items()}
+            yield from [(corner, box)] if self.slab is None else _without_padding(self.slab, corner, sizes, box)
+            at += num
+
+
+def _boxes_of_row(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cover elements [start, stop) of a tensor seen as a row with boxes (corner, sizes), in the order of the row."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    low, high = -(-start // inner), stop // inner  # whole slices from low to high
+    if low > high:  # within one slice
+        head, tail = [(high, start - high * inner, stop - high * inner)], []
+    else:
+        head = [(low - 1, start - (low - 1) * inner, inner)] if start < low * inner else []
+        tail = [(high, 0, stop - high * inner)] if high * inner < stop else []
+    for index, begin, end in head:
+        yield from (((index, *c), (1, *s)) for c, s in _boxes_of_row(shape[1:], begin, end))
+    if low < high:
+        yield (low, *[0] * (len(shape) - 1)), (high - low, *shape[1:])
+    for index, begin, end in tail:
+        yield from (((index, *c), (1, *s)) for c, s in _boxes_of_row(shape[1:], begin, end))
+
+
+def _without_padding(
+    slab: Slab, corner: Sequence[int], sizes: Sequence[int], box: Mapping[str, Tensor]
+) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
+    """Cut a box of a slab where its ranges meet, and say where the pieces are in the whole tensor."""
+    dim, at = slab.dim, 0
+    for low, high, width in slab.ranges:
+        first, last = max(corner[dim], at), min(corner[dim] + sizes[dim], at + high - low)
+        if first < last:
+            place = (*corner[:dim], low + first - at, *corner[dim + 1 :])
+            yield place, {key: one.narrow(dim, first - corner[dim], last - first) for key, one in box.items()}
+        at += width
 
 
 @dataclass(frozen=True)
@@ -55,6 +150,7 @@ class SavedShard:
             optimizer was saved.
         buffers: of the module, whole: each rank has its own.
         digests: of all shards of the same save, in order; empty where the ranks did not compare.
+        aliases: other names of tensors that a module has under several, each with the name used in parts.
     """
 
     shard: int
@@ -63,13 +159,11 @@ class SavedShard:
     groups: Sequence[Mapping[str, Any]] | None = None
     buffers: Mapping[str, Tensor] | None = None
     digests: tuple[str, ...] = ()
+    aliases: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, numbers and tensors: what loads without running code."""
-        parts = {
-            name: {**vars(part), "shape": list(part.shape), "values": dict(part.values), "numbers": dict(part.numbers)}
-            for name, part in self.parts.items()
-        }
+        parts = {name: part.to_dict() for name, part in self.parts.items()}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -79,6 +173,7 @@ class SavedShard:
             "groups": None if self.groups is None else [dict(group) for group in self.groups],
             "buffers": dict(self.buffers or {}),
             "digests": list(self.digests),
+            **({"aliases": dict(self.aliases)} if self.aliases else {}),
         }
 
     @classmethod
@@ -100,14 +195,17 @@ class SavedShard:
                 "distlab that saved it, and save the full state there"
             )
         try:
-            parts = {
-                name: SavedPart(tuple(part["shape"]), part["start"], part["stop"], part["values"], part["numbers"])
-                for name, part in state["parts"].items()
-            }
-            digests = tuple(state["digests"])
-            return cls(int(state["shard"]), int(state["num_shards"]), parts, state["groups"], state["buffers"], digests)
+            parts = {name: SavedPart.from_dict(part) for name, part in state["parts"].items()}
+            digests, others = tuple(state["digests"]), state.get("aliases")
+            where = int(state["shard"]), int(state["num_shards"])
+            return cls(*where, parts, state["groups"], state["buffers"], digests, others)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the saved shard lacks a field ({error!r}); save it again") from None
+
+    def copied(self) -> SavedShard:
+        """Return the same in host memory of its own, which training does not change."""
+        own = {n: {key: v.to("cpu", copy=True) for key, v in part.values.items()} for n, part in self.parts.items()}
+        return replace(self, parts={name: replace(part, values=own[name]) for name, part in self.parts.items()})
 
     def digest(self) -> str:
         """Return a hash of everything in it, except the digests of the save."""

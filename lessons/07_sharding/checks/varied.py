@@ -1,0 +1,270 @@
+"""How the calls of lesson 7's exercises vary: the arguments that are drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.grading import Mutant
+from distlab.grading.variation.draw import Draw, Vary
+
+CONTIGUOUS = "gather_into and scatter_sum take contiguous rows"
+TAKES_NO_GROUP = "takes no group"
+ALIKE = "all shards of a unit are equally long"
+ROW = "a unit's parameters are one row, [L]"
+_FLOATS = ("float64", "float32")
+
+
+def _draw_pieces(draw: Draw) -> tuple[Any, ...]:
+    num_shards, num_tensors = draw.one_of(draw.integer(2, 5), draw.integer(2, 20), 1), draw.one_of(3, 1, 0, 8, 5)
+    largest = draw.one_of(30, 3, 1)
+    sizes = [draw.integer(0, largest) for _ in range(num_tensors)]
+    if draw.one_of("divides", "as it comes") == "divides":
+        sizes += [-sum(sizes) % num_shards]
+    return sizes, num_shards, draw.integer(0, 59) % num_shards
+
+
+class _Optimizer:
+    """Momentum for what it is given, and a note of what that was."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr, self.buffer, self.seen = lr, torch.zeros(()), []
+
+    def __call__(self, shard: Tensor, gradient: Tensor) -> None:
+        """Update a shard in place."""
+        self.seen.append((shard.clone(), gradient.clone()))
+        self.buffer = self.buffer.to(gradient.dtype) * 0.5 + gradient
+        shard.sub_(self.lr * self.buffer)
+
+
+def _draw_step(draw: Draw) -> tuple[Any, ...]:
+    length, dtype = draw.one_of(3, 1, draw.integer(2, 9), draw.integer(10, 40)), draw.dtype(*_FLOATS, "bfloat16")
+    row = length * draw.world_size
+    steps = [draw.tensor(row, dtype=dtype) for _ in range(draw.integer(2, 3))]
+    return draw.tensor(row, dtype=dtype, same=True), steps, draw.one_of(0.5, 0.25, 1.0)
+
+
+def _use_step(
+    fn: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], None]], Any],
+    parameters: Tensor,
+    gradients: list[Tensor],
+    lr: float,
+) -> dict[str, Any]:
+    """Make some updates of two rows in turn; return the rows after each, and what was updated with what."""
+    rows, updates = [parameters, parameters.flip(0)], [_Optimizer(lr), _Optimizer(lr / 2)]
+    after = []
+    for gradient in gradients:
+        for row, update in zip(rows, updates, strict=True):
+            fn(row, gradient.clone(), update)
+            after.append(row.clone())
+    return {"the parameters": after, "what update was given": [update.seen for update in updates]}
+
+
+def _draw_units(draw: Draw) -> tuple[list[Tensor], Any]:
+    """Return shards of units that are not equally long, and their dtype."""
+    dtype = draw.dtype(*_FLOATS)
+    lengths = [draw.integer(1, 9) for _ in range(draw.one_of(3, 1, 2, draw.integer(4, 6)))]
+    return [draw.tensor(length, dtype=dtype) for length in lengths], dtype
+
+
+def _draw_forward(draw: Draw) -> tuple[Any, ...]:
+    shards, dtype = _draw_units(draw)
+    shape = draw.shape()
+    own = (draw.own(1, 5), *shape[1:]) if shape and all(shape) else shape  # each rank has samples of its own
+    return shards, draw.tensor(*own, dtype=dtype, strided=True)
+
+
+def _weigh(whole: Tensor) -> Tensor:
+    """Return a number that depends on every element of a row and on its place."""
+    places = torch.arange(1, len(whole) + 1, dtype=whole.dtype)
+    return (whole * places).sum() / len(whole)
+
+
+def _use_forward(fn: Callable[..., Tensor], shards: list[Tensor], x: Tensor) -> dict[str, Any]:
+    """Return the output, and which units computed, with how many parameters."""
+    seen: list[list[int]] = []
+
+    def compute(index: int, whole: Tensor, x: Tensor) -> Tensor:
+        seen.append([index, whole.numel()])
+        return torch.tanh(x * _weigh(whole) + index + 0.5)
+
+    return {"the output": fn(shards, x, compute), "units and their parameters": seen}
+
+
+def _draw_backward(draw: Draw) -> tuple[Any, ...]:
+    shards, dtype = _draw_units(draw)
+    shapes = [draw.shape() for _ in range(len(shards) + 1)]
+    own = [(draw.own(1, 5), *shape[1:]) if shape and all(shape) else shape for shape in shapes]
+    *inputs, grad = (draw.tensor(*shape, dtype=dtype, strided=True) for shape in own)
+    return shards, inputs, grad
+
+
+def _use_backward(
+    fn: Callable[..., list[Tensor]], shards: list[Tensor], inputs: list[Tensor], grad: Tensor
+) -> dict[str, Any]:
+    """Return the gradients, and which units computed, with how many parameters."""
+    seen: list[list[int]] = []
+
+    def compute(index: int, whole: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append([index, whole.numel()])
+        size = torch.tanh(grad.sum() + _weigh(whole))
+        return whole * size + torch.tanh(x.sum()), x * size + index
+
+    return {"the gradients": fn(shards, inputs, grad, compute), "units and their parameters": seen}
+
+
+def _draw_clip(draw: Draw) -> tuple[Any, ...]:
+    dtype, zero = draw.dtype("float64", "bfloat16", "float32"), draw.one_of("none", "none", "all", "one rank")
+    max_norm = draw.one_of(draw.number(0.1, 2.0), draw.number(1e5, 1e6))
+    num_shards = draw.one_of("any", "none on one rank", "any")
+    size = 1 if dtype == torch.bfloat16 else 100  # squares of a few small whole numbers are exact in 16 bits
+
+    def one(*, same: bool) -> Tensor:
+        shape = draw.shape()
+        shape = (draw.integer(1, 3),) if dtype == torch.bfloat16 else shape
+        return size * draw.tensor(*shape, dtype=dtype, strided=True, same=same)
+
+    replicated = [one(same=True) for _ in range(draw.integer(0, 3))]
+    is_chosen = draw.rank == draw.integer(0, 11) % draw.world_size
+    count = 0 if num_shards == "none on one rank" and is_chosen else draw.own(1, 3)
+    shards = [one(same=False) for _ in range(count)]
+    if zero == "all" or (zero == "one rank" and is_chosen):
+        shards = [torch.zeros_like(shard) for shard in shards]
+    if zero == "all":
+        replicated = [torch.zeros_like(gradient) for gradient in replicated]
+    return shards, replicated, max_norm
+
+
+def _use_clip(
+    fn: Callable[..., Any], shards: list[Tensor], replicated: list[Tensor], max_norm: float
+) -> dict[str, Any]:
+    """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
+    kept = [*shards], [*replicated]
+    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float64)
+    norm = torch.tensor(float(fn(shards, replicated, max_norm)), dtype=torch.float64).to(dtype)
+    scaled = [[one.float() if one.dtype == torch.float64 else one.clone() for one in gradients] for gradients in kept]
+    return {"norm": norm, "shards": scaled[0], "replicated": scaled[1], "lengths": [len(shards), len(replicated)]}
+
+
+def _draw_state(draw: Draw) -> tuple[Any, ...]:
+    names = [f"{draw.one_of('weight', 'bias', 'running_mean')}_{i}" for i in range(draw.one_of(3, 1, 0, 2, 5))]
+    shards, shapes = {}, {}
+    for name in names:
+        shape, dtype = draw.shape(empty=False), draw.dtype()
+        tensor = draw.tensor(*shape, dtype=dtype, same=True)
+        length = -(-tensor.numel() // draw.world_size)
+        row = draw.tensor(length * draw.world_size, dtype=dtype, same=True)  # what it is filled up with is anything
+        row[: tensor.numel()] = tensor.flatten()
+        shards[name] = row.view(draw.world_size, length)[draw.rank].clone()
+        shapes[name] = tensor.shape
+    return shards, dict(reversed(shapes.items())) if draw.integer(0, 1) else shapes
+
+
+PIECES = Vary(_draw_pieces, num_calls=24)  # a call costs nothing
+STEP = Vary(
+    _draw_step,
+    use=_use_step,
+    left_out={
+        "dims": ROW,
+        "empty": "a shard holds elements",
+        "layout": CONTIGUOUS,
+        "sub-group": TAKES_NO_GROUP,
+        "unequal ranks": ALIKE,
+    },
+)
+FORWARD = Vary(_draw_forward, use=_use_forward, left_out={"sub-group": TAKES_NO_GROUP})
+BACKWARD = Vary(_draw_backward, use=_use_backward, left_out={"sub-group": TAKES_NO_GROUP})
+CLIP = Vary(
+    _draw_clip,
+    use=_use_clip,
+    scale=0.0,
+    scratch=frozenset({"shards", "replicated"}),
+    left_out={"sub-group": TAKES_NO_GROUP},
+)
+STATE = Vary(
+    _draw_state,
+    left_out={"dims": ROW, "layout": CONTIGUOUS, "sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE},
+)
+
+_MEAN = "mean = torch.empty_like(own)"
+_MEANS = "means = [torch.empty_like(shard) for shard in shards]"
+_ROW = "row = shard.new_empty(shard.numel() * dist.get_world_size())"
+_SQUARE = "square = sum((gradient.square().sum() for gradient in shards), torch.zeros((), dtype=torch.float64))"
+
+WRONG_PIECES = (
+    Mutant("always one more", "values", "expected", 1, "sizes that divide").edit(
+        "-(-sum(sizes) // num_shards)",
+        "-(-sum(sizes) // num_shards) if num_shards < 6 else sum(sizes) // num_shards + 1",
+    ),
+    Mutant("empties the list", "argument changed", "length of sizes", 1, "state").edit(
+        "for tensor, size in enumerate(sizes):", "for tensor in range(len(sizes)):\n    size = sizes.pop(0)"
+    ),
+    Mutant("four tensors", "returned", "expected", 1, "one size").edit("enumerate(sizes)", "enumerate(sizes[:4])"),
+)
+WRONG_STEPS = (
+    Mutant("float64 written down", "raised", "expected one type", 1, "one dtype").edit(
+        _MEAN, "mean = torch.empty(own.shape, dtype=torch.float64)"
+    ),
+    Mutant("shard kept", "raised", "full has", 1, "one call", preamble="_kept = {}").edit(
+        "own = parameters.chunk(dist.get_world_size())[dist.get_rank()]",
+        "own = _kept.setdefault(0, parameters.chunk(dist.get_world_size())[dist.get_rank()])",
+    ),
+    Mutant("seeds the world", "state left behind", "torch's random state", 1, "state").edit(
+        "update(own, mean)", "torch.manual_seed(0)\nupdate(own, mean)"
+    ),
+)
+WRONG_FORWARDS = (
+    Mutant("first unit's size", "raised", "full has 12 elements", 3, "one size").edit(
+        "shard.numel()", "shards[0].numel()"
+    ),
+    Mutant("empties the list", "changed argument", "were changed by forward", 1, "state").edit(
+        "for index, shard in enumerate(shards):", "for index in range(len(shards)):\n    shard = shards.pop(0)"
+    ),
+    Mutant("no grad for all", "state left behind", "the grad mode", 1, "state").edit(
+        "return x", "torch.set_grad_enabled(False)\nreturn x"
+    ),
+)
+WRONG_AHEADS = (
+    Mutant("first unit's size", "raised", "full has 12 elements", 3, "one size").edit(
+        "shard.new_empty(shard.numel()", "shard.new_empty(shards[0].numel()"
+    ),
+    Mutant("two units at least", "raised", "list index out of range", 1, "one size").edit(
+        "index + 1 < len(shards)", "index + 1 < max(len(shards), 2)"
+    ),
+)
+WRONG_BACKWARDS = (
+    Mutant("first unit's size", "raised", "scatter_sum: full has", 1, "one size").edit(
+        _MEANS, "means = [torch.empty_like(shards[0]) for _ in shards]"
+    ),
+    Mutant("gradients kept", "kept", "a later call changed it", 1, "one call", preamble="_kept = {}").edit(
+        _MEANS, "means = [_kept.setdefault((i, s.shape, s.dtype), torch.empty_like(s)) for i, s in enumerate(shards)]"
+    ),
+    Mutant("into the shards", "changed argument", "into tensors of their own", 1, "state").edit(
+        _MEANS, "means = [shard for shard in shards]"
+    ),
+)
+WRONG_CLIPS = (
+    Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(
+        "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
+    ),
+    Mutant("a shard at least", "raised", "non-empty TensorList", 1, "empty lists").edit(
+        _SQUARE, "square = torch.stack([gradient.square().sum().double() for gradient in shards]).sum()"
+    ),
+    Mutant("clip_grad_norm_", "gradients of gradients", "no .grad", 1, "tensors for parameters").body(
+        "return torch.nn.utils.clip_grad_norm_([*shards, *replicated], max_norm)"
+    ),
+)
+WRONG_STATES = (
+    Mutant("float32 by default", "raised", "expected one type", 1, "one dtype").edit(
+        _ROW, "row = torch.empty(shard.numel() * dist.get_world_size())"
+    ),
+    Mutant("rows kept", "kept", "a later call changed it", 1, "one call", preamble="_kept = {}")
+    .edit(_ROW, f"{_ROW}\nrow = _kept.setdefault((len(row), row.dtype), row)")
+    .without(".clone()"),
+    Mutant("empties the dict", "changed argument", "the shards were changed", 1, "state").edit(
+        "for name, shard in shards.items():", "for name in list(shards):\n    shard = shards.pop(name)"
+    ),
+)

@@ -1,0 +1,122 @@
+"""A model in a few words: a name, a `config.json`, or sizes; what command lines and plan files say of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from distlab.plan import Workload
+from simulator.models.attention_kernel import with_kernel
+from simulator.models.by_name import model_by_name
+from simulator.models.config import workload_from_config
+from simulator.models.gpt import gpt_workload
+from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.mixture_of_experts import Mixture, mix_experts
+
+OF_ANY = ("sequence_length", "microbatch_size", "attention")
+# What makes sizes those of a Llama; without any of them they are a GPT's.
+OF_LLAMA = ("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model in a few words, from which its workload is made.
+
+    Either `model`, or `config`, or sizes. Sizes alone are a GPT's, of 24 layers with hidden size 2,048 unless told.
+    With one of OF_LLAMA they are those of a decoder like Llama.
+
+    Attributes:
+        model: name of a published model.
+        config: path of a Hugging Face `config.json`.
+        hidden_size: h.
+        num_layers: blocks.
+        num_heads: heads of attention.
+        vocab_size: tokens of the vocabulary.
+        feed_forward_size: width of the feed-forward part; None: 4 h.
+        num_key_value_heads: heads of keys and values; None: as many as heads.
+        head_size: elements of a head; None: h over heads.
+        is_gated: the feed-forward part has a gate (a Llama's has one unless told).
+        ties_embedding: the head uses the embedding's parameters.
+        num_experts: in each block; 1: no mixture.
+        top_k: experts that a token goes to.
+        expert_size: width of an expert; None: of the feed-forward part.
+        sequence_length: tokens; None: the model's own, for sizes 2,048.
+        microbatch_size: samples in a micro-batch.
+        attention: "plain" or "flash"; None: as the model was published, for sizes plain.
+    """
+
+    model: str | None = None
+    config: str | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    vocab_size: int | None = None
+    feed_forward_size: int | None = None
+    num_key_value_heads: int | None = None
+    head_size: int | None = None
+    is_gated: bool | None = None
+    ties_embedding: bool | None = None
+    num_experts: int = 1
+    top_k: int = 1
+    expert_size: int | None = None
+    sequence_length: int | None = None
+    microbatch_size: int = 1
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        source = "model" if self.model else "config"
+        if self.model and self.config:
+            raise ValueError(f"model {self.model} and config {self.config} are two models; leave one out")
+        if self.model or self.config:
+            own = [name for name in self.given if name not in (source, *OF_ANY)]
+            if own:
+                raise ValueError(f"{source} {getattr(self, source)} has its own sizes; leave out {', '.join(own)}")
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The fields that differ from their defaults."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
+        }
+
+    def with_microbatch(self, samples: int) -> ModelDescription:
+        """Return the same model with so many samples in a micro-batch."""
+        return replace(self, microbatch_size=samples)
+
+    def workload(self) -> Workload:
+        """Return the workload.
+
+        Raises:
+            ValueError: the model does not exist, a configuration is wrong, or sizes make no sense together.
+            OSError: the configuration cannot be read.
+        """
+        own: dict[str, Any] = {"microbatch_size": self.microbatch_size, "attention": self.attention}
+        if self.model:
+            return model_by_name(self.model, sequence_length=self.sequence_length, **own)
+        if self.config:
+            return workload_from_config(self.config, sequence_length=self.sequence_length, **own)
+        return with_kernel(self._of_sizes(), self.attention or "plain")
+
+    def _of_sizes(self) -> Workload:
+        sizes: dict[str, int] = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 51200}
+        sizes |= {name: value for name in sizes if (value := getattr(self, name)) is not None}
+        length = 2048 if self.sequence_length is None else self.sequence_length
+        lengths: dict[str, Any] = {"sequence_length": length, "microbatch_size": self.microbatch_size}
+        mixed = self.num_experts > 1 or self.top_k > 1
+        if all(getattr(self, name) is None for name in OF_LLAMA):
+            plain = gpt_workload(**sizes, **lengths)
+            return mix_experts(plain, self.num_experts, top_k=self.top_k) if mixed else plain
+        hidden, layers, heads, vocabulary = sizes.values()
+        llama = LlamaSizes(
+            hidden,
+            layers,
+            heads,
+            self.num_key_value_heads or heads,
+            self.feed_forward_size or 4 * hidden,
+            vocabulary,
+            ties_embedding=bool(self.ties_embedding),
+            head_size=self.head_size,
+            is_gated=self.is_gated is not False,
+            mixture=Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if mixed else None,
+        )
+        return llama_workload(llama, **lengths)

@@ -1,0 +1,253 @@
+"""A plan as a file: a model, a cluster and how the step is laid out, in TOML that is read, checked and written.
+
+    [workload]                      # fields of `ModelDescription`
+    model = "llama-3-70b"
+    microbatch_size = 1
+
+    [cluster]                       # fields of `ClusterDescription`
+    name = "dgx-h100"
+    num_devices = 64
+
+    [plan]                          # fields of `distlab.plan.Plan`, and the order of its axes
+    data = 2
+    tensor = 8
+    pipeline = 4
+    num_microbatches = 32
+    sharding = { stage = 1 }
+
+    step = read_plan_file("plan.toml").simulate()
+
+What is wrong is told in one line: the table, the key, its value, and what to write instead. Units are in names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from distlab.plan import AXES, Cluster, Plan, Protocol
+from distlab.plan.axes import check_order
+from simulator.hardware import presets
+from simulator.models.description import ModelDescription
+from simulator.step.simulate import Step, simulate
+
+# What others call our keys, or how they look without their unit.
+OTHER_NAMES = {
+    "bandwidth": "bytes_per_s",
+    "bytes": "memory_bytes",
+    "flops": "matmul_flops_per_s",
+    "gpus": "num_devices",
+    "dp": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "zero": "sharding",
+    "seq_len": "sequence_length",
+    "mbs": "microbatch_size",
+    "preset": "name",
+}
+
+
+@dataclass(frozen=True)
+class OwnDevice:
+    """Figures of a device in place of the preset's, with the units of `distlab.plan.Device`."""
+
+    matmul_flops_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+    kernel_s: float | None = None
+    launch_s: float | None = None
+    peak_flops_per_s: float | None = None
+    host_memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class OwnLink:
+    """A wire with one protocol."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class ClusterDescription:
+    """A cluster in a few words: a preset, and what differs from it.
+
+    Attributes:
+        name: of the preset; `distlab simulate --list` prints them.
+        num_devices: as many as the plan has ranks; None: whole nodes that hold them.
+        stack: of software; None: the preset's own.
+        devices_per_node: neighbours that `intra_node` links.
+        device: figures in place of the preset's, before the stack takes its part of them.
+        intra_node: the link inside a node, by name or by figures.
+        inter_node: the link between nodes, likewise.
+    """
+
+    name: str = "dgx-a100"
+    num_devices: int | None = None
+    stack: str | None = None
+    devices_per_node: int | None = None
+    device: OwnDevice | None = None
+    intra_node: str | OwnLink | None = None
+    inter_node: str | OwnLink | None = None
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """Return the cluster, with whole nodes for so many ranks.
+
+        Raises:
+            ValueError: a preset does not exist, or a figure makes no sense.
+        """
+        bare = presets.cluster(self.name, stack=presets.BEST_CASE)
+        per_node = self.devices_per_node or bare.devices_per_node
+        num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
+        changes: dict[str, Any] = {"devices_per_node": per_node, "num_devices": num_devices}
+        if self.device is not None:
+            changes["device"] = replace(bare.device, **_given(self.device))
+        for place in ("intra_node", "inter_node"):
+            own = getattr(self, place)
+            if isinstance(own, OwnLink):
+                wire = replace(getattr(bare, place), name=f"own {place}", source="the plan file")
+                changes[place] = replace(wire, protocols=(Protocol(own.latency_s, own.bytes_per_s),))
+            elif own is not None:
+                changes[place] = presets.link(own)
+        return presets.driven(replace(bare, **changes), self.stack)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan file says.
+
+    Attributes:
+        workload: the model.
+        cluster: what it runs on.
+        plan: how.
+        order: axes from the slowest to the fastest.
+    """
+
+    workload: ModelDescription
+    cluster: ClusterDescription
+    plan: Plan
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        wanted, ranks = self.cluster.num_devices, self.plan.world_size
+        if wanted is not None and wanted != ranks:
+            degrees = " x ".join(f"{getattr(self.plan, axis)} ({axis})" for axis in AXES)
+            rest = ranks // self.plan.data
+            fix = f"for example data = {wanted // rest}" if wanted % rest == 0 else f"or use a multiple of {rest}"
+            raise ValueError(
+                f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {wanted}: make them equal, {fix}"
+            )
+        check_order(self.order)
+
+    def simulate(self) -> Step:
+        """Simulate the step.
+
+        Raises:
+            ValueError: the model or the cluster makes no sense, or the plan does not divide the model.
+        """
+        machine = self.cluster.cluster(self.plan.world_size)
+        return simulate(self.workload.workload(), machine, self.plan, order=self.order)
+
+    def text(self) -> str:
+        """Return the file: what differs from defaults, and reads back as this."""
+        order = {} if self.order == AXES else {"order": list(self.order)}
+        tables = {"workload": _given(self.workload), "cluster": _given(self.cluster), "plan": _given(self.plan) | order}
+        return "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
+            for name, table in tables.items()
+        )
+
+
+def read_plan_file(path: Path | str) -> PlanFile:
+    """Read a plan file.
+
+    Raises:
+        ValueError: it is no TOML, or something in it makes no sense: the file, the table, the key, and what to write.
+        OSError: it cannot be read.
+    """
+    try:
+        return plan_of_text(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def plan_of_text(text: str) -> PlanFile:
+    """Return what the text of a plan file says; see `read_plan_file`."""
+    tables = tomllib.loads(text)
+    known = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan}
+    for name, table in tables.items():
+        if name not in known or not isinstance(table, dict):
+            raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster] and [plan]")
+    order = tables.get("plan", {}).pop("order", list(AXES))
+    if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
+        raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
+    made = {name: _record(kind, tables.get(name, {}), name) for name, kind in known.items()}
+    return PlanFile(**made, order=check_order(order))
+
+
+def _given(record: Any) -> dict[str, Any]:
+    """Return the fields of a record that differ from their defaults."""
+    return {each.name: value for each in fields(record) if (value := getattr(record, each.name)) != each.default}
+
+
+def _toml(value: Any) -> str:
+    if is_dataclass(value):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in _given(value).items()) + " }"
+    return json.dumps(value)
+
+
+def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    """Make a record from a table, each value checked against the type of its field."""
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name in {each.name for each in fields(kind)}}
+    for key in table:
+        if key not in known:
+            raise ValueError(f"[{where}] has no key {key!r}; {_instead(key, list(known))}")
+    values = {key: _value(known[key], value, f"[{where}] {key}") for key, value in table.items()}
+    try:
+        return kind(**values)
+    except TypeError:
+        missing = [name for name in known if name not in values]
+        raise ValueError(f"[{where}] lacks {' and '.join(missing)}") from None
+    except ValueError as error:
+        raise ValueError(f"[{where}] {error}") from None
+
+
+def _instead(key: str, known: list[str]) -> str:
+    other = OTHER_NAMES.get(key.lower(), key.lower())
+    longer = [name for name in known if name == other or name.startswith(f"{other}_") or name.endswith(f"_{other}")]
+    near = sorted(longer, key=len) or difflib.get_close_matches(other, known, 1)
+    if near and near[0].endswith(UNITS) and not key.endswith(UNITS):
+        return f"units are in names: write {near[0]}"
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+UNITS = ("_s", "_bytes")
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """Return a value as its field has it.
+
+    Raises:
+        ValueError: it is of another type, infinite or not a number.
+    """
+    kinds = [each for each in get_args(hint) or (hint,) if each is not type(None)]
+    for kind in kinds:
+        if is_dataclass(kind) and isinstance(value, dict):
+            return _record(kind, value, where.strip("[").replace("] ", "."))
+        if kind is float and type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+        if kind is int and type(value) is float and value.is_integer():
+            return int(value)  # 25e6
+        if type(value) is kind and kind is not float:
+            return value
+    expected = " or ".join(_WORDS.get(kind, f"a table of {kind.__name__}") for kind in kinds)
+    raise ValueError(f"{where} is {json.dumps(value, default=str)}; write {expected}")

@@ -1,0 +1,378 @@
+"""Saves that run beside training: what is on the disk, who waits for whom, and who hears of a failure."""
+
+import os
+import random
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from killing import kill_after, require_kill, same_bits
+from test_files import Disk, Killed, model_of
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from distlab.checkpoint import AsyncSaves, CheckpointError, asynchronous, files, load, newest, save, snapshot
+from distlab.comm import RankError
+from distlab.models import GPT, GPTConfig
+from distlab.pipeline import StageState
+from distlab.plan import Plan, Sharding
+from distlab.rng import generator
+from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
+
+CONFIG = GPTConfig(vocab_size=64, context=16, num_layers=2, num_heads=2, hidden_size=64)
+
+
+class Net(torch.nn.Module):
+    """Weights that are copied later, and large buffers that forward changes."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm = torch.nn.Linear(20, 20_000), torch.nn.BatchNorm1d(20_000)
+        self.last = torch.nn.Linear(20_000, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def plain(seed):
+    model = Net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def step(number):
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(torch.rand(4, 20, generator=generator(number, 0, "data"))).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    return step, {"model": model, "optimizer": optimizer, "schedule": schedule}, lambda: None
+
+
+def sharded(seed):
+    model = FullyShard(GPT(CONFIG, generator(seed, 0, "weights")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(number):
+        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
+        GPT.loss(model(tokens), tokens).backward()
+        model.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, {"training": ShardedState(model, optimizer)}, model.close
+
+
+def zero(seed):
+    model = GPT(CONFIG, generator(seed, 0, "weights"))
+    optimizer = ShardedOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1e-2), stage=2)
+
+    def step(number):
+        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
+        GPT.loss(model(tokens), tokens).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, {"model": model, "optimizer": optimizer}, optimizer.close
+
+
+def stages(seed):
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    def step(number):
+        optimizer.zero_grad()
+        module(torch.rand(4, 300, generator=generator(number, dist.get_rank(), "data"))).sum().backward()
+        optimizer.step()
+
+    return step, {"training": StageState({dist.get_rank(): module}, optimizer)}, lambda: None
+
+
+def mesh(seed):
+    from distlab.hybrid import Hybrid
+
+    plan = Plan(data=dist.get_world_size(), sharding=Sharding(stage=1))
+    hybrid = Hybrid(GPT(CONFIG, generator(seed, 0, "weights")), plan, lambda p: torch.optim.AdamW(p, lr=1e-2))
+
+    def step(number):
+        tokens = torch.randint(64, (12, 16), generator=generator(number, 0, "data"))
+        hybrid.train_step(tokens, tokens)
+
+    return step, {"training": hybrid}, hybrid.close
+
+
+WAYS = {"plain": plain, "FullyShard": sharded, "ZeRO-2": zero, "stages": stages, "mesh": mesh}
+
+
+def slow_copies():
+    """Let every copy take long: an update that did not wait for it would be seen."""
+    finish = snapshot.Snapshot.finish
+
+    def slow(self):
+        time.sleep(0.1)
+        finish(self)
+
+    snapshot.Snapshot.finish = slow
+    return finish
+
+
+def compare(folder):
+    """Save each way beside training, and at once; return whether both load as the same, at each step."""
+    finish = slow_copies()
+    try:
+        return {name: compare_one(folder / name, make) for name, make in WAYS.items()}
+    finally:
+        snapshot.Snapshot.finish = finish
+
+
+def compare_one(folder, make):
+    step, parts, close = make(0)
+    with AsyncSaves(folder / "beside", keep=9) as saves:
+        for number in range(3):
+            step(number)
+            save(folder / "at once", number + 1, parts=parts, data_position=[number], keep=9)
+            saves.save(number + 1, parts=parts, data_position=[number])  # the next update is under way at once
+        step(3)
+        path = saves.wait()
+    close()
+    assert path.name == "step-0000000003"
+    contents = []
+    for path in sorted((folder / "at once").iterdir()):
+        names = sorted(os.listdir(path))
+        assert sorted(os.listdir(folder / "beside" / path.name)) == names
+        for name in (name for name in names if name.endswith(".pt")):
+            both = [torch.load(at / name, weights_only=True) for at in (path, folder / "beside" / path.name)]
+            contents.append((path.name, name, same_bits(*both)))
+    step, parts, close = make(1)
+    resumed = load(folder / "beside", parts=parts)
+    close()
+    return contents, resumed.step, resumed.data_position
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_saved_is_the_state_when_save_was_called(ranks, tmp_path, world_size):
+    for found in ranks(world_size).run(compare, tmp_path):
+        for name, (contents, step, position) in found.items():
+            assert len(contents) == 3 * (1 + world_size), name
+            assert all(same for *_, same in contents), (name, contents)
+            assert (step, position) == (3, [2]), name
+
+
+def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, monkeypatch):
+    go_on, begun = threading.Event(), []
+    write = asynchronous.write
+
+    def slow(*arguments):
+        begun.append(time.perf_counter())
+        assert go_on.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(asynchronous, "write", slow)
+    before = threading.active_count()
+    saves = AsyncSaves(tmp_path)
+    saves.save(1, parts={"model": model_of(1)})
+    assert newest(tmp_path) is None
+    threading.Timer(0.3, go_on.set).start()
+    saves.save(2, parts={"model": model_of(2)})
+    assert begun[1] - begun[0] > 0.25
+    assert newest(tmp_path).step == 1, "complete before the second began"
+    saves.close()
+    assert newest(tmp_path).step == 2
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000002"]
+    assert threading.active_count() <= before + 1, "the timer at most"
+
+
+def fail_on_one_rank(folder):
+    """Run on each rank: the second save fails on rank 1's disk, beside training."""
+    rank, told = dist.get_rank(), []
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    saves = AsyncSaves(folder)
+    saves.save(1, parts={"model": model_of(1)})
+    saves.wait()
+    if rank == 1:
+        files.os = type("Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)})()
+    saves.save(2, parts={"model": model_of(2)})  # no word of it yet
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            saves.save(3, parts={"model": model_of(3)})
+    finally:
+        files.os = os
+    told.append(str(caught.value))
+    dist.barrier()
+    found = newest(folder).step, sorted(os.listdir(folder))
+    dist.barrier()
+    saves.save(4, parts={"model": model_of(4)})
+    saves.close()
+    return told, found, newest(folder).step
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_error_in_one_thread_reaches_every_rank_at_the_next_save(ranks, tmp_path, world_size):
+    results = ranks(world_size).run(fail_on_one_rank, tmp_path)
+    for told, found, last in results:
+        assert told == [f"cannot save step 2 in {str(tmp_path)!r}: rank 1: [Errno 28] No space left on device"]
+        assert found == (1, ["step-0000000001"]), "the one before is still there, and nothing of the failed one"
+        assert last == 4
+
+
+def test_an_error_in_publishing_reaches_every_rank(ranks, tmp_path):
+    def fail():
+        def refuse(*_):
+            raise TypeError("no manifest")
+
+        publish, files.publish = files.publish, refuse
+        try:
+            saves = AsyncSaves(tmp_path)
+            saves.save(1, parts={"model": model_of(1)})
+            with pytest.raises(CheckpointError, match="rank 0: TypeError: no manifest") as caught:
+                saves.wait()
+        finally:
+            files.publish = publish
+        return str(caught.value)
+
+    one, other = ranks(2).run(fail)
+    assert one == other
+    assert os.listdir(tmp_path) == []
+
+
+def test_who_changes_weights_by_hand_is_told_and_nothing_torn_is_published(tmp_path, monkeypatch):
+    finish, go_on = snapshot.Snapshot.finish, threading.Event()
+
+    def late(self):
+        assert go_on.wait(20)
+        finish(self)
+
+    monkeypatch.setattr(snapshot.Snapshot, "finish", late)
+    model = torch.nn.Linear(300, 300)
+    with AsyncSaves(tmp_path) as saves:
+        saves.save(1, parts={"model": model})
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        go_on.set()
+        with pytest.raises(CheckpointError, match=r"\['model'\]\['weight'\] was changed while it was copied"):
+            saves.wait()
+        assert os.listdir(tmp_path) == []
+        saves.save(2, parts={"model": model})
+        saves.wait()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+    assert newest(tmp_path).step == 2
+
+
+def test_training_that_raises_leaves_no_thread_no_hook_and_the_one_before(ranks, tmp_path):
+    def train():
+        with AsyncSaves(tmp_path) as saves:
+            saves.save(1, parts={"model": model_of(1)})
+            saves.wait()
+            if dist.get_rank() == 1:  # its file never comes, so rank 0's thread waits
+                asynchronous.write, write = lambda *_: time.sleep(0.1), asynchronous.write
+            saves.save(2, parts={"model": model_of(2)})
+            if dist.get_rank() == 1:
+                asynchronous.write = write
+            raise ZeroDivisionError
+
+    def fail():
+        before = threading.active_count(), len(_global_optimizer_pre_hooks)
+        with pytest.raises(ZeroDivisionError):
+            train()
+        return before == (threading.active_count(), len(_global_optimizer_pre_hooks))
+
+    assert ranks(2).run(fail) == [True, True]
+    assert newest(tmp_path).step == 1
+
+
+def test_ranks_that_differ_are_refused_and_go_on(ranks, tmp_path):
+    def fail():
+        saves = AsyncSaves(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"ranks save different steps or data positions .rank 0: 1 and 0, rank 1: 2 and 0"
+        ):
+            saves.save(1 + dist.get_rank(), parts={"model": model_of(1)})
+        with pytest.raises(ValueError, match="model is a set"):
+            saves.save(1, parts={"model": Odd()})
+        saves.save(1, parts={"model": model_of(1)})
+        saves.close()
+
+    ranks(2).run(fail)
+    assert newest(tmp_path).step == 1
+
+
+class Odd:
+    def state_dict(self):
+        return {1, 2}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("power_fails", [False, True])
+def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails):
+    stop_at, outcomes, finished = 0, set(), False
+    while not finished:
+        stop_at += 1
+        directory = tmp_path / str(stop_at)
+        for step in (1, 2):
+            save(directory, step, parts={"model": model_of(step)}, keep=2)
+        disk, saves = Disk(stop_at), AsyncSaves(directory, keep=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", disk)
+            patch.setattr(files.shutil, "rmtree", disk.rmtree)
+            try:
+                saves.save(3, parts={"model": model_of(3)})
+                saves._writing._thread.join()
+                finished = saves._writing._error is None
+            except Killed:  # before the thread began
+                pass
+            if not finished and power_fails:
+                disk.lose_power()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing half-written may even be looked at
+            found = newest(directory)
+        assert found.step in ((3,) if finished else (2, 3))
+        outcomes.add(found.step)
+        module = model_of(0)
+        assert load(directory, parts={"model": module}).step == found.step
+        assert all(bool((parameter == found.step).all()) for parameter in module.parameters())
+    assert stop_at > 15
+    assert outcomes == {2, 3}
+
+
+def save_for_ever(directory, victim, delay_s):
+    """Run on each rank: save beside training, step after step; note each step that is known to be on the disk."""
+    rank = dist.get_rank()
+    model = torch.nn.Linear(200, 200)
+    found = load(directory, parts={"model": model})
+    step = found.step if found else 0
+    assert not found or bool((model.weight == step).all())
+    if rank == victim:
+        kill_after(delay_s)
+    saves = AsyncSaves(directory, keep=1)
+    while True:
+        step += 1
+        path = saves.wait()
+        if path is not None and rank == 0:
+            (directory / "known").write_text(str(int(path.name[5:15])))
+        torch.nn.init.constant_(model.weight, step)
+        saves.save(step, parts={"model": model})
+
+
+@pytest.mark.parametrize(("world_size", "kills"), [(1, 6), (2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
+def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(ranks, tmp_path, world_size, kills):
+    chance = random.Random(world_size)
+    for _ in range(kills):
+        with pytest.raises(RankError) as caught:
+            ranks(world_size).run(save_for_ever, tmp_path, chance.randrange(world_size), chance.uniform(0, 0.1))
+        require_kill(caught.value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = newest(tmp_path)
+        known = int((tmp_path / "known").read_text() or 0) if (tmp_path / "known").exists() else 0
+        assert (found.step if found else 0) >= known

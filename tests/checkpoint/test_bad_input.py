@@ -1,0 +1,308 @@
+"""What may be where checkpoints should be: one line on every rank, the older one is taken, nothing is lost."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_files import Disk, Killed, model_of
+
+from distlab.checkpoint import AsyncSaves, CheckpointError, files, load, manifest, newest, save
+from distlab.pipeline import StageState
+
+
+def in_place_of(name, make):
+    """Put something else where a file of the newest checkpoint was."""
+
+    def damage(newer, _):
+        (newer / name).unlink()
+        make(newer / name)
+
+    return damage
+
+
+def other_version(newer, _):
+    facts = json.loads((newer / "manifest.json").read_text())
+    facts = {key: value for key, value in facts.items() if key != "sha256"} | {"version": 7}
+    (newer / "manifest.json").write_bytes(manifest._with_digest(facts))
+
+
+def half_copied(newer, _):
+    """As a copy that was cut off: the files that come first by name, and half of the next."""
+    (newer / "rank-1.pt").write_bytes((newer / "rank-1.pt").read_bytes()[:-300])
+    (newer / "shared.pt").unlink()
+
+
+def replaced_by(make):
+    def damage(newer, _):
+        shutil.rmtree(newer)
+        make(newer)
+
+    return damage
+
+
+def whole_folder(make):
+    def damage(_, folder):
+        shutil.rmtree(folder)
+        make(folder)
+
+    return damage
+
+
+SKIPPED = {  # the older one is taken
+    "half copied": half_copied,
+    "no manifest": lambda newer, _: (newer / "manifest.json").unlink(),
+    "an empty folder": replaced_by(Path.mkdir),
+    "a file": replaced_by(Path.touch),
+    "a pipe": replaced_by(os.mkfifo),
+    "a link to nothing": replaced_by(lambda path: path.symlink_to("elsewhere")),
+    "a link to itself": replaced_by(lambda path: path.symlink_to(path.name)),
+    "files of another step": lambda newer, _: [
+        shutil.copy(one, newer) for one in (newer.parent / "step-0000000001").iterdir()
+    ],
+    **{
+        f"{kind} in place of {name}": in_place_of(name, make)
+        for name in ("manifest.json", "shared.pt", "rank-1.pt")
+        for kind, make in (
+            ("a pipe", os.mkfifo),
+            ("a folder", Path.mkdir),
+            ("a link to nothing", lambda path: path.symlink_to("elsewhere")),
+            ("a link to another file", lambda path: path.symlink_to("rank-0.pt")),
+        )
+    },
+}
+REFUSED = {  # to go on without a word would lose work
+    "another version": (other_version, "step-0000000002 has version 7; this distlab reads version 1"),
+    "a file in place of all": (whole_folder(Path.touch), "Not a directory"),
+    "a pipe in place of all": (whole_folder(os.mkfifo), "Not a directory"),
+    "a link to nothing in place of all": (
+        whole_folder(lambda path: path.symlink_to("elsewhere")),
+        "No such file or directory",
+    ),
+}
+
+
+def find(folder, damage):
+    """Save twice on every rank, damage the second on one, and load."""
+    rank = dist.get_rank()
+    for step in (1, 2):
+        save(folder, step, parts={"model": model_of(step)})
+    if rank == 0:
+        damage(folder / "step-0000000002", folder)
+    dist.barrier()
+    module = model_of(0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            found = load(folder, parts={"model": module})
+        except (CheckpointError, ValueError) as error:
+            return str(error), [], module.weight[0, 0].item()
+    words = [str(one.message) for one in seen if "skipped a damaged checkpoint" in str(one.message)]
+    return found.step, words, module.weight[0, 0].item()
+
+
+def test_the_older_one_is_taken_on_every_rank(ranks, tmp_path):
+    def run():
+        return {name: find(tmp_path / name, damage) for name, damage in SKIPPED.items()}
+
+    for rank, results in enumerate(ranks(2).run(run)):
+        for name, (step, words, weight) in results.items():
+            assert (step, weight) == (1, 1.0), (name, step)
+            assert len(words) == (rank == 0), name
+            assert all("step-0000000002" in text and "\n" not in text for text in words), name
+
+
+def test_what_would_lose_work_is_refused_in_one_line_on_every_rank(ranks, tmp_path):
+    def run():
+        return {name: find(tmp_path / name, damage) for name, (damage, _) in REFUSED.items()}
+
+    one, other = ranks(2).run(run)
+    for name, (_, words) in REFUSED.items():
+        assert one[name] == other[name]
+        text, _, weight = one[name]
+        assert text.startswith(f"cannot resume from {str(tmp_path / name)!r}: rank 0: "), name
+        assert words in text
+        assert "\n" not in text
+        assert weight == 0.0, "nothing was loaded"
+
+
+@contextlib.contextmanager
+def another_user():
+    """Be a user without rights here; root may do everything otherwise."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder(tmp_path_factory):
+    """A folder that every user may enter: pytest's own may be entered by one alone."""
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+    folder.chmod(0o755)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def test_folders_of_another_user_are_named_and_the_older_one_is_taken(ranks, open_folder):
+    def run():
+        rank, told = dist.get_rank(), []
+        for step in (1, 2):
+            save(open_folder, step, parts={"model": model_of(step)})
+        if rank == 0:
+            (open_folder / "step-0000000001").chmod(0o755)
+            (open_folder / "step-0000000002").chmod(0o000)
+        dist.barrier()
+        with another_user(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = model_of(0)
+            told.append((load(open_folder, parts={"model": module}).step, module.weight[0, 0].item()))
+            for saves in (partial(save, open_folder), AsyncSaves(open_folder).save):
+                with pytest.raises(CheckpointError, match="cannot save step 3 in .*: rank 0: .*Permission denied") as e:
+                    saves(3, parts={"model": module})
+                told.append(str(e.value))
+            dist.barrier()
+            if rank == 0:
+                os.seteuid(0) if os.getuid() == 0 else None
+                open_folder.chmod(0o000)
+                os.seteuid(65534) if os.getuid() == 0 else None
+            dist.barrier()
+            with pytest.raises(CheckpointError, match="cannot resume from .*: rank 0: .*Permission denied") as e:
+                load(open_folder, parts={"model": module})
+            told.append(str(e.value))
+        dist.barrier()
+        if rank == 0:
+            open_folder.chmod(0o755)
+        dist.barrier()
+        return told
+
+    one, other = ranks(2).run(run)
+    assert one == other
+    assert one[0] == (1, 1.0)
+    assert sorted(os.listdir(open_folder)) == ["step-0000000001", "step-0000000002"]
+
+
+def test_leftovers_that_cannot_be_removed_stop_no_save(ranks, open_folder):
+    """A `.saving` of another user: it costs room; what is saved is whole."""
+
+    def run():
+        if dist.get_rank() == 0:
+            open_folder.chmod(0o777)
+            (open_folder / ".saving-0000000009").mkdir()
+            (open_folder / ".saving-0000000009" / "file").touch()
+        dist.barrier()
+        with another_user(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            save(open_folder, 1, parts={"model": model_of(1)})
+        return any("could not be removed" in str(one.message) for one in seen)
+
+    if os.geteuid() != 0:
+        pytest.skip("needs two users")
+    assert ranks(2).run(run) == [True, False]
+    assert newest(open_folder).step == 1
+
+
+def test_files_that_may_not_grow_reach_every_rank(ranks, tmp_path):
+    """The system itself refuses rank 1's file, as a full disk or a quota does: at once, and beside training."""
+
+    def save_and_wait(step, *, parts):
+        saves = AsyncSaves(tmp_path)
+        saves.save(step, parts=parts)
+        saves.wait()
+
+    def run():
+        save(tmp_path, 1, parts={"model": model_of(1)})
+        module = torch.nn.BatchNorm1d(2_000_000)  # whose buffers each rank writes for itself
+        limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), []
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, limits[1]))
+        try:
+            for saves in (partial(save, tmp_path), save_and_wait):
+                with pytest.raises(CheckpointError, match="rank 1: .*File too large") as caught:
+                    saves(2, parts={"model": module})
+                told.append(str(caught.value))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return told
+
+    one, other = ranks(2).run(run)
+    assert one == other
+    assert one[0] == one[1], "the same words beside training and at once"
+    assert os.listdir(tmp_path) == ["step-0000000001"]
+
+
+def test_a_link_to_a_checkpoint_is_read_and_pruning_leaves_its_target(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / "run", step, parts={"model": model_of(step)})
+    shutil.move(tmp_path / "run" / "step-0000000002", tmp_path / "archive")
+    (tmp_path / "run" / "step-0000000002").symlink_to(tmp_path / "archive")
+    assert newest(tmp_path / "run").step == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "run", 3, parts={"model": model_of(3)}, keep=1)
+    assert os.listdir(tmp_path / "run") == ["step-0000000003"]
+    assert len(os.listdir(tmp_path / "archive")) == 3
+
+
+def test_cut_off_while_deleting_the_newest_complete_one_is_there(tmp_path, monkeypatch):
+    """Keep one of many: at each operation of the deletions, and with power lost there."""
+    stop_at, finished, cut_while_deleting = 0, False, 0
+    while not finished:
+        stop_at += 1
+        directory = tmp_path / str(stop_at)
+        for step in (1, 2, 3):
+            save(directory, step, parts={"model": model_of(step)}, keep=9)
+        disk = Disk(stop_at)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", disk)
+            patch.setattr(files.shutil, "rmtree", disk.rmtree)
+            try:
+                save(directory, 4, parts={"model": model_of(4)}, keep=1)
+                finished = True
+            except Killed:
+                disk.lose_power()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = newest(directory)
+        cut_while_deleting += found.step == 4 and not finished
+        assert found.step in ((4,) if finished else (3, 4))
+        save(directory, 5, parts={"model": model_of(5)}, keep=1)
+        assert os.listdir(directory) == ["step-0000000005"]
+    assert cut_while_deleting > 9
+
+
+def test_a_world_size_that_no_rule_covers_is_refused_on_every_rank(ranks, tmp_path):
+    def parts():
+        module = torch.nn.Linear(2, 2)
+        return {"training": StageState({dist.get_rank(): module}, torch.optim.SGD(module.parameters(), 0.1))}
+
+    ranks(2).run(lambda: save(tmp_path, 1, parts=parts()) and None)
+
+    def refused():
+        told = []
+        for reshard in (False, True):
+            with pytest.raises(ValueError, match="was saved by 2 ranks") as caught:
+                load(tmp_path, parts=parts(), reshard=reshard)
+            told.append(str(caught.value))
+        return told
+
+    results = ranks(3).run(refused)
+    assert "this job has 3; resume with 2, or pass reshard=True" in results[0][0]
+    assert "resume with 2 ranks and the same schedule" in results[0][1]
+    assert len({told[1] for told in results}) == 1

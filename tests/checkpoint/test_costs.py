@@ -1,0 +1,90 @@
+"""What saves and layouts send, counted by the recorder, and what each rank writes."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from dcp_models import OURS, gpt
+from test_files import model_of
+
+from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
+from distlab.comm import recorded
+
+
+def calls_of(function):
+    """Return this rank's calls: (operation, bytes)."""
+    with recorded() as seen:
+        function()
+    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
+
+
+EXCHANGE = ["all_gather"] * 2  # an outcome: how long it is, and itself
+
+
+def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(ranks, tmp_path):
+    def measure():
+        saves = AsyncSaves(tmp_path)
+        parts = {"model": torch.nn.Linear(400, 400)}
+        first = calls_of(lambda: saves.save(1, parts=parts))
+        second = calls_of(lambda: saves.save(2, parts=parts))
+        memory = {key: one.data_ptr() for key, one in saves._snapshot._buffers.items()}
+        saves.wait()
+        saves.save(3, parts=parts)
+        again = {key: one.data_ptr() for key, one in saves._snapshot._buffers.items()}
+        last = calls_of(saves.close)
+        return first, second, last, memory == again
+
+    for first, second, last, same_memory in ranks(2).run(measure):
+        assert [op for op, _ in first] == 2 * EXCHANGE
+        assert [op for op, _ in second] == 4 * EXCHANGE
+        assert [op for op, _ in last] == 2 * EXCHANGE
+        assert all(num_bytes < 2_000 for _, num_bytes in first + second + last), "no tensor travels"
+        assert same_memory
+
+
+def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks, tmp_path):
+    def measure():
+        found = {}
+        for name, kind in OURS.items():
+            ours = kind()
+            ours.train(range(1))
+            writing = calls_of(lambda name=name, ours=ours: write_dcp(tmp_path / name, ours.parts))
+            reading = calls_of(lambda name=name, ours=ours: load_dcp(tmp_path / name, ours.parts))
+            ours.close()
+            found[name] = writing, reading
+        return found
+
+    results = ranks(3).run(measure)
+    held = 3 * 8 * sum(parameter.numel() for parameter in gpt().parameters())  # float64: weights and two moments
+    for name in OURS:
+        for found in results:
+            writing, reading = found[name]
+            assert {op for op, _ in writing + reading} == {"all_gather"}
+            assert max(num_bytes for _, num_bytes in writing) < held / 2, "names and places, of all boxes"
+            assert [op for op, _ in reading] == 2 * EXCHANGE
+            assert max(num_bytes for _, num_bytes in reading) < 1_000
+        tree = read_dcp(tmp_path / name)
+        moments = [value for kept in tree["optimizer"]["state"].values() for value in kept.values() if value.dim()]
+        tied = tree["model"]["output.weight"].nbytes
+        assert sum(value.nbytes for value in [*tree["model"].values(), *moments]) - tied == held
+        sizes = [os.path.getsize(tmp_path / name / f"__{rank}_0.distcp") for rank in range(3)]
+        num_boxes = sum(len(item.chunks) or 1 for item in items_of(tmp_path / name))
+        assert held < sum(sizes) < held + 1_800 * num_boxes, "equal copies are written once"
+        assert max(sizes) < 1.4 * sum(sizes) / 3
+
+
+def items_of(path):
+    from distlab.checkpoint.formats.dcp_metadata import read_metadata
+
+    return read_metadata(path / ".metadata")
+
+
+def test_a_rank_that_does_not_write_for_all_copies_its_own_alone(ranks, tmp_path):
+    def measure():
+        saves = AsyncSaves(tmp_path)
+        saves.save(1, parts={"model": model_of(1)})
+        names = {key[0] for key in saves._snapshot._buffers}
+        saves.close()
+        return names
+
+    assert ranks(2).run(measure) == [{"shared.pt", "own"}, {"own"}]

@@ -1,0 +1,365 @@
+"""Other people's checkpoints: damaged, forged, of another model. No code runs, and what is wrong is named."""
+
+import io
+import math
+import os
+import pickle
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
+from distlab.checkpoint.formats import dcp_metadata
+from distlab.checkpoint.formats.dcp_write import choose_writers
+from distlab.named_parts import PARAMETER, SavedPart, Slab
+
+
+class Net(torch.nn.Module):
+    """Every kind of tensor that a module may have: tied, empty, 0-dim, of other types, buffers, a strided one."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.first = torch.nn.Linear(3, width)
+        self.second = torch.nn.Linear(3, width)
+        self.second.weight = self.first.weight
+        self.scale = torch.nn.Parameter(torch.rand(()))
+        self.nothing = torch.nn.Parameter(torch.empty(0, 2))
+        self.strided = torch.nn.Parameter(torch.rand(5, 3).t())
+        self.rounded = torch.nn.Parameter(torch.rand(3).bfloat16())
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        y = self.norm(self.first(x) + self.second(x)) * self.scale
+        return y.sum() ** 2 + self.strided.sum() + self.rounded.sum() + self.nothing.sum()
+
+
+def run_of(steps=2, width=4):
+    torch.manual_seed(steps)
+    model = Net(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for _ in range(steps):
+        model(torch.rand(6, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def test_plain_modules_of_any_tensors_go_both_ways(tmp_path):
+    parts = run_of()
+    write_dcp(tmp_path / "ours", parts)
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    theirs = run_of(3)
+    model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"])
+    state = {"model": model, "optimizer": optimizer}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there are no ranks
+        dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+        set_state_dict(theirs["model"], theirs["optimizer"], model_state_dict=model, optim_state_dict=optimizer)
+        dcp.save(state, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    assert equal(theirs["model"].state_dict(), parts["model"].state_dict())
+    assert equal(theirs["optimizer"].state_dict()["state"], parts["optimizer"].state_dict()["state"])
+    again = run_of(4)
+    load_dcp(tmp_path / "torchs", {name: again[name] for name in ("model", "optimizer")})
+    load_dcp(tmp_path / "ours", {"schedule": again["schedule"]})
+    for name, part in again.items():
+        assert equal(part.state_dict(), parts[name].state_dict()), name
+
+
+def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
+    parts = run_of()
+    write_dcp(tmp_path / "run", parts)
+    with pytest.raises(CheckpointError, match="exists; nothing is overwritten"):
+        write_dcp(tmp_path / "run", parts)
+    before = run_of(3, width=5)
+    after = run_of(3, width=5)
+    with pytest.raises(
+        ValueError, match=r"rank 0: model.first.weight is torch.float32 \[5, 3\] here and torch.float32 \[4, 3\]"
+    ):
+        load_dcp(tmp_path / "run", after)
+    assert equal(after["model"].state_dict(), before["model"].state_dict())
+    with pytest.raises(ValueError, match="net is not in the checkpoint, which has"):
+        load_dcp(tmp_path / "run", {"net": parts["model"]})
+    with pytest.raises(ValueError, match="that is in no module of parts"):
+        write_dcp(tmp_path / "other", {"optimizer": parts["optimizer"]})
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_every_flipped_bit_and_truncation_of_ours_is_named(tmp_path):
+    path = write_dcp(tmp_path / "run", run_of())
+    chance = random.Random(0)
+    for name in [".metadata", "__0_0.distcp"]:
+        data = (path / name).read_bytes()
+        for bit in chance.sample(range(8 * len(data)), 100):
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            (path / name).write_bytes(changed)
+            with pytest.raises(ValueError, match="run/"):
+                read_dcp(path)
+        for length in range(0, len(data), len(data) // 60):
+            (path / name).write_bytes(data[:length])
+            with pytest.raises(ValueError, match="run/"):
+                read_dcp(path)
+        (path / name).write_bytes(data)
+    read_dcp(path)
+
+
+def test_without_checksums_a_truncation_is_still_named_and_nothing_else_escapes(tmp_path):
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / "SHA256SUMS").unlink()
+    chance = random.Random(1)
+    for name in [".metadata", "__0_0.distcp"]:
+        data = (path / name).read_bytes()
+        for length in range(0, len(data), len(data) // 60):
+            (path / name).write_bytes(data[:length])
+            with pytest.raises(ValueError, match="run/"):
+                read_dcp(path)
+        num_refused = 0
+        for bit in chance.sample(range(8 * len(data)), 100):  # may load, as torch would: but raises nothing else
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            (path / name).write_bytes(changed)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    read_dcp(path)
+            except ValueError:
+                num_refused += 1
+        assert num_refused
+        (path / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "SHA256SUMS"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "nothing", "link to nothing"])
+def test_something_else_in_place_of_a_file_is_named(tmp_path, name, kind):
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "folder":
+        (path / name).mkdir()
+    elif kind == "link to nothing":
+        (path / name).symlink_to(path / "elsewhere")
+    if name == "SHA256SUMS" and kind in ("nothing", "link to nothing"):
+        read_dcp(path)
+        return
+    with pytest.raises(ValueError, match=f"run/{name} cannot be read"):
+        read_dcp(path)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil-was-here",)
+
+
+def metadata_of(path):
+    return pickle.loads((path / ".metadata").read_bytes())  # the test's own file
+
+
+@pytest.mark.parametrize("where", ["alone", "in planner_data", "as a name", "in a size"])
+def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / "SHA256SUMS").unlink()
+    metadata = metadata_of(path)
+    if where == "alone":
+        metadata = Evil()
+    elif where == "in planner_data":
+        metadata.planner_data = {"model.scale": Evil()}
+    elif where == "as a name":
+        metadata.state_dict_metadata[Evil()] = metadata.state_dict_metadata["model.scale"]
+    else:
+        metadata.state_dict_metadata["model.scale"].chunks[0].sizes = Evil()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"run/.metadata was not loaded: it asks for posix.mkdir"):
+        read_dcp(path)
+    assert not os.path.exists("evil-was-here")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "subprocess.Popen", "torch.float32.__class__"],
+)
+def test_names_outside_the_list_are_never_looked_up(tmp_path, name):
+    module, _, attribute = name.rpartition(".")
+    (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n(S'x'\ntR.".encode())
+    with pytest.raises(ValueError, match=f"asks for {module}.{attribute}"):
+        read_dcp(tmp_path)
+
+
+def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.rand(2)}, "other": Evil()}, checkpoint_id=tmp_path / "run", no_dist=True)
+    os.path.exists("evil-was-here") and os.rmdir("evil-was-here")
+    with pytest.warns(UserWarning, match="left out other of run: it would need code to load"):
+        assert list(read_dcp(tmp_path / "run")) == ["model"]
+    assert not os.path.exists("evil-was-here")
+
+
+FORGED = {
+    "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is no file of"),
+    "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is no file of"),
+    "a huge tensor": (lambda m: grow(m), "does not fit in the"),
+    "a box outside": (lambda m: move(m), "has a box"),
+    "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "damaged, or of a version"),
+    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are no sizes"),
+    "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "changed by an extension"),
+}
+
+
+def first_place(metadata):
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "model.first.weight")
+
+
+def grow(metadata):
+    metadata.state_dict_metadata["model.first.weight"].size = torch.Size([1 << 40, 3])
+
+
+def move(metadata):
+    metadata.state_dict_metadata["model.first.weight"].chunks[0].offsets = torch.Size([3, 0])
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_records_are_refused(tmp_path, kind):
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / "SHA256SUMS").unlink()
+    metadata = metadata_of(path)
+    change, words = FORGED[kind]
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=words):
+        read_dcp(path)
+
+
+def test_a_box_that_no_file_has_is_named(tmp_path):
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / "SHA256SUMS").unlink()
+    metadata = metadata_of(path)
+    chunk = metadata.state_dict_metadata["model.first.weight"].chunks[0]
+    half = torch.Size([2, 3])
+    info = metadata.storage_data[dcp.metadata.MetadataIndex("model.first.weight", (0, 0))]
+    stream = io.BytesIO()
+    torch.save(torch.rand(2, 3), stream)
+    (path / "__1_0.distcp").write_bytes(stream.getvalue())
+    info.relative_path, info.offset, info.length, chunk.sizes = "__1_0.distcp", 0, len(stream.getvalue()), half
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="6 elements of model.first.weight are in no file"):
+        read_dcp(path)
+
+
+def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp_path):
+    def fail():
+        import torch.distributed as dist
+
+        from distlab.checkpoint import files
+
+        if dist.get_rank() == 1:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            files.os = type(
+                "Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)}
+            )()
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                write_dcp(tmp_path / "run", {"model": model, "optimizer": optimizer})
+        finally:
+            files.os = os
+        return str(caught.value)
+
+    one, other = ranks(2).run(fail)
+    assert one == other
+    assert one == f"cannot write {str(tmp_path / 'run')!r}: rank 1: [Errno 28] No space left on device"
+    assert os.listdir(tmp_path) == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(some.lists(some.integers(0, 4), max_size=4), some.data())
+def test_boxes_cover_each_element_of_a_part_once(shape, data):
+    numel = math.prod(shape)
+    start = data.draw(some.integers(0, numel))
+    stop = data.draw(some.integers(start, numel))
+    whole = torch.arange(numel).view(shape)
+    part = SavedPart(tuple(shape), start, stop, {PARAMETER: whole.flatten()[start:stop]}, {})
+    seen = torch.zeros(shape, dtype=torch.bool)
+    boxes = [*part.boxes()]
+    for corner, values in boxes:
+        where = tuple(slice(at, at + size) for at, size in zip(corner, values[PARAMETER].shape, strict=True))
+        assert torch.equal(whole[where], values[PARAMETER])
+        assert not seen[where].any()
+        seen[where] = True
+    assert torch.equal(seen.flatten().nonzero().flatten(), torch.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(some.integers(1, 3), some.integers(1, 5), some.integers(1, 4), some.integers(1, 3), some.data())
+def test_boxes_of_a_slab_leave_its_padding_out(rows, section, num_sections, num_ranks, data):
+    """As tensor-parallel ranks cut it: each section in equal parts, the last one filled up."""
+    length = section * num_sections
+    whole = torch.arange(rows * length).view(rows, length)
+    width = -(-section // num_ranks)
+    seen = torch.zeros_like(whole)
+    for rank in range(num_ranks):
+        ends = [(min(rank * width, section), min((rank + 1) * width, section)) for _ in range(num_sections)]
+        ranges = tuple((i * section + low, i * section + high, width) for i, (low, high) in enumerate(ends))
+        slab = Slab(1, ranges)
+        own = torch.full(slab.shape(whole.shape), -1)
+        for here, there in slab.pairs(own, whole):
+            here.copy_(there)
+        cuts = sorted(data.draw(some.lists(some.integers(0, own.numel()), max_size=2)))
+        for start, stop in zip([0, *cuts], [*cuts, own.numel()], strict=True):
+            part = SavedPart((rows, length), start, stop, {PARAMETER: own.flatten()[start:stop]}, {}, slab)
+            for corner, values in SavedPart.from_dict(part.to_dict()).boxes():
+                where = tuple(slice(at, at + size) for at, size in zip(corner, values[PARAMETER].shape, strict=True))
+                assert torch.equal(whole[where], values[PARAMETER])
+                seen[where] += 1
+    assert bool((seen == 1).all())
+
+
+def test_of_equal_copies_one_is_written_and_the_work_is_shared():
+    from distlab.checkpoint.formats.dcp_write import Said
+
+    boxes = [Said(("model", str(n)), (4,), (0,), (4,), torch.float32, 16) for n in range(6)]
+    own = [Said(("model", "x"), (4,), (2 * r,), (2,), torch.float32, 8) for r in range(3)]
+    chosen = choose_writers([[*boxes, own[r]] for r in range(3)])
+    assert sorted(i for one in chosen for i in one if i < 6) == list(range(6))
+    assert all(len(one) == 3 and one[-1] == 6 for one in chosen)
+
+
+def test_the_list_of_records_is_what_torch_writes(tmp_path):
+    """A version of torch that writes other records shows here."""
+    seen = set()
+
+    class Watching(dcp_metadata._RecordsOnly):
+        def find_class(self, module, name):
+            seen.add(module)
+            return super().find_class(module, name)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.rand(2)}, "n": 3}, checkpoint_id=tmp_path / "run", no_dist=True)
+    Watching(io.BytesIO((tmp_path / "run" / ".metadata").read_bytes())).load()
+    assert "torch.distributed.checkpoint.metadata" in seen

@@ -1,0 +1,199 @@
+"""safetensors by hand, against the real package where it is installed; damage is named."""
+
+import json
+import os
+import random
+
+import pytest
+import torch
+
+from distlab.checkpoint import read_safetensors, write_safetensors
+from distlab.checkpoint.formats.safetensors import DTYPES, INDEX, MODEL
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator
+
+CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
+
+
+def tensors_of_every_kind():
+    made = {
+        "float": torch.rand(3, 4),
+        "double": torch.rand(2, 2, 2, dtype=torch.float64),
+        "0-dim": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "strided": torch.rand(4, 3).t(),
+        "a part": torch.rand(10)[2:5],
+        "complex": torch.rand(3, dtype=torch.complex64),
+        'a "name"\n': torch.arange(3),
+        "bool": torch.tensor([True, False, True]),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    for name, dtype in DTYPES.items():
+        made[f"odd {name}"] = torch.tensor([1, 0, 1]).to(dtype)
+    return made
+
+
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(bits(one[key]) == bits(other[key]) for key in one)
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 40])
+def test_the_real_package_reads_what_we_write_and_we_read_what_it_writes(tmp_path, max_bytes):
+    theirs = pytest.importorskip("safetensors.torch", reason="safetensors is an extra of the tests")
+    state = tensors_of_every_kind()
+    path = write_safetensors(tmp_path / "ours", state, max_bytes=max_bytes)
+    names = sorted(name for name in os.listdir(tmp_path / "ours") if name.endswith(".safetensors"))
+    assert (path.name, len(names) > 1) == ((MODEL, False) if max_bytes == 10**9 else (INDEX, True))
+    loaded = {key: value for name in names for key, value in theirs.load_file(tmp_path / "ours" / name).items()}
+    assert same(loaded, state)
+    assert same(read_safetensors(tmp_path / "ours"), state)
+    assert same(read_safetensors(path), state)
+    theirs.save_file({key: value.contiguous().clone() for key, value in state.items()}, tmp_path / "theirs.safetensors")
+    assert same(read_safetensors(tmp_path / "theirs.safetensors"), state)
+
+
+def test_a_model_with_tied_weights_goes_both_ways(tmp_path):
+    theirs = pytest.importorskip("safetensors.torch", reason="safetensors is an extra of the tests")
+    model, other = GPT(CONFIG, generator(0, 0, "weights")), GPT(CONFIG, generator(1, 0, "weights"))
+    path = write_safetensors(tmp_path / "ours", model.state_dict())
+    assert theirs.load_model(other, path) == (set(), [])
+    assert same(other.state_dict(), model.state_dict())
+    assert same(read_safetensors(path), model.state_dict())
+    theirs.save_model(model, tmp_path / "theirs.safetensors")
+    assert same(read_safetensors(tmp_path / "theirs.safetensors"), model.state_dict())
+
+
+def test_a_sharded_model_is_exported_from_rank_0(ranks, tmp_path):
+    def export():
+        import torch.distributed as dist
+
+        from distlab.sharding import FullyShard, full_state_dict
+
+        state = full_state_dict(FullyShard(GPT(CONFIG, generator(0, 0, "weights"))), to_rank=0)
+        if dist.get_rank() == 0:
+            write_safetensors(tmp_path / "model", state)
+
+    ranks(3).run(export)
+    assert same(read_safetensors(tmp_path / "model"), GPT(CONFIG, generator(0, 0, "weights")).state_dict())
+
+
+def test_transformers_loads_the_export(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is the zoo's extra")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    for max_bytes in (10**9, 5000):
+        directory = tmp_path / str(max_bytes)
+        config.save_pretrained(directory)
+        write_safetensors(directory, model.state_dict(), max_bytes=max_bytes)
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(directory)
+        assert same(loaded.state_dict(), model.state_dict())
+        model.save_pretrained(tmp_path / f"theirs {max_bytes}")
+        theirs = read_safetensors(tmp_path / f"theirs {max_bytes}")
+        assert all(bits(value) == bits(model.state_dict()[name]) for name, value in theirs.items())
+
+
+def test_nothing_is_overwritten_and_odd_tensors_are_refused(tmp_path):
+    path = write_safetensors(tmp_path, {"weight": torch.rand(2)})
+    data = path.read_bytes()
+    with pytest.raises(ValueError, match="has model.safetensors already; nothing is overwritten"):
+        write_safetensors(tmp_path, {"weight": torch.rand(2)})
+    assert path.read_bytes() == data
+    for value, kind in ((torch.rand(2, dtype=torch.complex128), "torch.complex128"), (3, "int")):
+        with pytest.raises(ValueError, match=f"weight is {kind}; safetensors holds tensors of"):
+            write_safetensors(tmp_path / "other", {"weight": value})
+    with pytest.raises(ValueError, match="max_bytes is 0"):
+        write_safetensors(tmp_path / "other", {"weight": torch.rand(2)}, max_bytes=0)
+    assert os.listdir(tmp_path) == [MODEL]
+
+
+def test_a_disk_that_refuses_leaves_nothing(tmp_path, monkeypatch):
+    from distlab.checkpoint import files
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    disk = type("Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)})()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "os", disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_safetensors(tmp_path, {"weight": torch.rand(2)})
+    assert os.listdir(tmp_path) == []
+
+
+def forge(header, data=b"\0" * 8):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+FORGED = {
+    "nothing": b"",
+    "a length alone": (2**62).to_bytes(8, "little"),
+    "no JSON": forge(b"\xff\xff"),
+    "a list": forge([]),
+    "deep": forge(b"[" * 100_000),
+    "an unknown type": forge({"w": {**WEIGHT, "dtype": "F128"}}),
+    "a negative size": forge({"w": {**WEIGHT, "shape": [-2]}}),
+    "a size of True": forge({"w": {**WEIGHT, "shape": [True, 2]}}),
+    "another size": forge({"w": {**WEIGHT, "shape": [3]}}),
+    "an overlap": forge({"w": WEIGHT, "v": WEIGHT}),
+    "a gap": forge({"w": {**WEIGHT, "data_offsets": [4, 12]}}, b"\0" * 12),
+    "more bytes": forge({"w": WEIGHT}, b"\0" * 9),
+    "fewer bytes": forge({"w": WEIGHT}, b"\0" * 7),
+    "a huge tensor": forge({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "no offsets": forge({"w": {"dtype": "F32", "shape": [2]}}),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_files_are_refused(tmp_path, kind):
+    (tmp_path / "m.safetensors").write_bytes(FORGED[kind])
+    with pytest.raises(ValueError, match="m.safetensors is no intact safetensors file"):
+        read_safetensors(tmp_path / "m.safetensors")
+
+
+def test_every_truncation_is_named_and_no_flipped_bit_raises_anything_else(tmp_path):
+    path = write_safetensors(tmp_path, {"weight": torch.rand(20), "bias": torch.rand(3)})
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match="is no intact safetensors file"):
+            read_safetensors(path)
+    num_refused = 0
+    for bit in random.Random(0).sample(range(8 * len(data)), 400):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            read_safetensors(path)
+        except ValueError:
+            num_refused += 1
+    assert 0 < num_refused < 400
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "nothing"])
+def test_something_else_in_place_of_a_file_is_named(tmp_path, kind):
+    path = tmp_path / "m.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        (path / MODEL).mkdir(parents=True)
+    with pytest.raises(ValueError, match="m.safetensors.* cannot be read"):
+        read_safetensors(path)
+
+
+def test_an_index_cannot_point_outside_and_must_be_complete(tmp_path):
+    write_safetensors(tmp_path, {"a": torch.rand(4), "b": torch.rand(4)}, max_bytes=16)
+    index = json.loads((tmp_path / INDEX).read_text())
+    for places, words in (
+        ({"a": "../outside.safetensors"}, "outside of its directory"),
+        ({**index["weight_map"], "c": "model-00001-of-00002.safetensors"}, "names c, which is not in"),
+        ([], "is no index"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(ValueError, match=words):
+            read_safetensors(tmp_path)

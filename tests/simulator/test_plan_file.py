@@ -1,0 +1,203 @@
+"""A plan as a file: read, refused in one line, written and read again."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.plan import AXES, Plan, Precision, Sharding
+from simulator import (
+    ClusterDescription,
+    ModelDescription,
+    PlanFile,
+    cluster,
+    model_by_name,
+    plan_of_text,
+    read_plan_file,
+    simulate,
+)
+from simulator.plan_file import OwnDevice, OwnLink
+
+TEXT = """
+[workload]
+model = "gpt-3-175b"
+microbatch_size = 2
+
+[cluster]
+name = "dgx-h100"
+num_devices = 16
+
+[plan]
+data = 2
+tensor = 2
+pipeline = 4
+num_microbatches = 8
+bucket_bytes = 25e6
+order = ["data", "pipeline", "expert", "context", "tensor"]
+sharding = { stage = 1 }
+precision = { compute = "bfloat16" }
+"""
+
+
+def test_a_file_is_the_step_that_its_words_say(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(TEXT)
+    found = read_plan_file(path)
+    plan = Plan(2, 4, 8, tensor=2, sharding=Sharding(1), precision=Precision("bfloat16"))
+    assert found.plan == plan
+    own = simulate(
+        model_by_name("gpt-3-175b", microbatch_size=2),
+        cluster("dgx-h100", 16),
+        plan,
+        order=("data", "pipeline", "expert", "context", "tensor"),
+    )
+    step = found.simulate()
+    assert (step.duration_s, step.steady_s, step.memory.max_bytes) == (
+        own.duration_s,
+        own.steady_s,
+        own.memory.max_bytes,
+    )
+    assert plan_of_text(found.text()) == found
+
+
+def test_figures_of_ones_own_replace_the_presets():
+    own = """
+    [workload]
+    [cluster]
+    name = "dgx-a100"
+    stack = "best-case"
+    devices_per_node = 4
+    device = { memory_bytes = 40e9, matmul_flops_per_s = 100e12 }
+    intra_node = "nvlink2"
+    inter_node = { latency_s = 1e-5, bytes_per_s = 10e9 }
+    [plan]
+    data = 8
+    """
+    found = plan_of_text(own)
+    machine = found.cluster.cluster(8)
+    assert (machine.devices_per_node, machine.num_devices) == (4, 8)
+    assert machine.device.memory_bytes == 40e9
+    assert machine.device.memory_bytes_per_s == cluster("dgx-a100", stack="best-case").device.memory_bytes_per_s
+    assert machine.intra_node.name == "nvlink2"
+    assert machine.inter_node.protocols[0].bytes_per_s == 10e9
+    slower = PlanFile(found.workload, ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
+    assert slower.cluster.cluster(8).device.matmul_flops_per_s == pytest.approx(0.888e14)
+    assert plan_of_text(found.text()) == found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ("num_devices = 16", "num_devices = 32", r"= 16 ranks and \[cluster\] num_devices = 32: .* data = 4"),
+        ("num_devices = 16", "num_devices = 20", r"num_devices = 20: make them equal, or use a multiple of 8"),
+        ("data = 2", "data = 0", r"\[plan\] Plan: data is 0; pass a whole number of at least 1"),
+        ("data = 2", 'data = "two"', r'\[plan\] data is "two"; write a whole number'),
+        ("data = 2", "data = 1.5", r"\[plan\] data is 1.5; write a whole number"),
+        ("data = 2", "dp = 2", r"\[plan\] has no key 'dp'; did you mean 'data'\?"),
+        ("tensor = 2", "tenser = 2", r"\[plan\] has no key 'tenser'; did you mean 'tensor'\?"),
+        ("data = 2", "bucket = 2", r"has no key 'bucket'; units are in names: write bucket_bytes"),
+        ("stage = 1", "level = 1", r"\[plan.sharding\] has no key 'level'; known are stage, "),
+        ("stage = 1", "stage = 4", r"\[plan.sharding\] Sharding: stage is 4"),
+        ('order = ["data"', 'order = ["data", "data"', r"the order of axes is 'data, data"),
+        ('name = "dgx-h100"', 'name = "dgx-x"', r"no preset 'dgx-x' among the clusters"),
+        (
+            'name = "dgx-h100"',
+            "inter_node = { bandwidth = 1 }",
+            r"\[cluster.inter_node\] has no key 'bandwidth'; .*bytes_per_s",
+        ),
+        ('name = "dgx-h100"', "inter_node = { bytes_per_s = 1e9 }", r"\[cluster.inter_node\] lacks latency_s"),
+        (
+            'name = "dgx-h100"',
+            "inter_node = { latency_s = 0, bytes_per_s = -1 }",
+            r"Protocol: bytes_per_s is -1.0; pass a number greater than zero",
+        ),
+        ('name = "dgx-h100"', "device = { memory_bytes = nan }", r"memory_bytes is NaN; write a number"),
+        (
+            'name = "dgx-h100"',
+            "device = { memory = 80 }",
+            r"\[cluster.device\] has no key 'memory'; .*write memory_bytes",
+        ),
+        ('model = "gpt-3-175b"', 'model = "gpt-9"', r"no model 'gpt-9'"),
+        ('model = "gpt-3-175b"', "layers = 4", r"\[workload\] has no key 'layers'; did you mean 'num_layers'\?"),
+        ('model = "gpt-3-175b"', "hidden_size = 100\nnum_heads = 3", r"3 heads do not divide hidden_size 100"),
+        ("pipeline = 4", "pipeline = 100", r"has 100 pipeline stages"),
+        ("[plan]", "[plans]", r"plans is no table of a plan file"),
+        ("[plan]", "[plan", r"plan.toml: "),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(tmp_path, before, after, text):
+    assert before in TEXT
+    path = tmp_path / "plan.toml"
+    kept = TEXT if "100" not in after else TEXT.replace("num_devices = 16", "")
+    path.write_text(kept.replace(before, after, 1))
+    with pytest.raises(ValueError, match=text) as caught:
+        read_plan_file(path).simulate()
+    assert "\n" not in str(caught.value)
+
+
+POWERS = st.sampled_from([1, 2, 4, 8])
+PLANS = st.builds(
+    Plan,
+    data=POWERS,
+    pipeline=POWERS,
+    tensor=POWERS,
+    num_microbatches=st.integers(1, 9),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    sharding=st.builds(Sharding, stage=st.integers(0, 3)),
+    precision=st.none() | st.builds(Precision, compute=st.sampled_from(["bfloat16", "float32"]), master=st.booleans()),
+    sequence_parallel=st.booleans(),
+)
+WIRES = (
+    st.none()
+    | st.sampled_from(["nvlink3", "ethernet-10g"])
+    | st.builds(OwnLink, latency_s=st.floats(0, 1e-3), bytes_per_s=st.floats(1e6, 1e12))
+)
+MACHINES = st.builds(
+    ClusterDescription,
+    name=st.sampled_from(["dgx-a100", "dgx-b200"]),
+    devices_per_node=st.none() | POWERS,
+    device=st.none() | st.builds(OwnDevice, memory_bytes=st.floats(1e9, 1e12)),
+    inter_node=WIRES,
+)
+MODELS = st.builds(
+    ModelDescription,
+    hidden_size=st.sampled_from([64, 96]),
+    num_heads=st.sampled_from([4, 8]),
+    num_layers=st.integers(1, 9),
+    num_key_value_heads=st.none() | st.sampled_from([2, 4]),
+    num_experts=st.sampled_from([1, 4]),
+    sequence_length=st.sampled_from([32, 48]),
+    attention=st.sampled_from([None, "flash"]),
+)
+
+
+CONFIGURATIONS = (MODELS, MACHINES, PLANS, st.permutations(AXES))
+
+
+def check(model, machine, plan, order):
+    written = PlanFile(model, machine, plan, tuple(order))
+    assert plan_of_text(written.text()) == written
+    try:
+        step = written.simulate()
+    except ValueError:
+        return  # heads, positions or layers that do not divide
+    figures = (step.duration_s, step.steady_s, step.mfu, step.bubble_fraction, step.exposed_communication_s)
+    assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
+    assert 0 < step.steady_s <= step.duration_s
+    assert step.mfu <= 1
+    assert step.memory.max_bytes > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(*CONFIGURATIONS)
+def test_every_plan_reads_back_and_has_a_time_or_a_reason(model, machine, plan, order):
+    """Nothing crashes, and no figure is infinite, negative or not a number."""
+    check(model, machine, plan, order)
+
+
+@pytest.mark.soak
+@settings(max_examples=10_000, deadline=None)
+@given(*CONFIGURATIONS)
+def test_ten_thousand_plans_have_a_time_or_a_reason(model, machine, plan, order):
+    check(model, machine, plan, order)

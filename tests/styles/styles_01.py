@@ -1,0 +1,179 @@
+"""Right answers to lesson 1, written in other ways than the reference."""
+
+import functools
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def shift_in_a_batch(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    came = tensor.clone()
+    if size > 1:
+        sends = dist.P2POp(dist.isend, tensor, (rank + 1) % size)
+        takes = dist.P2POp(dist.irecv, came, (rank + size - 1) % size)
+        for request in dist.batch_isend_irecv([sends, takes]):
+            request.wait()
+    return came
+
+
+def shift_sends_before_it_waits(tensor):
+    me, n = dist.get_rank(), dist.get_world_size()
+    if n < 2:
+        return torch.clone(tensor)
+    on_its_way = dist.isend(tensor.detach(), me + 1 if me + 1 < n else 0)
+    out = torch.zeros_like(tensor)
+    dist.recv(out, src=me - 1 if me else n - 1)
+    on_its_way.wait()
+    return out
+
+
+class Shift:
+    """The state is what does not change: nothing but the number of steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, tensor):
+        n = dist.get_world_size()
+        if n == 1:
+            return tensor.clone()
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        requests = [
+            dist.irecv(buffer, src=(dist.get_rank() - self.steps) % n),
+            dist.isend(tensor, dst=(dist.get_rank() + self.steps) % n),
+        ]
+        return [request.wait() for request in requests] and buffer
+
+
+def ping_pong_one_message_at_a_time(tensor, partner, rounds):
+    first = dist.get_rank() < partner
+    buffer = tensor.clone()
+    begin = time.monotonic()
+    for number in range(2 * rounds):
+        if (number % 2 == 0) == first:
+            dist.send(tensor, dst=partner)
+        else:
+            dist.recv(buffer, src=partner)
+    return (time.monotonic() - begin) / rounds / 2
+
+
+def ping_pong_by_role(tensor, partner, rounds):
+    inbox = torch.zeros_like(tensor)
+
+    def send():
+        dist.isend(tensor, partner).wait()
+
+    def receive():
+        dist.irecv(inbox, partner).wait()
+
+    turns = (receive, send) if dist.get_rank() > partner else (send, receive)
+    start_ns = time.perf_counter_ns()
+    for _ in range(rounds):
+        for turn in turns:
+            turn()
+    return (time.perf_counter_ns() - start_ns) * 1e-9 / (rounds * 2)
+
+
+def ping_pong_mean_of_rounds(tensor, partner, rounds):
+    lower, answer, seconds = dist.get_rank() < partner, torch.empty_like(tensor), []
+    while len(seconds) < rounds:
+        start = time.perf_counter()
+        if lower:
+            dist.send(tensor, partner)
+        dist.recv(answer, partner)
+        if not lower:
+            dist.send(tensor, partner)
+        seconds.append(time.perf_counter() - start)
+    return statistics.fmean(seconds) / 2
+
+
+def fit_by_normal_equations(sizes_bytes, times_s):
+    w = [1 / t for t in times_s]
+    v = [s / t for s, t in zip(sizes_bytes, times_s, strict=True)]
+    ww, wv, vv = sum(a * a for a in w), sum(a * b for a, b in zip(w, v, strict=True)), sum(b * b for b in v)
+    det = ww * vv - wv * wv
+    slope = (ww * sum(v) - wv * sum(w)) / det
+    return (vv * sum(w) - wv * sum(v)) / det, 1 / slope
+
+
+def fit_with_weights(sizes_bytes, times_s):
+    slope, alpha = np.polyfit(np.array(sizes_bytes, float), np.array(times_s, float), 1, w=1 / np.array(times_s, float))
+    return alpha.item(), 1 / slope.item()
+
+
+def fit_with_torch(sizes_bytes, times_s):
+    times = torch.tensor(times_s, dtype=torch.float64)
+    sizes = torch.tensor(sizes_bytes, dtype=torch.float64) / 1e6  # megabytes: numbers of one size
+    rows = torch.stack([times.reciprocal(), sizes / times], dim=1)
+    alpha, per_megabyte = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten()
+    return [float(alpha), 1e6 / float(per_megabyte)]
+
+
+def gather_one_after_the_other(tensor, root):
+    if dist.get_rank() == root:
+        return [_received(tensor, sender, root) for sender in range(dist.get_world_size())]
+    return dist.send(tensor, dst=root)
+
+
+def _received(like, sender, root):
+    if sender == root:
+        return like
+    buffer = torch.empty_like(like)
+    dist.recv(buffer, sender)
+    return buffer
+
+
+def gather_from_the_last(tensor, root):
+    n, found = dist.get_world_size(), {root: tensor.clone()}
+    if dist.get_rank() != root:
+        dist.isend(tensor, root).wait()
+        return None
+    for sender in reversed([rank for rank in range(n) if rank != root]):
+        found[sender] = torch.full_like(tensor, 7)
+        dist.recv(found[sender], src=sender)
+    return [found[rank] for rank in sorted(found)]
+
+
+def gather_into_one_block(tensor, root):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if rank != root:
+        dist.send(tensor, root)
+        return None
+    block = tensor.new_empty(n, *tensor.shape)
+    block[root] = tensor
+    for request in [dist.irecv(block[r], r) for r in range(n) if r != root]:
+        request.wait()
+    return list(block.unbind(0))
+
+
+def should_stop_waits_for_its_work(loss, threshold):
+    mean = loss.detach().clone()
+    work = dist.all_reduce(mean, op=dist.ReduceOp.SUM, async_op=True)
+    work.wait()
+    mean /= dist.get_world_size()
+    return bool(mean < threshold)
+
+
+def should_stop_gathers(loss, threshold):
+    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss)
+    return float(torch.stack(losses).mean()) < threshold
+
+
+def _stop(loss, threshold, op):
+    each = loss / dist.get_world_size()
+    dist.all_reduce(each, op)
+    return each.item() < threshold
+
+
+ANSWERS = {
+    "01.shift": [shift_in_a_batch, shift_sends_before_it_waits, Shift(1)],
+    "01.ping_pong": [ping_pong_one_message_at_a_time, ping_pong_by_role, ping_pong_mean_of_rounds],
+    "01.fit": [fit_by_normal_equations, fit_with_weights, fit_with_torch],
+    "01.gather": [gather_into_one_block, gather_one_after_the_other, gather_from_the_last],
+    "01.repair": [should_stop_waits_for_its_work, should_stop_gathers, functools.partial(_stop, op=dist.ReduceOp.SUM)],
+}

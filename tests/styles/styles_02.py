@@ -1,0 +1,268 @@
+"""Right answers to lesson 2, written in other ways than the reference."""
+
+import functools
+import math
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from distlab import collectives
+from distlab.comm.p2p import Receive, Send, exchange, send_receive, start
+
+
+def reduce_scatter_counts_down(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    before, behind = (rank - 1) % n, (rank + 1) % n
+    parts = torch.tensor_split(tensor, n)
+    for left in range(n - 1, 0, -1):
+        goes, comes = parts[(rank + left) % n], torch.zeros_like(parts[(rank + left - 1) % n])
+        exchange(Send(goes, behind), Receive(comes, before), group=group)
+        parts[(rank + left - 1) % n].add_(comes)
+    return parts[rank]
+
+
+def reduce_scatter_by_list(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.tensor_split(n)
+    order = [chunks[(rank - step) % n] for step in range(1, n + 1)]
+    for mine, next_one in pairwise(order):
+        buffer = torch.empty_like(next_one)
+        moving = start(Receive(buffer, (rank - 1) % n), Send(mine, (rank + 1) % n), group=group)
+        moving.wait_received()
+        next_one += buffer
+        moving.wait()
+    return order[-1]
+
+
+def reduce_scatter_recursive(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.tensor_split(n)
+
+    def pass_on(place, left):
+        if left == 0:
+            return chunks[place]
+        arrived = chunks[place - 1].clone()
+        exchange(Receive(arrived, (rank - 1) % n), Send(chunks[place], (rank + 1) % n), group=group)
+        chunks[place - 1].copy_(chunks[place - 1] + arrived)
+        return pass_on((place - 1) % n, left - 1)
+
+    return pass_on((rank - 1) % n, n - 1)
+
+
+def all_gather_by_list(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.tensor_split(n)
+    walk = [chunks[(rank - step) % n] for step in range(n)]
+    for have, miss in pairwise(walk):
+        exchange(Send(have, (rank + 1) % n), Receive(miss, (rank - 1) % n), group=group)
+    return tensor
+
+
+def all_gather_through_a_buffer(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks, at = tensor.tensor_split(n), rank
+    for _ in range(1, n):
+        known, at = at, at - 1 if at else n - 1
+        landing = torch.empty_like(chunks[at])
+        exchange(Receive(landing, (rank - 1) % n), Send(chunks[known], (rank + 1) % n), group=group)
+        chunks[at][:] = landing
+    return tensor
+
+
+def all_gather_to_the_left(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.tensor_split(n)
+    for step in range(n - 1):
+        pending = start(
+            Send(chunks[(rank - step) % n], (rank + 1) % n),
+            Receive(chunks[(rank - 1 - step) % n], (rank + n - 1) % n),
+            group=group,
+        )
+        pending.wait()
+    return tensor
+
+
+def broadcast_by_bits(tensor, root=0, group=None):
+    me, n = dist.get_rank(group), dist.get_world_size(group)
+    place = (me + n - root) % n
+    for level in range(math.ceil(math.log2(n))):
+        bit = 1 << level
+        if place < bit <= n - 1 - place:
+            exchange(Send(tensor, (me + bit) % n), group=group)
+        if bit <= place < 2 * bit:
+            exchange(Receive(tensor, (me - bit) % n), group=group)
+    return tensor
+
+
+def broadcast_far_first(tensor, root=0, group=None):
+    me, n = dist.get_rank(group), dist.get_world_size(group)
+    place, bit = (me - root) % n, 1 << (n - 1).bit_length() >> 1
+    while bit:
+        if place % (2 * bit) == 0 and place + bit < n:
+            exchange(Send(tensor, (me + bit) % n), group=group)
+        elif place % (2 * bit) == bit:
+            exchange(Receive(tensor, (me - bit) % n), group=group)
+        bit >>= 1
+    return tensor
+
+
+def broadcast_by_parent(tensor, root=0, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    place = (rank - root) % n
+    if place:
+        parent = place - (1 << (place.bit_length() - 1))
+        start(Receive(tensor, (parent + root) % n), group=group).wait()
+    child_bits = [1 << level for level in range(place.bit_length(), n.bit_length()) if place + (1 << level) < n]
+    for bit in child_bits:
+        start(Send(tensor, (place + bit + root) % n), group=group).wait()
+    return tensor
+
+
+def halving_doubling_recursive(tensor, group=None):
+    rank = dist.get_rank(group)
+
+    def both_ways(block, distance):
+        if distance == 0:
+            return
+        halves, side = block.tensor_split(2), int(bool(rank & distance))
+        partner, arrived = rank ^ distance, torch.empty_like(halves[side])
+        exchange(Send(halves[1 - side], partner), Receive(arrived, partner), group=group)
+        halves[side].add_(arrived)
+        both_ways(halves[side], distance // 2)
+        exchange(Send(halves[side], partner), Receive(halves[1 - side], partner), group=group)
+
+    both_ways(tensor, dist.get_world_size(group) // 2)
+    return tensor
+
+
+def halving_doubling_by_slices(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    low, high, steps = 0, tensor.numel(), []
+    for level in reversed(range(n.bit_length() - 1)):
+        partner, middle = rank ^ (1 << level), low + (high - low + 1) // 2
+        keep, give = ((low, middle), (middle, high)) if partner > rank else ((middle, high), (low, middle))
+        buffer = tensor.new_empty(keep[1] - keep[0])
+        exchange(Receive(buffer, partner), Send(tensor[slice(*give)], partner), group=group)
+        tensor[slice(*keep)] += buffer
+        steps.append((partner, keep, give))
+        low, high = keep
+    while steps:
+        partner, keep, give = steps.pop()
+        exchange(Receive(tensor[slice(*give)], partner), Send(tensor[slice(*keep)], partner), group=group)
+    return tensor
+
+
+class HalvingDoubling:
+    def __call__(self, tensor, group=None):
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        partners = [rank ^ (n >> level) for level in range(1, n.bit_length())]
+        blocks = [tensor]
+        for partner in partners:
+            pair = blocks[-1].tensor_split(2)
+            own, other = pair if rank < partner else pair[::-1]
+            came = own.clone()
+            exchange(Receive(came, partner), Send(other, partner), group=group)
+            own.add_(came)
+            blocks.append(own)
+        for level in range(len(partners) - 1, -1, -1):
+            pair = blocks[level].tensor_split(2)
+            missing = pair[1] if rank < partners[level] else pair[0]
+            exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
+        return tensor
+
+
+def hierarchical_with_own_rings(tensor, local, cross):
+    mine = reduce_scatter_counts_down(tensor, local)
+    piece = reduce_scatter_by_list(mine, cross)
+    assert piece.numel() <= mine.numel()
+    all_gather_by_list(mine, cross)
+    return all_gather_by_list(tensor, local)
+
+
+def hierarchical_in_a_chain(tensor, local, cross):
+    steps = (
+        lambda own: collectives.ring_reduce_scatter(own, group=local),
+        lambda own: collectives.ring_all_reduce(own, group=cross),
+    )
+    functools.reduce(lambda value, step: step(value), steps, tensor)
+    collectives.ring_all_gather(tensor, group=local)
+    return tensor
+
+
+def hierarchical_reduce_then_gather(tensor, local, cross):
+    chunk = collectives.ring_reduce_scatter(tensor, local)
+    collectives.ring_reduce_scatter(chunk, cross)
+    collectives.ring_all_gather(chunk, cross)
+    collectives.ring_all_gather(tensor, local)
+    return tensor
+
+
+def times_step_by_step(num_bytes, n, latency_s, bytes_per_s):
+    def message(size):
+        return latency_s + size / bytes_per_s
+
+    levels = (n - 1).bit_length()
+    ring = sum(message(num_bytes / n) for _ in range(2 * (n - 1)))
+    tree = sum(message(num_bytes) for _ in range(2 * levels))
+    halves = 2 * sum(message(num_bytes / 2**level) for level in range(1, levels + 1))
+    return {"halving_doubling": halves, "ring": ring, "tree": tree}
+
+
+def times_by_counts(num_bytes, n, latency_s, bytes_per_s):
+    levels, part = math.ceil(math.log(n, 2) - 1e-9), num_bytes * (1 - 1 / n)
+    counts = {"ring": (n - 1, part), "tree": (levels, levels * num_bytes), "halving_doubling": (levels, part)}
+    return {name: 2 * (steps * latency_s + sent / bytes_per_s) for name, (steps, sent) in counts.items()}
+
+
+def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
+    levels = next(k for k in range(64) if 2**k >= n)
+    steps = torch.tensor([2 * (n - 1), 2 * levels, 2 * levels], dtype=torch.float64)
+    share = 2 * (n - 1) / n * num_bytes
+    sent = torch.tensor([share, 2 * levels * num_bytes, share], dtype=torch.float64)
+    return dict(
+        zip(("ring", "tree", "halving_doubling"), (steps * latency_s + sent / bytes_per_s).tolist(), strict=True)
+    )
+
+
+def relay_with_a_fresh_buffer(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    passing = tensor.clone()
+    for _ in range(n - 1):
+        arrived = torch.empty_like(passing)
+        send_receive(passing, (rank + 1) % n, arrived, (rank - 1) % n, group)
+        tensor.add_(arrived)
+        passing = arrived
+    return tensor
+
+
+def relay_adds_at_the_end(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    seen = [tensor.clone()]
+    while len(seen) < n:
+        seen.append(torch.empty_like(tensor))
+        exchange(Receive(seen[-1], (rank - 1) % n), Send(seen[-2], (rank + 1) % n), group=group)
+    return tensor.copy_(torch.stack(seen).sum(0))
+
+
+def relay_the_other_way(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    buffers = [tensor.clone(), tensor.clone()]
+    for step in range(n - 1):
+        out, into = buffers[step % 2], buffers[1 - step % 2]
+        pending = start(Send(out, (rank - 1) % n), Receive(into, (rank + 1) % n), group=group)
+        pending.wait_received()
+        tensor += into
+        pending.wait()
+    return tensor
+
+
+ANSWERS = {
+    "02.ring_reduce_scatter": [reduce_scatter_by_list, reduce_scatter_counts_down, reduce_scatter_recursive],
+    "02.ring_all_gather": [all_gather_by_list, all_gather_through_a_buffer, all_gather_to_the_left],
+    "02.tree_broadcast": [broadcast_by_bits, broadcast_far_first, broadcast_by_parent],
+    "02.halving_doubling": [halving_doubling_recursive, halving_doubling_by_slices, HalvingDoubling()],
+    "02.hierarchical": [hierarchical_with_own_rings, hierarchical_in_a_chain, hierarchical_reduce_then_gather],
+    "02.times": [times_step_by_step, times_by_counts, times_as_tensors],
+    "02.repair": [relay_with_a_fresh_buffer, relay_adds_at_the_end, relay_the_other_way],
+}

@@ -1,0 +1,229 @@
+"""Right answers to lesson 6, written in other ways than the reference."""
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from distlab.plan import Precision
+from distlab.plan.sharding import DTYPE_BYTES
+
+
+def states_by_branches(num_parameters, plan, numbers):
+    precision = Precision() if plan.precision is None else plan.precision
+    part, stage = math.ceil(num_parameters / plan.sharding.num_shards(plan.data)), plan.sharding.stage
+    held = {"parameters": num_parameters, "gradients": num_parameters}
+    held |= {"optimizer": num_parameters, "master weights": num_parameters}
+    if stage >= 1:
+        held["optimizer"] = held["master weights"] = part
+    if stage >= 2:
+        held["gradients"] = part
+    if stage >= 3:
+        held["parameters"] = part
+    held["parameters"] *= DTYPE_BYTES[precision.compute]
+    held["gradients"] *= DTYPE_BYTES[precision.gradients]
+    held["optimizer"] *= 4 * numbers
+    held["master weights"] *= 4 if precision.has_master_weights else 0
+    return held
+
+
+def states_by_comprehension(num_parameters, plan, numbers):
+    shards, stage = plan.sharding.num_shards(plan.data), plan.sharding.stage
+    precision = plan.precision or Precision()
+    counts = [num_parameters if stage < least else -(num_parameters // -shards) for least in (3, 2, 1, 1)]
+    sizes = [
+        DTYPE_BYTES[precision.compute],
+        DTYPE_BYTES[precision.gradients],
+        numbers * DTYPE_BYTES["float32"],
+        int(precision.has_master_weights) * DTYPE_BYTES["float32"],
+    ]
+    names = "parameters", "gradients", "optimizer", "master weights"
+    return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}
+
+
+class States:
+    def __call__(self, num_parameters, plan, numbers):
+        return {kind: self.size(kind, plan, numbers) * self.count(kind, num_parameters, plan) for kind in self.kinds}
+
+    kinds = {"master weights": 1, "optimizer": 1, "gradients": 2, "parameters": 3}
+
+    def size(self, kind, plan, numbers):
+        precision = plan.precision or Precision()
+        return {
+            "parameters": DTYPE_BYTES[precision.compute],
+            "gradients": DTYPE_BYTES[precision.gradients],
+            "optimizer": 4 * numbers,
+            "master weights": 4 * precision.has_master_weights,
+        }[kind]
+
+    def count(self, kind, num_parameters, plan):
+        if plan.sharding.stage < self.kinds[kind]:
+            return num_parameters
+        return (num_parameters - 1) // plan.sharding.num_shards(plan.data) + 1
+
+
+def activations_by_terms(hidden, heads, *, sequence, microbatch, tensor=1, sequence_parallel=False, recompute="none"):
+    tokens, scores = sequence * microbatch, 5 * heads * sequence * sequence * microbatch
+    own = tensor if sequence_parallel else 1
+    if recompute == "full":
+        return 2 * tokens * hidden / own
+    kept = 10 * tokens * hidden / own + 24 * tokens * hidden / tensor
+    return kept if recompute == "selective" else kept + scores / tensor
+
+
+def activations_by_table(hidden, heads, *, sequence, microbatch, tensor=1, sequence_parallel=False, recompute="none"):
+    whole = {"none": 10, "selective": 10, "full": 2}[recompute]
+    split = {"none": 24 + 5 * heads * sequence / hidden, "selective": 24, "full": 0}[recompute]
+    divisor = (1, tensor)[sequence_parallel]
+    return math.prod((sequence, microbatch, hidden)) * (whole / divisor + split / tensor)
+
+
+def activations_by_match(hidden, heads, **options):
+    unit = options["sequence"] * options["microbatch"] * hidden
+    t = options.get("tensor", 1)
+    outer = t if options.get("sequence_parallel", False) else 1
+    match options.get("recompute", "none"):
+        case "full":
+            return 2.0 * unit / outer
+        case "selective":
+            return unit * (10.0 / outer + 24.0 / t)
+    return unit * (10.0 / outer + (24.0 + 5.0 * heads * options["sequence"] / hidden) / t)
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, _):
+        ctx.block, ctx.random = block, torch.random.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        now = torch.random.get_rng_state()
+        torch.random.set_rng_state(ctx.random)
+        with torch.enable_grad():
+            again = x.detach().requires_grad_(True)
+            ctx.block(again).backward(grad)
+        torch.random.set_rng_state(now)
+        return None, again.grad, None
+
+
+def recompute_outside(block, x):
+    return _Again.apply(block, x, torch.ones(1, requires_grad=True))
+
+
+def recompute_by_torch(block, x):
+    return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+
+def recompute_with_a_dummy(block, x):
+    if x.requires_grad:
+        return _Again.apply(block, x, None)
+    return _Again.apply(block, x.detach().requires_grad_(), None)
+
+
+def gradients_by_mean(model, microbatches):
+    sizes = [targets.numel() for _, targets in microbatches]
+    total = 0.0
+    for (inputs, targets), size in zip(microbatches, sizes, strict=True):
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1)) * (size / sum(sizes))
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def gradients_channels_second(model, microbatches):
+    num_tokens = sum(y.numel() for _, y in microbatches)
+
+    def one(x, y):
+        loss = F.cross_entropy(model(x).transpose(1, 2), y, reduction="sum") / num_tokens
+        loss.backward()
+        return loss.item()
+
+    return math.fsum(one(x, y) for x, y in microbatches)
+
+
+def gradients_scaled_afterwards(model, microbatches):
+    seen, total = 0, 0.0
+    for x, y in microbatches:
+        scores = F.log_softmax(model(x), -1)
+        loss = -scores.gather(-1, y[..., None]).sum()
+        loss.backward()
+        seen, total = seen + y.numel(), total + loss.item()
+        del scores, loss
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= seen
+    return total / seen
+
+
+def master_by_zip_and_add(weights, masters, gradients, lr):
+    with torch.no_grad():
+        for index, master in enumerate(masters):
+            master.add_(gradients[index].to(torch.float32), alpha=-lr)
+            weights[index].copy_(master)
+
+
+def master_by_data(weights, masters, gradients, lr):
+    for weight, master, gradient in zip(weights, masters, gradients, strict=True):
+        master -= gradient.float() * lr
+        weight[...] = master.to(weight.dtype)
+
+
+def master_backwards(weights, masters, gradients, lr):
+    for at in range(len(weights) - 1, -1, -1):
+        torch.sub(masters[at], gradients[at].float(), alpha=lr, out=masters[at])
+        weights[at].data.copy_(masters[at].data)
+
+
+def scaler_by_count(gradients, scale, streak, interval):
+    bad = torch.tensor([sum(int((~torch.isfinite(one)).sum()) for one in gradients)])
+    dist.all_reduce(bad)
+    if bad.item():
+        return False, 0.5 * scale, 0
+    for one in gradients:
+        one /= scale
+    streak = (streak + 1) % interval
+    return True, scale if streak else 2 * scale, streak
+
+
+def scaler_by_min(gradients, scale, streak, interval):
+    fine = torch.tensor(1 if all(bool(one.isfinite().all()) for one in gradients) else 0, dtype=torch.int32)
+    dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+    if not fine:
+        return False, scale / 2, 0
+    torch._foreach_div_(gradients, scale)
+    if streak + 1 >= interval:
+        return True, scale * 2.0, 0
+    return True, scale, streak + 1
+
+
+def scaler_by_gathering(gradients, scale, streak, interval):
+    own = torch.zeros(1)
+    for one in gradients:
+        if one.isnan().any() or one.isinf().any():
+            own.fill_(1)
+    everyone = torch.empty(dist.get_world_size())
+    dist.all_gather_into_tensor(everyone, own)
+    if everyone.any():
+        return False, scale / 2, 0
+    for one in gradients:
+        one.copy_(one / scale)
+    is_full = streak == interval - 1
+    return True, scale * (2 if is_full else 1), 0 if is_full else streak + 1
+
+
+ANSWERS = {
+    "06.states": [states_by_branches, states_by_comprehension, States()],
+    "06.activations": [activations_by_terms, activations_by_table, activations_by_match],
+    "06.recompute": [recompute_outside, recompute_by_torch, recompute_with_a_dummy],
+    "06.repair": [gradients_by_mean, gradients_channels_second, gradients_scaled_afterwards],
+    "06.master": [master_by_zip_and_add, master_by_data, functools.partial(master_backwards)],
+    "06.scaler": [scaler_by_count, scaler_by_min, scaler_by_gathering],
+}

@@ -1,0 +1,227 @@
+"""Right answers to lesson 10, written in other ways than the reference."""
+
+import functools
+import math
+from itertools import accumulate, permutations, product
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def place_by_product(rank, axes):
+    places = list(product(*(range(size) for size in axes.values())))
+    return dict(zip(axes, places[rank], strict=True))
+
+
+def place_by_numpy(rank, axes):
+    return {axis: int(at) for axis, at in zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True)}
+
+
+def place_by_strides(rank, axes):
+    sizes = list(axes.values())
+    strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    return {axis: rank // stride % size for (axis, size), stride in zip(axes.items(), strides, strict=True)}
+
+
+def groups_by_tensor(axis, axes):
+    mesh = torch.arange(math.prod(axes.values())).view(*axes.values())
+    at = list(axes).index(axis)
+    return sorted(mesh.movedim(at, -1).reshape(-1, axes[axis]).tolist())
+
+
+def groups_by_place(axis, axes):
+    groups = {}
+    for rank in range(math.prod(axes.values())):
+        others = tuple(at for name, at in place_by_strides(rank, axes).items() if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
+
+
+def groups_by_ranges(axis, axes):
+    behind = dict(zip(reversed(axes), accumulate(reversed(axes.values()), int.__mul__, initial=1), strict=False))
+    stride, world_size = behind[axis], math.prod(axes.values())
+    block = stride * axes[axis]
+    return [
+        list(range(start + offset, start + block, stride))
+        for start in range(0, world_size, block)
+        for offset in range(stride)
+    ]
+
+
+def part_by_slices(batch, rank, mesh, num_microbatches):
+    sizes, at = dict(mesh.axes), mesh.coordinates(rank)
+    rows, columns = len(batch) // (sizes["data"] * sizes["expert"]), batch.shape[1] // sizes["context"]
+    first = rows * (sizes["expert"] * at["data"] + at["expert"])
+    own = batch[first : first + rows, columns * at["context"] : columns * (at["context"] + 1)]
+    step = rows // num_microbatches
+    return [own[begin : begin + step] for begin in range(0, rows, step)]
+
+
+def part_by_view(batch, rank, mesh, num_microbatches):
+    sizes, at = dict(mesh.axes), mesh.coordinates(rank)
+    parts = batch.reshape(
+        sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"], batch.shape[1] // sizes["context"]
+    )
+    return [part.clone() for part in parts[at["data"], at["expert"], :, :, at["context"]].unbind(0)]
+
+
+def part_in_other_samples(batch, rank, mesh, num_microbatches):
+    sizes, at = dict(mesh.axes), mesh.coordinates(rank)
+    replica = at["expert"] * sizes["data"] + at["data"]  # any numbering gives each replica samples of its own
+    own = torch.tensor_split(batch, sizes["expert"] * sizes["data"])[replica]
+    own = torch.tensor_split(own, sizes["context"], dim=1)[at["context"]]
+    return list(torch.tensor_split(own, num_microbatches))
+
+
+def axes_by_comprehension(kind, axes, sequence_parallel):
+    rules = {
+        "data": True,
+        "expert": kind != "expert",
+        "context": True,
+        "tensor": kind == "norm" and sequence_parallel,
+        "pipeline": kind == "tied",
+    }
+    return [axis for axis in axes if rules[axis]], math.prod(axes[axis] for axis in ("data", "expert", "context"))
+
+
+def axes_by_table(kind, axes, sequence_parallel):
+    table = {"matrix": "dec", "norm": "dect" if sequence_parallel else "dec", "tied": "decp", "expert": "dc"}
+    names = {axis[0]: axis for axis in axes}
+    divisor = 1
+    for letter in "dec":
+        divisor *= axes[names[letter]]
+    return [names[letter] for letter in sorted(table[kind])], divisor
+
+
+class Axes:
+    def __call__(self, kind, axes, sequence_parallel):
+        found = {"data", "context"}
+        found |= set() if kind == "expert" else {"expert"}
+        found |= {"norm": {"tensor"} if sequence_parallel else set(), "tied": {"pipeline"}}.get(kind, set())
+        return sorted(found), axes["context"] * axes["expert"] * axes["data"]
+
+
+def norm_one_axis_at_a_time(gradients, split_over, groups):
+    square = torch.tensor(0.0, dtype=torch.float64)
+    for name in sorted(gradients):
+        own = gradients[name].double().pow(2).sum()
+        for axis, group in groups.items():
+            own = own if axis in split_over[name] else own / dist.get_world_size(group)
+        square = square + own
+    for axis in groups:
+        dist.all_reduce(square, op=dist.ReduceOp.SUM, group=groups[axis], async_op=True).wait()
+    return torch.sqrt(square)
+
+
+def norm_first_copies_only(gradients, split_over, groups):
+    def is_counted(name):
+        return all(dist.get_rank(group) == 0 for axis, group in groups.items() if axis not in split_over[name])
+
+    counted = [gradient.double() for name, gradient in gradients.items() if is_counted(name)]
+    square = sum((torch.dot(one.flatten(), one.flatten()) for one in counted), torch.zeros((), dtype=torch.float64))
+    functools.reduce(lambda _, group: dist.all_reduce(square, group=group), groups.values(), None)
+    return square**0.5
+
+
+def norm_of_norms(gradients, split_over, groups):
+    norms = []
+    for name, gradient in gradients.items():
+        copies = math.prod(group.size() for axis, group in groups.items() if axis not in split_over[name])
+        norms.append(torch.linalg.vector_norm(gradient.to(torch.float64)) / math.sqrt(copies))
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    for group in groups.values():
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def place_by_choosing_inside(axes, traffic, devices_per_node):
+    def cost(order):
+        inside = [axis for at, axis in enumerate(order) if math.prod(axes[a] for a in order[at:]) <= devices_per_node]
+        return sum(traffic[axis] for axis in order if axes[axis] > 1 and axis not in inside)
+
+    return list(sorted(permutations(axes), key=cost)[0])
+
+
+def place_by_subsets(axes, traffic, devices_per_node):
+    names, best = list(axes), (-1.0, ())
+    for chosen in product([False, True], repeat=len(names)):
+        inner = [name for name, taken in zip(names, chosen, strict=True) if taken]
+        fits = math.prod(axes[name] for name in inner) <= devices_per_node
+        saved = sum(traffic[name] for name in inner if axes[name] > 1)
+        if fits and saved > best[0]:
+            best = (saved, tuple(inner))
+    return [name for name in names if name not in best[1]] + list(best[1])
+
+
+def place_recursive(axes, traffic, devices_per_node):
+    def search(left, room):
+        fitting = [name for name in left if axes[name] <= room]
+        options = [(0.0, list(left))]
+        for name in fitting:
+            rest = [other for other in left if other != name]
+            saved, order = search(rest, room // axes[name])
+            options.append((saved + (traffic[name] if axes[name] > 1 else 0.0), [*order, name]))
+        return max(options, key=lambda option: option[0])
+
+    return search(list(axes), devices_per_node)[1]
+
+
+def step_with_autograd(first, second, x, target, groups):
+    n, mine = groups["data"].size(), groups["data"].rank()
+    x, target = x.tensor_split(n)[mine], target.tensor_split(n)[mine]
+    first, second = first.detach().requires_grad_(), second.detach().requires_grad_()
+    part = torch.tanh(x @ first) @ second
+    whole = part.detach().clone()
+    dist.all_reduce(whole, group=groups["tensor"])
+    loss = (part + (whole - part.detach()) - target).pow(2).mean()
+    found = [loss.detach(), *torch.autograd.grad(loss, [first, second])]
+    for value in found:
+        dist.all_reduce(value, group=groups["data"])
+    return tuple(value / n for value in found)
+
+
+def step_in_one_sum(first, second, x, target, groups):
+    data, tensor = groups["data"], groups["tensor"]
+    rows = len(x) // dist.get_world_size(data)
+    own = slice(dist.get_rank(data) * rows, (dist.get_rank(data) + 1) * rows)
+    hidden = (x[own] @ first).tanh()
+    output = torch.mm(hidden, second)
+    dist.all_reduce(output, group=tensor, async_op=True).wait()
+    error = output - target[own]
+    grad = error * (2 / target.numel())
+    pieces = [
+        error.square().sum() / target.numel(),
+        x[own].T @ ((grad @ second.T) * (1 - hidden * hidden)),
+        hidden.T @ grad,
+    ]
+    row = torch.cat([piece.reshape(-1) for piece in pieces])
+    dist.all_reduce(row, group=data)
+    loss, grad_first, grad_second = row.split([piece.numel() for piece in pieces])
+    return loss[0], grad_first.view_as(first), grad_second.view_as(second)
+
+
+def step_divides_first(first, second, x, target, groups):
+    num_parts, part = dist.get_world_size(groups["data"]), dist.get_rank(groups["data"])
+    x, target = (whole.unflatten(0, (num_parts, -1))[part] for whole in (x, target))
+    hidden = torch.tanh(torch.einsum("bh,hf->bf", x, first))
+    output = torch.einsum("bf,fh->bh", hidden, second)
+    dist.all_reduce(output, group=groups["tensor"])
+    loss = torch.nn.functional.mse_loss(output, target) / num_parts
+    grad = 2 * (output - target) / output.numel() / num_parts
+    inner = torch.einsum("bh,fh->bf", grad, second) * (1 - hidden**2)
+    values = (loss, torch.einsum("bh,bf->hf", x, inner), torch.einsum("bf,bh->fh", hidden, grad))
+    for work in [dist.all_reduce(value, group=groups["data"], async_op=True) for value in values]:
+        work.wait()
+    return values
+
+
+ANSWERS = {
+    "10.coordinates": [place_by_product, place_by_numpy, place_by_strides],
+    "10.groups": [groups_by_tensor, groups_by_place, groups_by_ranges],
+    "10.my_batch": [part_by_slices, part_by_view, part_in_other_samples],
+    "10.gradient_axes": [axes_by_comprehension, axes_by_table, Axes()],
+    "10.global_norm": [norm_one_axis_at_a_time, norm_first_copies_only, norm_of_norms],
+    "10.place": [place_by_choosing_inside, place_by_subsets, place_recursive],
+    "10.find_the_bug": [step_with_autograd, step_in_one_sum, step_divides_first],
+}

@@ -1,0 +1,60 @@
+"""Answers that are right and written in other ways than the references: every check must pass them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.grading import Exercise, lessons, load_lesson
+from distlab.grading.check import examine
+
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
+FEWEST = 3
+ANSWERS: dict[str, list[Callable[..., Any]]] = {
+    name: answers
+    for path in sorted(Path(__file__).parent.glob("styles_*.py"))
+    for name, answers in importlib.import_module(path.stem).ANSWERS.items()
+}
+
+
+def exercises() -> list[Exercise]:
+    return [exercise for number in lessons(LESSONS) for exercise in load_lesson(number, LESSONS).exercises]
+
+
+def named(answer: Any) -> str:
+    inner = answer.func if isinstance(answer, functools.partial) else answer
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+ALL = [
+    pytest.param(exercise, answer, id=f"{exercise.name}-{named(answer)}")
+    for exercise in exercises()
+    for answer in ANSWERS.get(exercise.name, ())
+]
+
+
+def test_every_exercise_has_answers_in_other_styles() -> None:
+    few = {one.name: len(ANSWERS.get(one.name, ())) for one in exercises() if len(ANSWERS.get(one.name, ())) < FEWEST}
+    assert few == {}
+    assert set(ANSWERS) == {one.name for one in exercises()}
+
+
+@pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.name)
+def test_one_of_them_passes(exercise: Exercise) -> None:
+    world = 3 if 3 in exercise.worlds else exercise.worlds[-1]
+    report = examine(exercise, ANSWERS[exercise.name][0], worlds=(world,))
+    assert report.passed, str(report)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("exercise", "answer"), ALL)
+def test_all_of_them_pass_on_every_number_of_ranks(exercise: Exercise, answer: Callable[..., Any]) -> None:
+    report = examine(exercise, answer)
+    assert report.passed, str(report)
+    assert report.worlds == exercise.worlds
