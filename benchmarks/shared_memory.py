@@ -10,7 +10,6 @@ message of 1 MiB there and back at most 0.7. Ranks meet before each timed call, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -20,6 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from _rows import Row, compare, noise, without_bar
+from _script import run_script
 from collectives import slowest
 from torch import nn
 
@@ -165,13 +165,5 @@ def step_rows(ranks: Ranks, blocks: int) -> Iterator[Row]:
     yield noise(f"torch DDP on gloo, {what}", again, on_gloo)
 
 
-def main() -> None:
-    """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few blocks")
-    for row in rows(parser.parse_args().quick):
-        print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

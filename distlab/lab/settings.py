@@ -1,4 +1,4 @@
-"""A lab's settings: one frozen dataclass of at most 12 fields, turned into flags with their help from its docstring."""
+"""A lab's settings: one frozen dataclass of at most 13 fields, turned into flags with their help from its docstring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from distlab.comm.command import runnable
 
-MAX_FIELDS = 12
+MAX_FIELDS = 13
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -34,6 +34,7 @@ class CommonSettings:
         impl: whose functions run: reference, mine (your working copy), a module, a .py file or a notebook (.ipynb).
         trace: folder for each rank's trace, all of them merged (timeline.json) and a picture (timeline.png).
         device: cpu or cuda; auto takes GPUs when every rank has its own.
+        backend: gloo, or shared (CPU ranks of one Linux host meet in memory); auto takes nccl on GPUs, else gloo.
         limit_s: seconds after which a lab that hangs is ended.
         json: print the results as JSON.
     """
@@ -41,6 +42,7 @@ class CommonSettings:
     impl: str = "reference"
     trace: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "shared"] = "auto"
     limit_s: float = flag(300.0, least=1, most=1_000_000)
     json: bool = False
 

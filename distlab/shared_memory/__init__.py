@@ -8,10 +8,11 @@ Collectives, messages, groups, `async_op` and torch's own products (DDP, FSDP2, 
 gloo. Results are equal on all ranks and from run to run, bit for bit. Calls that do not agree raise on every rank that
 meets the others, naming what each calls. A rank that ends, leaves or fails ends the others' calls within 0.1 s.
 
-Memory: per group at most 2 MiB per rank and 64 MiB for messages, of which only what is used exists. Nothing has a name
-in /dev/shm or anywhere else, so nothing can be left behind.
+Memory: per group at most 8 MiB per rank, and 2 MiB for each pair of ranks that sends messages one way; only pages that
+were used exist. Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind.
 
-Limits: ranks of one host, one container and one user; CPU tensors. A process forked from a rank may not call.
+Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
+process forked from a rank may not call.
 
 Read `arena` (the memory), `meeting` (steps), `collectives`, `lanes` and `messages` (sends and receives), `work`
 (what runs where), `group` (what torch sees). `futex` talks to the kernel, `reductions` to torch's arithmetic, `dense`

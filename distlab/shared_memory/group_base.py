@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from distlab.shared_memory.dense import Landings, check, flat_of
 from distlab.shared_memory.lanes import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
-from distlab.shared_memory.work import CallQueue, SharedWork, Tensors
+from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_thread
 
 
 class GroupBase(dist.ProcessGroup):
@@ -41,7 +42,6 @@ class GroupBase(dist.ProcessGroup):
         self._records = Records()
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
-        self._end.atexit = False
 
     def getBackendName(self) -> str:
         """The name that torch prints."""
@@ -143,9 +143,11 @@ class GroupBase(dist.ProcessGroup):
 
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
+    """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
     meeting.leave(LEFT)
-    calls.close()
-    messages.close()
+    if meeting.arena.owner == os.getpid():
+        for ending in (calls, messages):
+            end_thread(ending.close, ending.thread)
 
 
 def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:

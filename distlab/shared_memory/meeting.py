@@ -163,7 +163,7 @@ class Meeting:
             futex.wait(address, seen, self._look)
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
-            reason = why_gone(self.arena, rank, self.members)
+            reason = self.failure or why_gone(self.arena, rank, self.members)
             if now > deadline:
                 late, call = self.members[rank], self._posted.text
                 reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {late} to make its call of {call}"

@@ -45,7 +45,7 @@ class Messages:
         self._look = futex.timeout_at(LOOK_S)
         self._drivers = 0
         self._wanted = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._is_closed = False
 
     def send(self, message: Message) -> None:
@@ -161,9 +161,9 @@ class Messages:
     def _leave_to_thread(self, message: Message) -> None:
         if message.work.is_over:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+            self.thread.start()
         if not self._wanted.is_set():
             self._wanted.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -14,50 +15,45 @@ import torch.distributed as dist
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
+END_S = 5.0  # how long a group that is left waits for its threads
 
 
-class SharedWork(dist.Work):
-    """A call that is over, or under way on another thread."""
+class End:
+    """Whether and how a call has ended: what the thread that does it keeps of the caller's work.
+
+    It does not hold the work's tensors, so that their memory is the caller's alone to free once the call is over.
+    """
 
     _guard: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, results: Tensors, *, is_over: bool = False) -> None:
-        super().__init__()
+    def __init__(self, *, is_over: bool = False) -> None:
         self.is_over = is_over
         self.error: BaseException | None = None
-        self.source = -1
-        self._results = results
-        self._future: Future[Tensors] | None = None
+        self._then: Callable[[], None] | None = None
         self._latch: threading.Lock | None = None
         if not is_over:
             self._latch = threading.Lock()
             self._latch.acquire()
 
-    def finish(self, error: BaseException | None = None) -> None:
+    def come(self, error: BaseException | None = None) -> None:
         """Say that the call is over, and how."""
         with self._guard:
             self.error, self.is_over = error, True
-            future = self._future
+            then, self._then = self._then, None
         if self._latch is not None:
             self._latch.release()
-        if future is not None:
-            self._settle(future)
+        if then is not None:
+            then()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call is over; raise what it raised.
+    def then(self, do: Callable[[], None]) -> None:
+        """Do something at the end, or at once if that has come."""
+        with self._guard:
+            if not self.is_over:
+                self._then = do
+                return
+        do()
 
-        Raises:
-            RuntimeError: it is not over in time.
-        """
-        if not self.is_over:
-            limit_s = 0.0 if timeout is None else timeout.total_seconds()
-            if not self._stand(limit_s):
-                raise RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def _stand(self, limit_s: float) -> bool:
+    def stand(self, limit_s: float) -> bool:
         """Stand still until the call is over, or for a limit above 0; return whether it is over."""
         assert self._latch is not None, "a call under way has a latch"
         if self._latch.acquire(timeout=limit_s if limit_s > 0 else -1):
@@ -65,17 +61,54 @@ class SharedWork(dist.Work):
             return True
         return False
 
+
+class SharedWork(dist.Work):
+    """A call that is over, or under way on another thread."""
+
+    def __init__(self, results: Tensors, *, is_over: bool = False) -> None:
+        super().__init__()
+        self.end = End(is_over=is_over)
+        self.source = -1
+        self._results = results
+        self._future: Future[Tensors] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended."""
+        return self.end.is_over
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Say that the call is over, and how."""
+        self.end.come(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is over; raise what it raised.
+
+        Raises:
+            RuntimeError: it is not over in time.
+        """
+        if not self.end.is_over:
+            limit_s = 0.0 if timeout is None else timeout.total_seconds()
+            if not self._stand(limit_s):
+                raise RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
+        if self.end.error is not None:
+            raise self.end.error
+        return True
+
+    def _stand(self, limit_s: float) -> bool:
+        return self.end.stand(limit_s)
+
     def is_completed(self) -> bool:
         """Whether the call is over."""
-        return self.is_over
+        return self.end.is_over
 
     def is_success(self) -> bool:
         """Whether the call is over and raised nothing."""
-        return self.is_over and self.error is None
+        return self.end.is_over and self.end.error is None
 
     def exception(self) -> BaseException | None:
         """What the call raised."""
-        return self.error
+        return self.end.error
 
     def result(self) -> Tensors:
         """The tensors that the call writes."""
@@ -98,22 +131,25 @@ class SharedWork(dist.Work):
 
     def get_future(self) -> Future[Tensors]:
         """A future of the tensors that the call writes."""
-        with self._guard:
-            if self._future is not None:
-                return self._future
-            future: Future[Tensors] = Future()
-            self._future = future
-            is_over = self.is_over
-        if is_over:
-            self._settle(future)
-        return future
+        if self._future is None:
+            self._future = Future()
+            self.end.then(functools.partial(_settle, self._future, self.end, self._results))
+        return self._future
 
-    def _settle(self, future: Future[Tensors]) -> None:
-        if self.error is None:
-            future.set_result(self._results)
-        else:
-            error = self.error if isinstance(self.error, Exception) else RuntimeError(repr(self.error))
-            future.set_exception(error)  # type: ignore[arg-type]
+
+def _settle(future: Future[Tensors], end: End, results: Tensors) -> None:
+    if end.error is None:
+        future.set_result(results)
+    else:
+        error = end.error if isinstance(end.error, Exception) else RuntimeError(repr(end.error))
+        future.set_exception(error)  # type: ignore[arg-type]
+
+
+def end_thread(close: Callable[[], None], thread: threading.Thread | None) -> None:
+    """Tell a thread to end, and wait until it has."""
+    close()
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(END_S)
 
 
 class CallQueue:
@@ -128,8 +164,8 @@ class CallQueue:
         self._turn = threading.Lock()
         self._count = threading.Lock()
         self._pending = 0
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], SharedWork] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork:
         """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own."""
@@ -143,10 +179,10 @@ class CallQueue:
         work = SharedWork(results)
         with self._count:
             self._pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
-            self._calls.put((call, work))
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                self.thread.start()
+            self._calls.put((call, work.end))
         if not is_async:
             work.wait()
         return work
@@ -158,7 +194,7 @@ class CallQueue:
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
         while (item := self._calls.get()) is not None:
-            call, work = item
+            call, end = item
             error: BaseException | None = None
             with self._turn:
                 try:
@@ -169,5 +205,4 @@ class CallQueue:
                     self._pending -= 1
             del call, item  # they hold the caller's tensors
             with contextlib.suppress(Exception):  # a future's callbacks are the caller's business
-                work.finish(error)
-            del work
+                end.come(error)

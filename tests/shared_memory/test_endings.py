@@ -3,6 +3,8 @@
 import datetime
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -223,3 +225,26 @@ def test_ranks_of_two_hosts_are_told_which(monkeypatch):
     with pytest.raises(RuntimeError, match="rank 1 runs on other and rank 0 on .*, which differ in kernel; pass"):
         join(store, 0, [0, 1], 1.0)
     assert "needs all ranks on one host" in json.loads(store.get("arena")), "the others get the same line"
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from distlab import shared_memory
+shared_memory.register()
+rank = int(sys.argv[1])
+dist.init_process_group("shared", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(20)]
+works += [dist.isend(torch.ones(9), 1 - rank), dist.irecv(torch.ones(9), 1 - rank)]
+for work in works:
+    work.wait()
+assert not dist.irecv(torch.ones(9), 1 - rank).is_completed()
+"""
+
+
+def test_a_program_that_ends_without_leaving_its_group_ends_well(tmp_path):
+    """A receive is open and the group's threads run, as in a script that calls no destroy_process_group."""
+    commands = [[sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    programs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for program in programs:
+        _, said = program.communicate(timeout=60)
+        assert program.returncode == 0, said

@@ -1,0 +1,48 @@
+"""Where things stand in the arena: nothing overlaps, and it is as small as it says."""
+
+import ctypes
+
+import pytest
+
+from distlab.shared_memory.arena import (
+    LANE_HEAD_BYTES,
+    LETTER_BYTES,
+    LETTERS,
+    NUM_LETTERS,
+    NUM_PIECES,
+    SLOT_BYTES,
+    Layout,
+)
+from distlab.shared_memory.lanes import Letter
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 64])
+def test_nothing_overlaps(size):
+    layout, ranks = Layout(size), range(size)
+    spans = [(layout.header(rank), 4096) for rank in ranks]
+    spans += [
+        (layout.slot(rank, parity), layout.data(rank, parity) + SLOT_BYTES - layout.slot(rank, parity))
+        for rank in ranks
+        for parity in (0, 1)
+    ]
+    lane = LANE_HEAD_BYTES + NUM_PIECES * layout.piece_bytes
+    spans += [(layout.lane(source, destination), lane) for source in ranks for destination in ranks]
+    spans.sort()
+    for (start, length), (following, _) in zip(spans, spans[1:], strict=False):
+        assert start + length <= following
+    assert sum(spans[-1]) == layout.num_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 64])
+def test_it_is_as_small_as_the_package_says(size):
+    layout = Layout(size)
+    assert NUM_PIECES * layout.piece_bytes <= 2 * MIB
+    assert 2 * SLOT_BYTES == 8 * MIB
+    assert layout.num_bytes <= size * (8 * MIB + 3 * 4096) + size**2 * (2 * MIB + LANE_HEAD_BYTES)
+
+
+def test_letters_stand_before_the_pieces():
+    assert LETTERS + NUM_LETTERS * LETTER_BYTES <= LANE_HEAD_BYTES
+    assert ctypes.sizeof(Letter) == LETTER_BYTES
