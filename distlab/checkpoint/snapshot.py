@@ -56,10 +56,11 @@ class Snapshot:
         """
         old, self.buffers, self._later = self.buffers, [], []
         known: dict[tuple[Any, ...], Tensor] = {}
-        soon = {one.data_ptr() for one in at_once}
+        soon, places = {one.data_ptr() for one in at_once}, set()
 
         def copy(value: Tensor) -> Tensor:
             value = value.detach()
+            places.add(value.device)
             memory = _memory_of(value)
             if memory in known:
                 return known[memory]
@@ -70,13 +71,13 @@ class Snapshot:
             self.buffers.append(buffer)
             known[memory] = buffer
             if value.nbytes < SMALL_BYTES or value.data_ptr() in soon or value.is_inference():
-                buffer.copy_(value)
+                buffer.copy_(value, non_blocking=True)  # a GPU's stream copies before it goes on; the host goes on
             else:
                 self._later.append(_Later(value, buffer, value._version))
             return buffer
 
         copied = _rebuilt(state, copy)
-        self._ready = {place: device.event(place) for place in {one.source.device for one in self._later}}
+        self._ready = {place: device.event(place) for place in places}
         return copied
 
     def finish(self) -> None:

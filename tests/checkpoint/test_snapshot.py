@@ -21,6 +21,7 @@ def races_of(monkeypatch, fault=None):
             weights.add_(1)
             small.add_(1)
             state = taken.begin({"weights": weights, "small": small})
+        assert gpu.waits == [], "the host goes on to train"
         taken.finish()
         total = (state["weights"] + 0).sum() + (state["small"] + 0).sum()
         assert total == 300 * 300 + 3
