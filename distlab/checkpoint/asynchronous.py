@@ -80,10 +80,15 @@ class AsyncSaves:
         self.wait()
         everywhere = self._everywhere(step)
         contents = agreed_contents(everywhere, step, self._keep, parts, data_position)
-        prepared = everywhere(lambda: files.begin(self._directory, step) if self._rank == 0 else None)[0]
         buffers = [one for part in parts.values() if isinstance(part, nn.Module) for one in part.buffers()]
         mine = contents if self._rank == 0 else {OWN: contents[OWN]}
-        self._writing = _Writing(self, prepared, step, self._snapshot.begin(mine, at_once=buffers))
+        taken: list[dict[str, Any]] = []
+
+        def begin() -> Path | None:
+            taken.append(self._snapshot.begin(mine, at_once=buffers))
+            return files.begin(self._directory, step) if self._rank == 0 else None
+
+        self._writing = _Writing(self, everywhere(begin)[0], step, taken[0])
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self.held_s += time.perf_counter() - begin_s
 

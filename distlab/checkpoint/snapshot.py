@@ -14,6 +14,7 @@ Who changes a tensor otherwise than by an optimizer's step is found out: torch c
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,25 +22,28 @@ import torch
 from torch import Tensor
 
 from distlab.comm import device
+from distlab.structures import replace
 
 SMALL_BYTES = 1 << 16
-Path = tuple[object, ...]
-_ENDS = (int, float, str, bool, type(None))
 
 
 class _Later(NamedTuple):
     source: Tensor
     buffer: Tensor
     version: int
-    where: Path
 
 
 class Snapshot:
-    """Copies states into memory of its own, as much as their tensors have; the next `begin` overwrites it."""
+    """Copies states into memory of its own, as much as their tensors have; the next `begin` overwrites it.
+
+    Attributes:
+        buffers: the memory, in the order in which a state has its tensors.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[Path, Tensor] = {}
+        self.buffers: list[Tensor] = []
         self._later: list[_Later] = []
+        self._ready: dict[torch.device, Any] = {}
 
     def begin(self, state: Any, *, at_once: Iterable[Tensor] = ()) -> Any:
         """Return a state like this one in host memory; large tensors have their values when `finish` has run.
@@ -50,27 +54,30 @@ class Snapshot:
             state: nested dictionaries, lists and tuples.
             at_once: tensors that change before the next update.
         """
-        buffers: dict[Path, Tensor] = {}
+        old, self.buffers, self._later = self.buffers, [], []
         known: dict[tuple[Any, ...], Tensor] = {}
-        soon = {one.data_ptr() for one in at_once}
-        self._later = []
+        soon, places = {one.data_ptr() for one in at_once}, set()
 
-        def copy(value: Tensor, where: Path) -> Tensor:
-            memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            if value.numel() and memory in known:
+        def copy(value: Tensor) -> Tensor:
+            value = value.detach()
+            places.add(value.device)
+            memory = _memory_of(value)
+            if memory in known:
                 return known[memory]
-            buffer = self._buffers.get(where)
+            index = len(self.buffers)
+            buffer = old[index] if index < len(old) else None
             if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 buffer = device.host_memory_for(value)
-            buffers[where] = known[memory] = buffer
+            self.buffers.append(buffer)
+            known[memory] = buffer
             if value.nbytes < SMALL_BYTES or value.data_ptr() in soon or value.is_inference():
-                buffer.copy_(value)
+                buffer.copy_(value, non_blocking=True)  # a GPU's stream copies before it goes on; the host goes on
             else:
-                self._later.append(_Later(value, buffer, value._version, where))
+                self._later.append(_Later(value, buffer, value._version))
             return buffer
 
-        copied = with_tensors(state, copy)
-        self._buffers = buffers
+        copied = _rebuilt(state, copy)
+        self._ready = {place: device.event(place) for place in places}
         return copied
 
     def finish(self) -> None:
@@ -79,46 +86,44 @@ class Snapshot:
         Raises:
             RuntimeError: a tensor was changed meanwhile, so the snapshot is of no single moment.
         """
-        places = {one.source.device for one in self._later if device.is_gpu(one.source)}
+        for place, ready in self._ready.items():
+            device.wait_in_stream(ready, place)
         for one in self._later:
             one.buffer.copy_(one.source, non_blocking=True)
-        for place in places:
-            device.synchronize(place)
-        changed = [one.where for one in self._later if one.source._version != one.version]
+        for copied in [device.event(place) for place in self._ready]:
+            device.wait_for_event(copied)
+        changed = [one.source for one in self._later if one.source._version != one.version]
         self._later = []
         if changed:
-            what = "".join(f"[{key!r}]" for key in changed[0])
+            what = f"a tensor {list(changed[0].shape)} of {changed[0].dtype}"
             raise RuntimeError(
                 f"{what} was changed while it was copied, and not by an optimizer's step(): wait() before you change it"
             )
 
 
-def with_tensors(state: Any, change: Callable[[Tensor, Path], Tensor], where: Path = ()) -> Any:
-    """Return a state like this one, with other tensors in place of its own; `change` gets each and its place."""
-    if isinstance(state, Tensor):
-        return change(state.detach(), where)
-    if isinstance(state, dict):
-        made: Any = type(state)(
-            (key, one if type(one) in _ENDS else with_tensors(one, change, (*where, key))) for key, one in state.items()
-        )
-        if hasattr(state, "_metadata"):  # a module's state has the versions of its layers
-            made._metadata = state._metadata
-        return made
-    if isinstance(state, list | tuple) and not isinstance(state, torch.Size):
-        items = [
-            one if type(one) in _ENDS else with_tensors(one, change, (*where, index)) for index, one in enumerate(state)
-        ]
-        return items if isinstance(state, list) else tuple(items)
-    return state
+def _rebuilt(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with lists and dictionaries of its own: a part may go on to change those that it gave."""
+    kind = type(state)
+    if kind in (dict, OrderedDict):
+        return kind((key, _rebuilt(one, copy)) for key, one in state.items())
+    if kind in (list, tuple):
+        return kind([_rebuilt(one, copy) for one in state])
+    return copy(state) if isinstance(state, Tensor) else state
 
 
 def compact(state: Any) -> Any:
     """Return a state whose tensors have memory of no more than their own: torch.save writes all of a view's memory."""
     known: dict[tuple[Any, ...], Tensor] = {}
 
-    def copy(value: Tensor, _: Path) -> Tensor:
-        if value.untyped_storage().nbytes() == value.nbytes:
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.nbytes:
             return value
-        return known.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), value.clone())
+        return known.setdefault(_memory_of(value), value.detach().clone())
 
-    return with_tensors(state, copy)
+    return replace(state, copy)
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two names of one tensor have in common, and two tensors have not."""
+    where = tensor.data_ptr() if tensor.numel() else id(tensor)
+    return where, tensor.dtype, tensor.shape, tensor.stride()

@@ -191,7 +191,8 @@ class HybridState:
             return [SavedShard.from_dict(ShardedState(*pair).shard_state()) for pair in pairs]
         one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
         parts, groups = save_parts([self._whole_buffer()], one, parameters=True)
-        model = SavedShard(dist.get_rank(), dist.get_world_size(), parts, groups, self._buffers())
+        buffers = {name: value.detach().clone() for name, value in self._buffers().items()}
+        model = SavedShard(dist.get_rank(), dist.get_world_size(), parts, groups, buffers)
         optimizers = averaging.sharded if isinstance(averaging, ShardedStates) else []
         return [model, *(SavedShard.from_dict(each.shard_state()) for each in optimizers)]
 

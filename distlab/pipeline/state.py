@@ -22,7 +22,10 @@ class StageState:
 
     def shard_state(self) -> dict[str, Any]:
         """Return the states of this rank's stages, by number, and of the optimizer."""
-        stages = {str(number): dict(module.state_dict()) for number, module in self.stages.items()}
+        stages = {
+            str(number): {name: _steady(value) for name, value in module.state_dict(keep_vars=True).items()}
+            for number, module in self.stages.items()
+        }
         return {"stages": stages, "optimizer": self.optimizer.state_dict()}
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -55,6 +58,13 @@ class StageState:
         for number, module in self.stages.items():
             module.load_state_dict(states[0]["stages"][str(number)])
         self.optimizer.load_state_dict(states[0]["optimizer"])
+
+
+def _steady(value: Any) -> Any:
+    """Return a value that the next forward leaves alone: buffers are copied, parameters change in updates only."""
+    if isinstance(value, nn.Parameter):
+        return value.detach()
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _kinds(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
