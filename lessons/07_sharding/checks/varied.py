@@ -127,7 +127,8 @@ def _draw_clip(draw: Draw) -> tuple[Any, ...]:
         shape = (draw.integer(1, 3),) if dtype == torch.bfloat16 else shape
         return size * draw.tensor(*shape, dtype=dtype, strided=True, same=same)
 
-    replicated = [one(same=True) for _ in range(draw.integer(0 if num_shards == "any" else 1, 3))]
+    fewest = 1 if num_shards == "none on one rank" else 0  # a rank without any gradient cannot know their type
+    replicated = [one(same=True) for _ in range(draw.integer(fewest, 3))]
     is_chosen = draw.rank == draw.integer(0, 11) % draw.world_size
     count = 0 if num_shards == "none on one rank" and is_chosen else draw.own(1, 3)
     shards = [one(same=False) for _ in range(count)]
@@ -143,7 +144,7 @@ def _use_clip(
 ) -> dict[str, Any]:
     """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
     kept = [*shards], [*replicated]
-    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float32)
+    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float64)
     norm = torch.tensor(float(fn(shards, replicated, max_norm)), dtype=torch.float64).to(dtype)
     scaled = [[one.float() if one.dtype == torch.float64 else one.clone() for one in gradients] for gradients in kept]
     return {"norm": norm, "shards": scaled[0], "replicated": scaled[1], "lengths": [len(shards), len(replicated)]}
