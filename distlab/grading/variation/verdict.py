@@ -192,7 +192,7 @@ def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
 def _unseen(got: Sequence[Any], num_calls: int, num_calls_wanted: int) -> Fault | None:
     """Find communication that the record of calls does not show."""
     counted = sum(result.get("num_collectives", 0) for result in got if isinstance(result, dict))
-    if counted > 2 * num_calls:  # torch counts some calls twice
+    if counted > max(2, len(got)) * num_calls:  # torch counts some calls twice, and a reduce_scatter once per rank
         text = (
             f"right results, but torch counted {counted} collectives on {len(got)} ranks, and {num_calls} were called"
         )

@@ -144,7 +144,7 @@ def _use_clip(
 ) -> dict[str, Any]:
     """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
     kept = [*shards], [*replicated]
-    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float32)
+    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float64)
     norm = torch.tensor(float(fn(shards, replicated, max_norm)), dtype=torch.float64).to(dtype)
     scaled = [[one.float() if one.dtype == torch.float64 else one.clone() for one in gradients] for gradients in kept]
     return {"norm": norm, "shards": scaled[0], "replicated": scaled[1], "lengths": [len(shards), len(replicated)]}
@@ -154,7 +154,7 @@ def _draw_state(draw: Draw) -> tuple[Any, ...]:
     names = [f"{draw.one_of('weight', 'bias', 'running_mean')}_{i}" for i in range(draw.one_of(3, 1, 0, 2, 5))]
     shards, shapes = {}, {}
     for name in names:
-        shape, dtype = draw.shape(empty=False), draw.dtype()
+        shape, dtype = draw.shape(1, empty=False), draw.dtype()
         tensor = draw.tensor(*shape, dtype=dtype, same=True)
         length = -(-tensor.numel() // draw.world_size)
         row = draw.tensor(length * draw.world_size, dtype=dtype, same=True)  # what it is filled up with is anything

@@ -136,7 +136,7 @@ def _use_entropy(
 
 def _draw_sequence(draw: Draw) -> tuple[Any, ...]:
     dtype, n, layout = draw.dtype(*_TYPES), draw.world_size, draw.one_of("cut from a larger one", "transposed")
-    length, samples, hidden = draw.integer(1, 4), draw.one_of(2, draw.integer(1, 4), 0), draw.integer(1, 5)
+    length, samples, hidden = draw.integer(1, 4), draw.integer(1, 4), draw.integer(1, 5)
 
     def one(positions: int) -> Tensor:
         if layout == "transposed":
@@ -189,7 +189,8 @@ def _use_drop(fn: Callable[[Tensor, float, int, bool], Tensor], x: Tensor, p: fl
 def _draw_clip(draw: Draw) -> tuple[Any, ...]:
     dtype, zero = draw.dtype("float64", "bfloat16", "float32"), draw.one_of("none", "none", "all", "one rank")
     max_norm = draw.one_of(draw.number(0.1, 2.0), draw.number(1e5, 1e6))
-    kind, counts = draw.one_of("any", "nothing split on one rank", "any"), [draw.integer(0, 2) for _ in range(2)]
+    kind = draw.one_of("any", "nothing split on one rank", "any")
+    counts = draw.integer(0 if kind == "any" else 1, 2), draw.integer(0, 2)  # each rank has one gradient at least
     size = 1 if dtype == torch.bfloat16 else 100  # squares of a few small whole numbers are exact in 16 bits
 
     def one(*, same: bool, strided: bool = True) -> Tensor:
@@ -250,7 +251,11 @@ MLP = Vary(_draw_mlp, use=_use_mlp, left_out=_PARTS)
 ENTROPY = Vary(
     _draw_entropy, use=_use_entropy, left_out=_PARTS | {"empty": "the mean loss of no target is not a number"}
 )
-SEQUENCE = Vary(_draw_sequence, use=_use_sequence, left_out=_PARTS | {"dims": "activations are [S, B, H]"})
+SEQUENCE = Vary(
+    _draw_sequence,
+    use=_use_sequence,
+    left_out=_PARTS | {"dims": "activations are [S, B, H]", "empty": "activations hold elements"},
+)
 DROP = Vary(_draw_drop, use=_use_drop, left_out=_PARTS)
 CLIP = Vary(
     _draw_clip,
