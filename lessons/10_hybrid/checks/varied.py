@@ -13,8 +13,8 @@ from distlab_lesson_10.checks.nodes import judge_case
 from distlab_lesson_10.checks.shares import Given, judge_mesh
 from torch import Tensor
 
-from distlab.grading import Mutant
-from distlab.grading.exercise import Fault, Refused
+from distlab.grading import Fault, Mutant
+from distlab.grading.exercise import Refused
 from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Mesh
 
