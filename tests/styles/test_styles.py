@@ -47,7 +47,7 @@ def test_every_exercise_has_answers_in_other_styles() -> None:
 @pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.name)
 def test_one_of_them_passes(exercise: Exercise) -> None:
     world = 3 if 3 in exercise.worlds else exercise.worlds[-1]
-    report = examine(exercise, ANSWERS[exercise.name][0], worlds=(world,))
+    report = examine(exercise, ANSWERS[exercise.name][0], worlds=(world,), seed=0)
     assert report.passed, str(report)
 
 
