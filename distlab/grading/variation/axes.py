@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.grading.exercise import Exercise
 from distlab.grading.variation.calls import split
-from distlab.grading.variation.draw import AXES
+from distlab.grading.variation.draw import AXES, Members
 from distlab.grading.variation.owned import named, said
 
 SEEDS = range(6)
@@ -87,10 +87,10 @@ def _has_empty_list(drawn: list[list[dict[str, Any]]]) -> bool:
     return any(isinstance(value, list | dict) and not value for value in values)
 
 
-def _groups_in(value: Any) -> list[tuple[int, ...]]:
-    """Return the groups in an argument: a group that is drawn where no rank runs is a tuple of ranks."""
+def _groups_in(value: Any) -> list[Members]:
+    """Return the groups in an argument."""
     values = value.values() if isinstance(value, dict) else [value]
-    return [group for group in values if isinstance(group, tuple)]
+    return [group for group in values if isinstance(group, Members)]
 
 
 def _all_vary(drawn: list[list[dict[str, Any]]]) -> bool:
