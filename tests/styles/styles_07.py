@@ -259,7 +259,7 @@ def state_by_all_gather(shards, shapes):
     def whole(name):
         parts = [torch.empty_like(shards[name]) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, shards[name])
-        return torch.cat(parts)[: shapes[name].numel()].clone().unflatten(0, shapes[name])
+        return torch.cat(parts)[: shapes[name].numel()].clone().view(shapes[name])
 
     tensors = {name: whole(name) for name in sorted(shards)}
     return tensors if dist.get_rank() == 0 else {}

@@ -127,7 +127,8 @@ def _draw_clip(draw: Draw) -> tuple[Any, ...]:
         shape = (draw.integer(1, 3),) if dtype == torch.bfloat16 else shape
         return size * draw.tensor(*shape, dtype=dtype, strided=True, same=same)
 
-    replicated = [one(same=True) for _ in range(draw.integer(0, 3))]
+    fewest = 1 if num_shards == "none on one rank" else 0  # a rank without any gradient cannot know their type
+    replicated = [one(same=True) for _ in range(draw.integer(fewest, 3))]
     is_chosen = draw.rank == draw.integer(0, 11) % draw.world_size
     count = 0 if num_shards == "none on one rank" and is_chosen else draw.own(1, 3)
     shards = [one(same=False) for _ in range(count)]
