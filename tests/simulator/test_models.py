@@ -1,4 +1,4 @@
-"""Sizes of models by name, by a Hugging Face configuration and by a few words: parameters and work as published."""
+"""Sizes of models by name, by a Hugging Face configuration and by a few words: parameters and work."""
 
 import json
 
@@ -18,7 +18,7 @@ from simulator import (
     workload_from_config,
 )
 
-# Elements of the released weights, as the model cards of Hugging Face count them, 2026-11.
+# Parameters (and the router's biases) of transformers 5.23's models of these sizes, built on the meta device, 2026-11.
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
@@ -101,7 +101,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_published_ones(name):
+def test_parameters_are_those_of_transformers(name):
     assert model_by_name(name).num_parameters == PUBLISHED[name]
 
 

@@ -154,7 +154,7 @@ def _draw_state(draw: Draw) -> tuple[Any, ...]:
     names = [f"{draw.one_of('weight', 'bias', 'running_mean')}_{i}" for i in range(draw.one_of(3, 1, 0, 2, 5))]
     shards, shapes = {}, {}
     for name in names:
-        shape, dtype = draw.shape(1, empty=False), draw.dtype()
+        shape, dtype = draw.shape(empty=False), draw.dtype()
         tensor = draw.tensor(*shape, dtype=dtype, same=True)
         length = -(-tensor.numel() // draw.world_size)
         row = draw.tensor(length * draw.world_size, dtype=dtype, same=True)  # what it is filled up with is anything
