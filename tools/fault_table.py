@@ -52,6 +52,7 @@ def what_it_says(message: str) -> str:
     line = re.sub(r"\bfor \d+(\.\d+)? s\b", "", line)
     line = re.sub(r"\d+(\.\d+)?(?= (us|ms)\b)", "...", line)
     line = re.sub(r"(\d\.\d{5})\d+", r"\1...", line)  # float32 rounds as the processor adds
+    line = re.sub(r"(it raised \w+: )rank \d+: ", r"\1", line)  # all ranks raise, and any of them may be the first
     line = re.sub(r"^on rank \d+ of (\d+): ", "", line)
     line = re.sub(r"\S*/(?=[\w.]+\.py\b)", "", line)
     line = line.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

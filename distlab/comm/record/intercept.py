@@ -145,7 +145,6 @@ class FrontEnd:
         reduction_at = arguments.index("reduce_op") if "reduce_op" in arguments else None
         async_at = arguments.index("async_op") if "async_op" in arguments else len(arguments)
         work_is_last = len(op._schema.returns) > 1
-        is_message = operation.op in ("send", "recv")
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
         here = sys._getframe
         unbox_group, unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
@@ -155,8 +154,6 @@ class FrontEnd:
             peer = -1 if root_at is None else args[root_at]
             if root_at is not None and not 0 <= peer < group.size():
                 refuse_peer(operation.op, peer, group.size(), frame, self.finder)
-            if is_message and peer == group.rank():
-                refuse_itself(operation.op, group, frame, self.finder)
             reduction = "" if reduction_at is None else reduction_of(frame)
             terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
             tokens = self.begin(operation, group, args, terms, frame)
@@ -182,6 +179,8 @@ class FrontEnd:
             tensors = data if index == operation.data else args[index]
             if type(tensors) is not Tensor or not is_dense_block(tensors):
                 refuse_layouts(operation.op, tensors, frame, self.finder)
+        if operation.op in ("send", "recv") and terms.peer == group.rank():
+            refuse_itself(operation.op, group, frame, self.finder)
         if self._unwaited:
             self._look()
         site = self.finder.find(frame)
