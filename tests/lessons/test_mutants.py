@@ -100,6 +100,7 @@ def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
     assert mutant.says in report.message, str(report)
 
 
+@pytest.mark.timeout(400)  # alone it checks every wrong version itself
 def test_table_of_faults_is_what_the_checks_say() -> None:
     found = [
         (lesson, mutant, report_of(lesson.number, index))
