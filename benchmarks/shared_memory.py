@@ -1,7 +1,7 @@
 """Backend "shared" against gloo on the same ranks, in turns, beside what memory allows.
 
-Bars: an all-reduce takes at most 0.45 of gloo's time at 16 and 64 MiB, on 4 ranks half at 1 MiB, no longer at 1 kB, and
-at most three times one memcpy of its bytes at 64 MiB. All-gather and reduce-scatter of 16 MiB take at most half, a
+Bars of an all-reduce: at most 0.45 of gloo's time at 16 and 64 MiB, half at 1 MiB on 4 ranks, no longer at 1 kB. At 64
+MiB it takes at most three times one memcpy of its bytes. All-gather and reduce-scatter of 16 MiB take at most half, a
 message of 1 MiB there and back at most 0.7. Ranks meet before each timed call, whose time is that of its slowest rank.
 
     python benchmarks/shared_memory.py            # all rows

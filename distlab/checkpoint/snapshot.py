@@ -6,7 +6,7 @@ be over before the update. Two things make training wait for little of it:
 1. Parameters and moments stay as they are from one update to the next. So a thread copies them while the next forward
    and backward run, and only the optimizer's step waits, where the copy is not over yet. Small tensors and buffers,
    which forward changes, are copied at once.
-2. New memory costs more than the copy itself (the system hands it out page by page), so a snapshot keeps its buffers,
+2. New memory costs more than the copy itself: the system hands it out page by page. So a snapshot keeps its buffers,
    and lends them to the writer until the writer is done. Beside a GPU they are pinned.
 
 Who changes a tensor otherwise than by an optimizer's step is found out: torch counts the changes of each tensor.

@@ -1,8 +1,7 @@
 """Llama and its relatives: the work, parameters and activations of decoders with gated feed-forward parts.
 
-Symbols: B micro-batch, s sequence, h hidden, f feed-forward width, l layers, a heads, V vocabulary. Nothing is dropped
-out. `LlamaSizes` tells the relatives apart: fewer heads of keys and values (Llama), biases of queries, keys and values
-(Qwen 2), norms of heads (Qwen 3), experts (Mixtral, DeepSeek), latent attention (DeepSeek).
+Symbols: B micro-batch, s sequence, h hidden, f feed-forward width, l layers, a heads, V vocabulary. No dropout. The
+relatives: fewer heads of keys and values (Llama), biases (Qwen 2), norms of heads (Qwen 3), experts, latent attention.
 """
 
 from __future__ import annotations

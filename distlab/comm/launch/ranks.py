@@ -37,8 +37,7 @@ class Ranks:
     Args:
         world_size: number of ranks.
         timeout_s: how long one call may take.
-        backend: "gloo", "shared" (ranks meet in shared memory: Linux, CPU tensors), "nccl", or None: nccl when each
-            rank has its own GPU, else gloo.
+        backend: "gloo", "shared" (shared memory: Linux, CPU), "nccl"; None: nccl with a GPU per rank, else gloo.
         record: whether calls of torch.distributed are recorded, for `records()` and to explain a hang.
         echo: whether what ranks print is shown, each line after `[rank r]`.
         plain: whether results of `run` come back as plain data, for functions that are not trusted: numbers, text,

@@ -48,8 +48,7 @@ class PlainSharded:
 
     Gradients must be whole and equal on all ranks when `step` is called (`DataParallel.synchronize`).
 
-    Cost: P broadcasts of Psi bytes in all; with the all-reduce before, 3 Psi a step. Optimizer state: of 1/n of the
-        tensors, as even as their sizes are.
+    Cost: P broadcasts, Psi bytes in all; with the all-reduce before, 3 Psi a step. Optimizer state: of 1/n tensors.
     Error: none: each parameter sees the same update as without sharding.
     """
 
