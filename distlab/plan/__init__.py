@@ -11,6 +11,7 @@ Read `records` (`Plan`, `Cluster`), then `mesh` and `axes`, `buckets`, `partitio
 from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.mesh import Mesh
+from distlab.plan.passes import Product
 from distlab.plan.partition import balance, split_evenly
 from distlab.plan.records import Cluster, Contention, Device, Link, Plan, Protocol
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
@@ -45,6 +46,7 @@ __all__ = [
     "Mesh",
     "Plan",
     "Precision",
+    "Product",
     "Protocol",
     "Region",
     "Report",

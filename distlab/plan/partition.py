@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+CUTS = ("time", "blocks")  # how layers are cut into stages: see `balance` and `even_blocks`
+
 
 def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:
     """Cut range(total) into ranges (start, stop); the first `total % parts` get one more than the others.
@@ -57,4 +59,29 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
     for cut in reversed(cuts):
         bounds.append(int(cut[bounds[-1]]))
     bounds = [0, *reversed(bounds)]
+    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def even_blocks(first: int, stop: int, num_layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut layers into stages with as many blocks each, whatever they cost; the blocks are layers first to stop - 1.
+
+    Layers before the blocks go to the first stage, those behind to the last one. Where both together make the blocks
+    divide, each of them counts as a block: 22 blocks fill 8 stages as 2, 3, ..., 3, 2.
+
+    Raises:
+        ValueError: the blocks do not divide.
+
+    Source: Megatron-LM's stages; Llama 3 (2407.21783, section 3.3.2) and 2401.10241 (section 5.1) take a block off both
+        ends.
+    """
+    count = stop - first
+    ends = count % stages and not (count + 2) % stages
+    if count % stages and not ends:
+        raise ValueError(
+            f"{count} blocks do not divide into {stages} equal stages, nor with the two ends counted as blocks; use a "
+            f"divisor of {count} or of {count + 2} stages, or cut='time'"
+        )
+    each = (count + 2) // stages if ends else count // stages
+    starts = [first + number * each - bool(ends) for number in range(1, stages)]
+    bounds = [0, *starts, num_layers]
     return tuple(zip(bounds[:-1], bounds[1:], strict=True))

@@ -12,6 +12,7 @@ from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
+from simulator.stage.shaped import with_shapes
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
 from simulator.units import to_ns
 
@@ -87,7 +88,8 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     known: dict[int, LayerTimes] = {}
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
-            known[kind] = one(_with_sums(layer, plan, widths))
+            shaped = with_shapes(layer, plan, layout.cluster.device)
+            known[kind] = one(shaped if layout.cluster.fused_sums else _with_sums(shaped, plan, widths))
     return [known[kind] for kind in workload.kinds]
 
 
