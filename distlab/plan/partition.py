@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 CUTS = ("time", "blocks")  # how layers are cut into stages: see `balance` and `even_blocks`
 
@@ -33,33 +34,54 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
 
     Raises:
         ValueError: fewer layers than stages, or a cost that is negative or not a number.
+    """
+    return Cuts(costs).into(stages)
+
+
+class Cuts:
+    """The cuts of `balance` of one list of layers into any number of stages.
 
     Source: dynamic program over prefixes: the best cut of the first i layers into k stages ends with some last stage
         (j, i). It costs the larger of that stage and of the best cut of the first j layers into k - 1 stages.
     """
-    num_layers = len(costs)
-    if not 1 <= stages <= num_layers:
-        raise ValueError(
-            f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
-        )
-    for layer, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
-    layers = np.arange(num_layers + 1)
-    stage_cost = np.where(layers[:, None] < layers, prefix - prefix[:, None], np.inf)  # [j, i]: layers j to i - 1
-    best = stage_cost[0]
-    cuts = []
-    for _ in range(stages - 1):
-        candidates = np.maximum(best[:, None], stage_cost)
-        cut = candidates.argmin(axis=0)
-        best = candidates[cut, layers]
-        cuts.append(cut)
-    bounds = [num_layers]
-    for cut in reversed(cuts):
-        bounds.append(int(cut[bounds[-1]]))
-    bounds = [0, *reversed(bounds)]
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        """Take the costs.
+
+        Raises:
+            ValueError: a cost is negative or not a number.
+        """
+        for layer, cost in enumerate(costs):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
+        prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+        self._layers = np.arange(len(costs) + 1)
+        after = self._layers[:, None] < self._layers
+        self._stage_cost = np.where(after, prefix - prefix[:, None], np.inf)  # [j, i]: layers j to i - 1
+        self._best = self._stage_cost[0]
+        self._cuts: list[NDArray[np.int64]] = []  # the first layer of the last of 2, 3, ... stages
+
+    def into(self, stages: int) -> tuple[tuple[int, int], ...]:
+        """Return the first layer of each stage and one past its last.
+
+        Raises:
+            ValueError: fewer layers than stages.
+        """
+        num_layers = len(self._layers) - 1
+        if not 1 <= stages <= num_layers:
+            raise ValueError(
+                f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
+            )
+        while len(self._cuts) < stages - 1:
+            candidates = np.maximum(self._best[:, None], self._stage_cost)
+            cut = candidates.argmin(axis=0)
+            self._best = candidates[cut, self._layers]
+            self._cuts.append(cut)
+        bounds = [num_layers]
+        for cut in reversed(self._cuts[: stages - 1]):
+            bounds.append(int(cut[bounds[-1]]))
+        bounds = [0, *reversed(bounds)]
+        return tuple(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def even_blocks(first: int, stop: int, num_layers: int, stages: int) -> tuple[tuple[int, int], ...]:

@@ -29,16 +29,14 @@ def fastest(link: Link) -> float:
     return max([*rates, *(2 * protocol.bytes_per_s for protocol in link.switch)])
 
 
-def wire_s(question: Question, shape: Shape, copies: Floats | Ints, pipeline: Ints | int, num_bytes: Floats) -> Floats:
+def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: Floats) -> Floats:
     """Return a time that no reduce-scatter or all-gather of so many bytes among the copies is below.
 
     Groups that fill their nodes move a part of the bytes inside and 1/g of them across, as `Group.exchange_ns`; a ring
-    over uneven nodes is not faster than its part across. Replicas sit apart by all ranks of one of them.
+    over uneven nodes is not faster than its part across.
     """
     cluster, filled = question.cluster, copies * shape.tensor
-    near = shape.context * shape.expert
-    replicas = -(-cluster.devices_per_node // (shape.tensor * near * pipeline))
-    each = np.minimum(near, max(1, cluster.devices_per_node // shape.tensor)) * replicas  # in a node, at most
+    each = max(1, cluster.devices_per_node // shape.tensor)  # copies in a node, at most
     wide, narrow = fastest(cluster.inter_node), fastest(cluster.intra_node)
     nodes = -(-copies // each)
     alone = (copies - 1) / copies * num_bytes / narrow
@@ -89,7 +87,7 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     update = update_s(question, cost, own.sum() / p, updated, shards)
     update = update + update_s(question, cost, experts.sum() / p, 0, few)
     packs = np.where((copies > 1) & (stage < 3), pack_s(question, widths.reduce * own.sum() / p, tensors), 0.0)
-    once = wire_s(question, shape, copies, p, width * own.sum() / p)
+    once = wire_s(question, shape, copies, width * own.sum() / p)
     gathered = np.where((stage > 0) & (stage < 3) & (not question.cluster.gathers_ahead), once, 0.0)  # after the update
     sums = np.where(stage > 0, 1, 2) * (v == 1) * once
     work = m * total / p + packs + update + gathered
@@ -100,7 +98,7 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     full = count - p * (most - 1)  # ranks that have as many, at least
     whole = np.minimum((m + full - 1) * most, m * (most + 1)) * block
     bubble = np.where(v == 1, np.maximum(relaxed, whole), m * most * block)
-    gathers = wire_s(question, shape, copies, p, width * own[1:-1].sum() / p)  # stage 3: forward's and backward's
+    gathers = wire_s(question, shape, copies, width * own[1:-1].sum() / p)  # stage 3: forward's and backward's
     device = question.cluster.device
     shown = (VIEW_KERNELS * cost.tensors.sum() + UNIT_KERNELS * count) * max(device.kernel_s, device.launch_s)
     sharded = np.where(stage == 3, np.maximum(m * 2 * gathers + once, work + m * shown), 0.0)

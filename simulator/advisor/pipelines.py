@@ -14,16 +14,16 @@ from itertools import islice, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import AXES, balance
+from distlab.plan import AXES
+from distlab.plan.partition import Cuts
 from simulator.advisor.bounds import SLACK, local_parameters, pack_s, update_s, wire_s
 from simulator.advisor.question import Candidates, Floats, Ints
 from simulator.hardware.rank_layout import Layout
 from simulator.pipeline.compiled import CompiledSchedule
-from simulator.pipeline.schedule_arrays import F
+from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.precision import widths_of
 from simulator.stage.local_layer import output_bytes
 from simulator.stage.messages import message_ns, parts_of_messages
-from simulator.stage.step_times import last_actions
 from simulator.step.schedule_of_plan import compile_family
 
 MOST_CELLS = 3_000_000  # of actions times rows that run side by side: 24 MB
@@ -40,6 +40,7 @@ class Pipelines:
     """
 
     found: Candidates
+    _cuts: dict[int, Cuts] = field(default_factory=dict)
     _stages: dict[tuple[int, int], tuple[Ints, Ints, Ints]] = field(default_factory=dict)
     _groups: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     _after: dict[int, Floats] = field(default_factory=dict)
@@ -68,8 +69,8 @@ class Pipelines:
         if row not in self._known:
             rows = self._beside(row)
             for each, starts, ends in zip(rows, *self._passes_s(rows), strict=True):
-                left = self._left_s(each, ends)
-                self._known[each] = float((np.maximum(ends[0] + self.after_s(each), left) - starts).max() * SLACK)
+                after = ends[0] + self._update_s(each) + self._gather_s(each)
+                self._known[each] = float((np.maximum(after, self._left_s(each, ends)) - starts).max() * SLACK)
         return self._known[row]
 
     def stages(self, row: int) -> tuple[Ints, Ints, Ints]:
@@ -78,7 +79,9 @@ class Pipelines:
         if (shape, p * v) not in self._stages:
             cost = self.found.costs[shape]
             forward, backward = (np.rint(times * 1e9).astype(np.int64) for times in (cost.forward, cost.backward))
-            firsts = np.array([first for first, _ in balance((forward + backward).tolist(), p * v)])
+            if shape not in self._cuts:
+                self._cuts[shape] = Cuts((forward + backward).tolist())
+            firsts = np.array([first for first, _ in self._cuts[shape].into(p * v)])
             sums = (np.add.reduceat(times, firsts) for times in (forward, backward))
             self._stages[shape, p * v] = (firsts, *sums)
         return self._stages[shape, p * v]
@@ -145,7 +148,7 @@ class Pipelines:
             return 0.0
         widths = widths_of(cost.workload, plan)
         own = min(widths.reduce, widths.parameter) * self._of_ranks(row, local_parameters(shape, cost)[0])
-        return wire_s(found.question, shape, np.array(plan.copies), plan.pipeline, own)
+        return wire_s(found.question, shape, np.array(plan.copies), own)
 
     def _of_ranks(self, row: int, of_layers: Floats | Ints) -> Floats:
         """Return the sums of each rank's layers [p]."""
@@ -190,8 +193,9 @@ class Pipelines:
         own = np.add.reduceat(local_parameters(shape, cost)[0], firsts).reshape(ends.shape)
         widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
         width = min(widths.reduce, widths.parameter)
-        sums = (1 if stage else 2) * wire_s(question, shape, np.array(plan.copies), plan.pipeline, width * own)
-        left = (ends - backward.reshape(ends.shape) / 1e9 + sums.cumsum(axis=0)).max(axis=0)
+        sums = (1 if stage else 2) * wire_s(question, shape, np.array(plan.copies), width * own)
+        begin = ends - (backward + self._packs_ns(row)).reshape(ends.shape) / 1e9
+        left = (begin + sums.cumsum(axis=0)).max(axis=0)
         return left + self._update_s(row) + self._gather_s(row)
 
     def _passes_s(self, rows: list[int]) -> tuple[Floats, Floats]:
@@ -204,8 +208,8 @@ class Pipelines:
         for row in rows:
             _, forward, backward = self.stages(row)
             messages = self._messages_ns(row, p * v)
-            durations.append(np.concatenate([forward, backward]))
-            latencies.append(np.concatenate([[0], messages, messages, [0]]))
+            durations.append(np.concatenate([forward, backward, backward + self._packs_ns(row)]))
+            latencies.append(np.concatenate([[0], messages, messages, [0], messages, [0]]))
         compiled = _compiled(p, m, v)
         first, last = compiled.order.offsets[:-1], last_actions(compiled.order)
         durations_ns = np.array(durations, np.int64)
@@ -213,20 +217,37 @@ class Pipelines:
         starts = ends[:, :p] - durations_ns[:, :p] / 1e9
         return starts, ends[:, p:].reshape(len(rows), v, p)
 
+    def _packs_ns(self, row: int) -> NDArray[np.int64]:
+        """Return a time that putting a stage's gradients into buckets does not take less than, inside its last B [S].
+
+        A tensor as large as a bucket has one of its own, for which a kernel is launched at least.
+        """
+        found, plan = self.found, self.found.plan(row)
+        shape, cost, firsts = found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])], self.stages(row)[0]
+        if plan.copies == 1:
+            return np.zeros(len(firsts), np.int64)
+        width, device = widths_of(cost.workload, plan).reduce, found.question.cluster.device
+        large = [
+            sum(size * width >= plan.bucket_bytes * shape.tensor * shape.expert for size in layer.parameter_sizes)
+            for layer in cost.workload.layers
+        ]
+        sizes, tensors, launched = (
+            np.add.reduceat(each, firsts) for each in (local_parameters(shape, cost)[0], cost.tensors, np.array(large))
+        )
+        packs = np.maximum(pack_s(found.question, width * sizes, tensors), launched * device.launch_s)
+        return np.floor(packs * 1e9).astype(np.int64)
+
     def _messages_ns(self, row: int, num_stages: int) -> NDArray[np.int64]:
         """Return a time that the message behind each stage but the last does not take less than [S - 1]."""
-        found, shape = self.found, self.found.shapes[int(self.found.shape[row])]
+        found = self.found
         cluster, plan, workload = found.question.cluster, found.plan(row), found.workload(row)
         layout = Layout(cluster, plan, AXES, {})
         size = min(output_bytes(layer, workload, plan) for layer in workload.layers[:-1]) // parts_of_messages(layout)
         inside, across = (message_ns(size, link, layout, 0) for link in (cluster.intra_node, cluster.inter_node))
-        stride, per_node = shape.tensor * shape.context * shape.expert, cluster.devices_per_node
         here = np.arange(num_stages - 1) % plan.pipeline
         there = (here + 1) % plan.pipeline
-        leaves = np.abs(there - here) * stride >= per_node
-        if plan.pipeline * stride % per_node == 0:  # replicas begin alike in their nodes
-            leaves |= here * stride // per_node != there * stride // per_node
-        return np.where(leaves, across, min(inside, across))
+        leaves = [layout.crosses_nodes(one, other) for one, other in zip(here.tolist(), there.tolist(), strict=True)]
+        return np.where(leaves, across, inside)
 
 
 def _compiled(p: int, m: int, v: int) -> CompiledSchedule:
