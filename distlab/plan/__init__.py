@@ -11,8 +11,8 @@ Read `records` (`Plan`, `Cluster`), then `mesh` and `axes`, `buckets`, `partitio
 from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.mesh import Mesh
-from distlab.plan.passes import Product
 from distlab.plan.partition import balance, split_evenly
+from distlab.plan.passes import Product
 from distlab.plan.records import Cluster, Contention, Device, Link, Plan, Protocol
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min

@@ -102,8 +102,7 @@ class Link:
         protocols: of a ring's messages.
         source: where the numbers come from, with a date.
         start_s: fixed time of a collective: its kernel starts, and the ranks meet.
-        switch: protocols of an all-reduce whose sums the switch makes (see `simulator.hardware.cost`); (): it makes
-            none.
+        switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
     """
 
     name: str
@@ -147,9 +146,8 @@ class Cluster:
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
             them, chunk by chunk.
-        flat_buffers: gradients are made in the buffers that travel, without copies, and one kernel updates all
-            parameters of a rank.
-        fused_sums: the product that makes weights' gradients adds them to wider sums, which costs nothing besides.
+        flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
+        fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
             (2104.04473, section 4.1).

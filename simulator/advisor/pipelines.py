@@ -82,8 +82,7 @@ class Pipelines:
             if shape not in self._cuts:
                 self._cuts[shape] = Cuts((forward + backward).tolist())
             firsts = np.array([first for first, _ in self._cuts[shape].into(p * v)])
-            sums = (np.add.reduceat(times, firsts) for times in (forward, backward))
-            self._stages[shape, p * v] = (firsts, *sums)
+            self._stages[shape, p * v] = (firsts, np.add.reduceat(forward, firsts), np.add.reduceat(backward, firsts))
         return self._stages[shape, p * v]
 
     def least_bytes(self, row: int) -> float:
@@ -115,7 +114,9 @@ class Pipelines:
         plan, firsts = found.plan(row), self.stages(row)[0]
         widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
         states = np.zeros((v, p))
-        for parameters, copies in zip(local_parameters(shape, cost), (plan.copies, plan.data * plan.context), strict=True):
+        for parameters, copies in zip(
+            local_parameters(shape, cost), (plan.copies, plan.data * plan.context), strict=True
+        ):
             gradient = widths.gradient if plan.copies > 1 else 0
             sizes = ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
             each = sum(size / (copies if stage >= needed else 1) for size, needed in sizes)
@@ -196,7 +197,7 @@ class Pipelines:
         sums = (1 if stage else 2) * wire_s(question, shape, np.array(plan.copies), width * own)
         begin = ends - (backward + self._packs_ns(row)).reshape(ends.shape) / 1e9
         left = (begin + sums.cumsum(axis=0)).max(axis=0)
-        return left + self._update_s(row) + self._gather_s(row)
+        return np.asarray(left + self._update_s(row) + self._gather_s(row), np.float64)
 
     def _passes_s(self, rows: list[int]) -> tuple[Floats, Floats]:
         """Return for rows with one schedule when ranks begin [R, p], and when their stages' last backwards end.
@@ -223,7 +224,11 @@ class Pipelines:
         A tensor as large as a bucket has one of its own, for which a kernel is launched at least.
         """
         found, plan = self.found, self.found.plan(row)
-        shape, cost, firsts = found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])], self.stages(row)[0]
+        shape, cost, firsts = (
+            found.shapes[int(found.shape[row])],
+            found.costs[int(found.shape[row])],
+            self.stages(row)[0],
+        )
         if plan.copies == 1:
             return np.zeros(len(firsts), np.int64)
         width, device = widths_of(cost.workload, plan).reduce, found.question.cluster.device

@@ -1,8 +1,9 @@
 """Best-first search: simulate plans in the order of what they cannot be better than, until nothing can be better.
 
 A row comes off the heap with a bound. First the bound is drawn tighter, by the stages into which the row cuts the
-model, then by running its passes and messages alone; then memory is counted; then the step is simulated. A simulated step that comes off the heap is at most as long
-as every bound that is left, so it is the best: exactly the plan that simulating all of them would find.
+model, then by running its passes and messages alone; then the step is simulated. Rows without room are left out on the
+way. A simulated step that comes off the heap is at most as long as every bound that is left, so it is the best: exactly
+the plan that simulating all of them would find.
 """
 
 from __future__ import annotations

@@ -44,14 +44,19 @@ def compute_s(work: Work, device: Device) -> float:
     A device cannot start a kernel before its host has launched it: work of many small kernels takes as long as their
     launches.
     """
-    busy_s = (
+    return max(busy_s(work, device), work.num_kernels * device.launch_s)
+
+
+def busy_s(work: Work, device: Device) -> float:
+    """Return the time of work on a device whose host runs ahead."""
+    seconds = (
         work.matmul_flops / device.matmul_flops_per_s
         + work.memory_bytes / device.memory_bytes_per_s
         + work.num_kernels * device.kernel_s
     )
     if work.attention_flops:
-        busy_s += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
-    return max(busy_s, work.num_kernels * device.launch_s)
+        seconds += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
+    return seconds
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:

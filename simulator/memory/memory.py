@@ -152,9 +152,10 @@ class Memory:
 def memory_of(workload: Workload, plan: Plan) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
-    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`). In flight under 1F1B: min(m, p - i) micro-batches on
-    stage i; under GPipe all m. Any other schedule is counted action by action: a split backward holds a micro-batch's
-    activations until its W, which needs them. Automatic schedules are made for equal times here; `simulate` knows the
+    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`). In flight under
+    1F1B: min(m, p - i) micro-batches on stage i; under GPipe all m. Any other schedule is counted action by action: a
+    split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are made for
+    equal times here; `simulate` knows the
     stages' own.
 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other

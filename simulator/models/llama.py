@@ -8,33 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from distlab.plan.require import require_count
-from simulator.models.attention_products import AttentionProducts
+from simulator.models.attention_products import AttentionProducts, LatentSizes
 from simulator.models.gpt import LOSS_BYTES, PASSES, adam_work
 from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
-
-
-class LatentSizes(NamedTuple):
-    """Latent attention: keys and values are made from one narrow vector per token, and queries from another.
-
-    Attributes:
-        key_value_rank: width of the vector of keys and values.
-        query_rank: width of the vector of queries; 0: they are made from the hidden state.
-        head_size: of queries and keys, without their rotary part.
-        rotary_size: of the rotary part, which all heads of keys share.
-        value_size: of a head's values.
-
-    Source: DeepSeek-AI 2024 (2405.04434), section 2.1.
-    """
-
-    key_value_rank: int
-    query_rank: int
-    head_size: int
-    rotary_size: int
-    value_size: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +113,11 @@ def llama_workload(
     )
 
 
+def _products(sizes: LlamaSizes) -> AttentionProducts:
+    size = sizes.head_size or sizes.hidden_size // sizes.num_heads
+    return AttentionProducts.of(sizes.hidden_size, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
+
+
 def _embedding(sizes: LlamaSizes, tokens: int) -> Layer:
     output = tokens * sizes.hidden_size * 2
     elements = sizes.vocab_size * sizes.hidden_size
@@ -201,7 +185,7 @@ def _wide(sizes: LlamaSizes, width: int) -> Shapes:
 
 def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
-    h, tokens, own = sizes.hidden_size, sequence * batch, AttentionProducts.of(sizes)
+    h, tokens, own = sizes.hidden_size, sequence * batch, _products(sizes)
     biases = [(rows,) for rows, _ in own.heads] if sizes.attention_biases else []
     norms = [*own.norms, *([own.output[1] // sizes.num_heads] * 2 if sizes.head_norms else []), h]
     parts = [((h,), ""), *((shape, "") for shape in own.narrow)]

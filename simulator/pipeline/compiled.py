@@ -75,7 +75,6 @@ class CompiledSchedule:
         return np.array([self.run(own[key], wait[key])[wanted] for own, wait in rows]).T
 
 
-
 def _frontier(order: ScheduleArrays, needed: Rows) -> Frontier:
     """Find the levels of a schedule, and refuse one in which ranks wait for one another in a circle."""
     frontier = Frontier(order, needed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from distlab.plan import Device, Layer, Plan, Product, Region, Work
 from simulator.hardware.products import slowdown
@@ -21,7 +22,7 @@ def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:
     """
     if device.multiprocessors is None or not any(region.products for region in layer.regions):
         return layer
-    works: dict[str, Work] = {name: getattr(layer, name) for name in PASSES}
+    works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
     regions = []
     for region in layer.regions:
         longer = _region(region, plan, Shares.of(layer, plan), device.multiprocessors) if region.products else region
@@ -35,7 +36,7 @@ def _region(region: Region, plan: Plan, shares: Shares, multiprocessors: int) ->
     local = [_local(product, plan.tensor, shares.positions) for product in region.products]
     flops = [math.prod(shape) for shape in local]
     inner = region.attention
-    works = {}
+    works: dict[str, Any] = {}
     for name, sides in zip(PASSES, ((0, 1, 2), (0, 2, 1), (2, 1, 0)), strict=True):
         times = [slowdown(*(shape[side] for side in sides), multiprocessors) for shape in local]
         factor = sum(size * time for size, time in zip(flops, times, strict=True)) / sum(flops)

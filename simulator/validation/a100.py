@@ -14,6 +14,7 @@ from simulator.models.gpt import gpt_step_flops, gpt_workload
 from simulator.validation.case import Case, Row, read_table
 
 MEGATRON = Precision("bfloat16", gradients="float32")
+DEEPSPEED = "megatron-deepspeed"
 
 
 @cache
@@ -110,9 +111,7 @@ def zero_bubble() -> list[Case]:
         micro, count, ranks = int(row["micro_batch"]), int(row["num_microbatches"]), int(row["pp_gpus"])
         workload = gpt(int(row["hidden"]), int(row["layers"]), int(row["heads"]), int(row["seq"]), micro)
         schedule = SCHEDULE_OF[row["schedule"]]
-        plan = Plan(
-            pipeline=ranks, num_microbatches=count, schedule=schedule, precision=MEGATRON, cut="blocks"
-        )
+        plan = Plan(pipeline=ranks, num_microbatches=count, schedule=schedule, precision=MEGATRON, cut="blocks")
         seconds = micro * count / (float(row["samples_per_gpu_per_s"]) * ranks)
         label = f"{row['model']} {row['schedule']} m={count}"
         choice = f"{row['model']} m={count}"
@@ -151,7 +150,7 @@ def bloom() -> list[Case]:
         label = f"h={hidden} l={layers} a={heads} {degrees} mbs={micro} gbs={batch}"
         choice = f"h={hidden} gbs={batch}" if row["section"] == "GBS Variations" else ""
         cases.append(
-            Case("BLOOM", label, "Jean Zay", workload, plan, "jean-zay", "megatron", float(row["sec_per_iter"]), choice)
+            Case("BLOOM", label, "Jean Zay", workload, plan, "jean-zay", DEEPSPEED, float(row["sec_per_iter"]), choice)
         )
     return cases
 
@@ -168,8 +167,8 @@ def vtrain_many_nodes() -> list[Case]:
 def vtrain_one_node() -> list[Case]:
     """Return 720 plans of models 1,024 wide on 2 to 8 GPUs (vTrain).
 
-    Not said: whether anything is recomputed, and the gradients' type. Nothing and 16 bits are assumed: the rows of 2, 4
-    and 8 replicas differ by 1.39 and 0.75 ms, which is a ring of 0.71 GB at 230 GB/s; 32 bits would need twice the wire.
+    Not said: whether anything is recomputed, and the gradients' type. Nothing and 16 bits are assumed: rows of 2, 4 and
+    8 replicas differ by 1.39 and 0.75 ms, which is a ring of 0.71 GB at 230 GB/s; 32 bits would need twice the wire.
     """
     return [_vtrain(row, "vTrain, 1 node", "none") for row in read_table("vtrain_ground_truth_single_node_a100")]
 
@@ -191,7 +190,7 @@ def _vtrain(row: Row, family: str, recompute: str) -> Case:
     choice = f"l={layers} gpus={row['# GPUs']} batch={batch}"
     structure = "3.6B" if family == "vTrain, 8 nodes" else f"l={layers}"
     seconds = float(row["iteration time (ms)"]) / 1e3
-    return Case(family, label, structure, gpt(*sizes, micro), plan, "a100-4-cards", "megatron", seconds, choice)
+    return Case(family, label, structure, gpt(*sizes, micro), plan, "a100-4-cards", DEEPSPEED, seconds, choice)
 
 
 def mosaicml() -> list[Case]:

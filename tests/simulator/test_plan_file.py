@@ -5,7 +5,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from random_plans import check_configuration
 
 from distlab.plan import AXES, Plan, Precision, Sharding
