@@ -11,6 +11,7 @@ import math
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 NS_PER_S = 10**9
+LONGEST_NS = 2**53
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -20,10 +21,11 @@ def to_ns(seconds: float) -> int:
     """Return a duration as whole nanoseconds, rounded to the nearest.
 
     Raises:
-        ValueError: the duration is negative, infinite or not a number, or longer than 146 years of nanoseconds.
+        ValueError: the duration is negative, infinite or not a number, or longer than 104 days: up to 2**53 a float
+            holds every whole number of nanoseconds.
     """
-    if not (math.isfinite(seconds) and 0 <= seconds < 2**62 / NS_PER_S):
-        raise ValueError(f"a duration is {seconds!r} s; pass a finite time >= 0 (at most {2**62 // NS_PER_S} s)")
+    if not (math.isfinite(seconds) and 0 <= seconds < LONGEST_NS / NS_PER_S):
+        raise ValueError(f"a duration is {seconds!r} s; pass a finite time >= 0 (at most {LONGEST_NS // NS_PER_S} s)")
     return round(seconds * NS_PER_S)
 
 

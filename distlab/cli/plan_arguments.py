@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
 from distlab.plan import SCHEDULES, Plan, Precision, Sharding
+from distlab.plan.partition import CUTS
 from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
@@ -61,6 +62,8 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--schedule", choices=ONE_COPY_SCHEDULES, default="one_f_one_b", metavar="NAME", help=names)
     what = "stages on each rank of the pipeline (default: 2 where the schedule has several, else 1)"
     add_count(command, "--stages-per-rank", what, default=None)
+    what = "stages of nearly equal time, or with as many blocks each, as in Megatron-LM (default time)"
+    command.add_argument("--cut", choices=CUTS, default="time", help=what)
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
     add_count(command, "--bucket-mb", "bucket capacity in MB (default 25)", default=25)
     what = "what replicas split: 1 optimizer state, 2 gradients too, 3 parameters too (default 0, nothing)"
@@ -136,4 +139,5 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         context_kind=arguments.context_kind,
         expert=arguments.expert,
         sequence_parallel=arguments.sequence_parallel,
+        cut=arguments.cut,
     )

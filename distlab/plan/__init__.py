@@ -12,6 +12,7 @@ from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
 from distlab.plan.mesh import Mesh
 from distlab.plan.partition import balance, split_evenly
+from distlab.plan.passes import Product
 from distlab.plan.records import Cluster, Contention, Device, Link, Plan, Protocol
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
@@ -45,6 +46,7 @@ __all__ = [
     "Mesh",
     "Plan",
     "Precision",
+    "Product",
     "Protocol",
     "Region",
     "Report",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distlab.plan.require import require
 
@@ -71,3 +72,19 @@ class Work:
         return Work(
             self.matmul_flops * factor, self.memory_bytes * factor, self.num_kernels, self.attention_flops * factor
         )
+
+
+class Product(NamedTuple):
+    """A matrix product of a forward pass, [rows, depth] x [depth, columns].
+
+    Attributes:
+        rows: of the micro-batch: its positions.
+        columns: of the output.
+        depth: what is summed over.
+        divided: the side that tensor-parallel ranks divide: "columns", "depth", or "" for neither.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    divided: str = ""

@@ -5,9 +5,11 @@ Plain frozen records with checked fields: they print, compare and cost nothing t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
+from distlab.plan.partition import CUTS
 from distlab.plan.require import require, require_count, require_positive
 from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
@@ -29,6 +31,7 @@ class Device:
         kernel_s: fixed time of one kernel, whatever its size.
         launch_s: time in which the host launches one kernel. A pass takes at least as long as all of its launches.
         attention_flops_per_s: fused attention kernels, as achieved; None: as matrix products.
+        multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
             reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
@@ -49,6 +52,7 @@ class Device:
     launch_s: float = 0.0
     attention_flops_per_s: float | None = None
     peak_flops_per_s: float | None = None
+    multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
         require_positive(
@@ -65,6 +69,8 @@ class Device:
         for name in ("kernel_s", "launch_s"):
             value = getattr(self, name)
             require(value >= 0, f"Device {self.name!r}: {name} is {value!r}; pass a time >= 0")
+        if self.multiprocessors is not None:
+            require_count(f"Device {self.name!r}", multiprocessors=self.multiprocessors)
         require(
             self.host_memory_bytes is None or self.host_memory_bytes >= 0,
             f"Device {self.name!r}: host_memory_bytes is {self.host_memory_bytes!r}; pass bytes >= 0, or None",
@@ -73,29 +79,43 @@ class Device:
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way to move a message: a latency and a bandwidth, one way."""
+    """One way to move a message: a latency and a bandwidth, one way; used for messages of up to most_bytes."""
 
     latency_s: float
     bytes_per_s: float
+    most_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         require(self.latency_s >= 0, f"Protocol: latency_s is {self.latency_s!r}; pass a time >= 0")
         require_positive("Protocol", bytes_per_s=self.bytes_per_s)
+        require(self.most_bytes > 0, f"Protocol: most_bytes is {self.most_bytes!r}; pass bytes above 0, or infinity")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A wire with one protocol, or two: low latency for small messages, high bandwidth for large ones.
+    """A wire with one protocol or several: low latency for small messages, high bandwidth for large ones.
 
-    A message takes the faster of its protocols.
+    A message takes the fastest of the protocols that are used for its size; the last one is for all sizes.
+
+    Attributes:
+        name: of the wire.
+        protocols: of a ring's messages.
+        source: where the numbers come from, with a date.
+        start_s: fixed time of a collective: its kernel starts, and the ranks meet.
+        switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
     """
 
     name: str
     protocols: tuple[Protocol, ...]
     source: str = ""
+    start_s: float = 0.0
+    switch: tuple[Protocol, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
+        require(self.start_s >= 0, f"Link {self.name!r}: start_s is {self.start_s!r}; pass a time >= 0")
+        last = self.protocols[-1].most_bytes
+        require(last == math.inf, f"Link {self.name!r}: its last protocol ends at {last} bytes; give it no most_bytes")
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,8 @@ class Cluster:
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
             them, chunk by chunk.
+        flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
+        fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
             (2104.04473, section 4.1).
@@ -146,6 +168,8 @@ class Cluster:
     splits_messages: bool = False
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
+    flat_buffers: bool = False
+    fused_sums: bool = False
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
@@ -193,6 +217,7 @@ class Plan:
         expert: ranks that split the experts of mixture layers. Each works on samples of its own, so that they are
             replicas too; see `copies`.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
+        cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many blocks each).
     """
 
     data: int = 1
@@ -212,6 +237,7 @@ class Plan:
     stages_per_rank: int = 1
     expert: int = 1
     context_kind: str = "ring"
+    cut: str = "time"
 
     def __post_init__(self) -> None:
         require_count(
@@ -247,6 +273,7 @@ class Plan:
             self.context_kind in CONTEXT_KINDS,
             f"Plan: context_kind is {self.context_kind!r}; choose one of {', '.join(CONTEXT_KINDS)}",
         )
+        require(self.cut in CUTS, f"Plan: cut is {self.cut!r}; choose one of {', '.join(CUTS)}")
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         require(
             self.compression is None or self.sharding.stage == 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distlab.plan.passes import Work
+from distlab.plan.passes import Product, Work
 from distlab.plan.require import require, require_count
 
 
@@ -74,6 +74,8 @@ class Region:
         beside: the part of weight_gradient that runs while the input's gradient travels.
         sums_bytes: of further all-reduces in forward, such as a loss' over logits that stay divided.
         attention: its inner attention, which context-parallel ranks work on together, or None.
+        products: the matrix products of its forward, attention's apart, whose shapes say what rate they reach; (): not
+            known, and they reach the device's.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Region:
     beside: Work = Work()
     sums_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
+    products: tuple[Product, ...] = ()
 
     def part(self, num_parts: int) -> Region:
         """Return it for a micro-batch cut into so many parts."""
@@ -98,6 +101,7 @@ class Region:
             beside=self.beside.times(1 / num_parts),
             sums_bytes=tuple(size // num_parts for size in self.sums_bytes),
             attention=self.attention and self.attention.part(num_parts),
+            products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
         )
 
 

@@ -195,6 +195,12 @@ class Workload:
         return kinds_of(self.layers)
 
     @cached_property
+    def blocks(self) -> tuple[int, int]:
+        """The first of its blocks, the layers whose names end in a number, and one past the last; else all layers."""
+        found = [number for number, layer in enumerate(self.layers) if layer.name[-1:].isdigit()]
+        return (found[0], found[-1] + 1) if found else (0, len(self.layers))
+
+    @cached_property
     def num_tensors(self) -> int:
         """Parameter tensors of the model."""
         return sum(len(layer.parameter_sizes) for layer in self.layers)

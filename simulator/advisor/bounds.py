@@ -1,4 +1,4 @@
-"""What no step can be shorter than, and no rank hold less than: for all rows of a shape at once.
+"""What no step can be shorter than, for all rows of a shape at once.
 
 Why no step is shorter than its bound, with F and B the times of all layers in a pass, m micro-batches, p ranks:
 
@@ -8,25 +8,25 @@ Why no step is shorter than its bound, with F and B the times of all layers in a
                          is at least (F + B) / (1 - (1 - 1/m)^p); and layers are whole, so that some ranks have many
     the wire             gradients leave once the last backward has begun, at the bandwidth of the wire
 
-`tight_s` draws the bound of one row tighter, with the stages that the model is cut into.
+`simulator.advisor.pipelines` draws the bounds of single rows tighter, and bounds what they hold.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from distlab.plan import Link, balance
-from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
+from distlab.plan import Link
+from simulator.advisor.question import Costs, Floats, Ints, Question, Shape
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
-from simulator.memory.memory import cuts_of
 from simulator.precision import widths_of
 
 SLACK = 1 - 1e-6  # of sums of rounded times
 
 
 def fastest(link: Link) -> float:
-    """Return a link's largest bandwidth."""
-    return max(protocol.bytes_per_s for protocol in link.protocols)
+    """Return a link's largest bandwidth; a switch that adds up takes one pass of the bytes, where a ring takes two."""
+    rates = [protocol.bytes_per_s for protocol in link.protocols]
+    return max([*rates, *(2 * protocol.bytes_per_s for protocol in link.switch)])
 
 
 def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: Floats) -> Floats:
@@ -54,13 +54,14 @@ def update_s(
     whole, device = cost.workload.optimizer, question.cluster.device
     size = whole.memory_bytes / max(cost.workload.num_parameters, 1) * parameters / shards
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)
+    kernels = kernels * (not question.cluster.flat_buffers)
     busy = size / device.memory_bytes_per_s + kernels * device.kernel_s
     return np.asarray(np.maximum(busy, kernels * device.launch_s), np.float64)
 
 
 def pack_s(question: Question, num_bytes: Floats, tensors: Floats | Ints | int) -> Floats:
     """Return a time that dividing gradients for their buckets keeps a rank busy at least."""
-    device, kernels = question.cluster.device, 3 * tensors
+    device, kernels = question.cluster.device, 3 * tensors * (not question.cluster.flat_buffers)
     busy = 2 * num_bytes / device.memory_bytes_per_s + kernels * device.kernel_s
     return np.asarray(np.maximum(busy, kernels * device.launch_s), np.float64)
 
@@ -102,63 +103,3 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     shown = (VIEW_KERNELS * cost.tensors.sum() + UNIT_KERNELS * count) * max(device.kernel_s, device.launch_s)
     sharded = np.where(stage == 3, np.maximum(m * 2 * gathers + once, work + m * shown), 0.0)
     return np.asarray(np.maximum.reduce([work, np.where(stage < 3, wire, 0.0), bubble, sharded]) * SLACK, np.float64)
-
-
-def least_bytes(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Floats:
-    """Return bytes for each row that its fullest rank does not hold less than."""
-    own, experts = local_parameters(shape, cost)
-    widths = widths_of(cost.workload, shape.plan())
-    held = np.zeros(len(rows))
-    sums: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
-    for at, (p, v, data, m, stage) in enumerate(rows.tolist()):
-        if (p, v) not in sums:
-            firsts = [first for first, _ in cuts_of(cost.workload.matmul_flops, p * v)]
-            sums[p, v] = tuple(  # type: ignore[assignment]
-                np.add.reduceat(each, firsts).reshape(v, p) for each in (own, experts, cost.kept)
-            )
-        parameters, of_experts, kept = sums[p, v]
-        copies, few = data * shape.expert * shape.context, data * shape.context
-        gradient = widths.gradient if copies > 1 else 0
-        each, each_expert = (
-            sum(
-                size / (ranks if stage >= needed else 1)
-                for size, needed in ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
-            )
-            for ranks in (copies, few)
-        )
-        fixed = each * parameters + each_expert * of_experts
-        if v == 1:
-            held[at] = (fixed[0] + np.minimum(m, p - np.arange(p)) * kept[0]).max()
-        else:
-            held[at] = fixed[:, 0].sum() + min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * kept[:, 0].min()
-    return held * SLACK
-
-
-def tight_s(found: Candidates, row: int) -> float:
-    """Return a time that a row's step is not below, from the stages that the model is cut into; 0: nothing better."""
-    question, shape = found.question, found.shapes[int(found.shape[row])]
-    cost, plan = found.costs[int(found.shape[row])], found.plan(row)
-    if plan.pipeline == 1:
-        return 0.0  # it has no bubble
-    p, v, m = plan.pipeline, plan.stages_per_rank, plan.num_microbatches
-    both = np.rint((cost.forward + cost.backward) * 1e9).astype(np.int64).tolist()
-    firsts = np.array([first for first, _ in balance(both, p * v)])
-    forward, backward = (np.add.reduceat(times, firsts) for times in (cost.forward, cost.backward))
-    work = m * (forward + backward).reshape(v, p).sum(axis=0)
-    before = np.append(0.0, np.cumsum((forward + backward)[: p - 1]))  # of ranks in front of each
-    own, experts = (np.add.reduceat(each, firsts).reshape(v, p).sum(axis=0) for each in local_parameters(shape, cost))
-    stage, copies = plan.sharding.stage, np.array(plan.copies)
-    tensors, widths = np.add.reduceat(cost.tensors, firsts).reshape(v, p).sum(axis=0), widths_of(cost.workload, plan)
-    update = update_s(question, cost, own, tensors, copies if stage else np.array(1))
-    update = update + update_s(question, cost, experts, 0, np.array(plan.data * plan.context if stage else 1))
-    exposed: Floats = pack_s(question, widths.reduce * own, tensors) if plan.copies > 1 else np.zeros(p)
-    # The first stage of a rank is the last to have its gradients.
-    width = min(widths.reduce, widths.parameter)
-    last = np.add.reduceat(local_parameters(shape, cost)[0], firsts)[:p]
-    sums = (1 if stage else 2) * wire_s(question, shape, copies, width * last)
-    exposed = np.maximum(exposed, sums - backward[:p])
-    if stage and not question.cluster.gathers_ahead:
-        exposed = exposed + wire_s(question, shape, copies, width * own)
-    # Rank k's own span: from its first pass, through the bottleneck behind it, to its last update.
-    span = np.array([(before[k:] - before[k] + work[k:]).max() for k in range(p)])
-    return float((span + exposed + update).max() * SLACK)

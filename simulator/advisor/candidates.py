@@ -1,4 +1,4 @@
-"""All plans for a question: every way to divide the devices, with each plan's bounds on time and memory."""
+"""All plans for a question: every way to divide the devices, with a bound on each plan's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from distlab.plan import AXES, Workload
 from distlab.plan.work import COLUMNS
-from simulator.advisor.bounds import bounds_s, least_bytes
+from simulator.advisor.bounds import bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.stage import kept_by_layers
@@ -27,7 +27,6 @@ class _Found:
 
     rows: list[Ints] = field(default_factory=list)
     bounds: list[Floats] = field(default_factory=list)
-    bytes: list[Floats] = field(default_factory=list)
 
 
 def candidates(question: Question) -> Candidates:
@@ -54,7 +53,6 @@ def candidates(question: Question) -> Candidates:
             continue
         found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
         found.bounds.append(bounds_s(question, shape, cost, rows))
-        found.bytes.append(least_bytes(question, shape, cost, rows))
         shapes.append(shape)
         costs.append(cost)
     if not shapes:
@@ -74,7 +72,6 @@ def candidates(question: Question) -> Candidates:
         microbatches=microbatches,
         sharding=sharding,
         bound_s=np.concatenate(found.bounds),
-        bytes=np.concatenate(found.bytes),
     )
 
 

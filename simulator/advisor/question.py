@@ -121,7 +121,6 @@ class Candidates:
         microbatches: of a replica.
         sharding: stage.
         bound_s: no step is shorter.
-        bytes: no fullest rank holds less.
     """
 
     question: Question
@@ -134,7 +133,6 @@ class Candidates:
     microbatches: Ints
     sharding: Ints
     bound_s: Floats
-    bytes: Floats
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -154,8 +152,3 @@ class Candidates:
     def workload(self, row: int) -> Workload:
         """Return the model with a row's micro-batch."""
         return self.costs[int(self.shape[row])].workload
-
-    @cached_property
-    def fitting(self) -> NDArray[np.bool_]:
-        """Rows that may fit."""
-        return np.asarray(self.bytes <= self.question.device.memory_bytes)

@@ -84,14 +84,15 @@ def _instead(search: Search, best: Choice, among: NDArray[np.bool_]) -> str:
 
 def _floor_s(search: Search, among: NDArray[np.bool_]) -> float:
     """Return what no step of these rows is below."""
-    rows = np.flatnonzero(search.found.fitting & among)
+    rows = np.flatnonzero(among)
     heap = [(bound, False, row) for row, bound in zip(rows.tolist(), search.found.bound_s[rows].tolist(), strict=True)]
     heapq.heapify(heap)
     while heap:
         bound, is_tight, row = heapq.heappop(heap)
         if is_tight:
             return float(bound)
-        heapq.heappush(heap, (max(bound, search.tight_s(row)), True, row))
+        if search.may_fit(row):
+            heapq.heappush(heap, (max(bound, search.tight_s(row)), True, row))
     return np.inf
 
 

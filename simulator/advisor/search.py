@@ -1,8 +1,9 @@
 """Best-first search: simulate plans in the order of what they cannot be better than, until nothing can be better.
 
 A row comes off the heap with a bound. First the bound is drawn tighter, by the stages into which the row cuts the
-model; then memory is counted; then the step is simulated. A simulated step that comes off the heap is at most as long
-as every bound that is left, so it is the best: exactly the plan that simulating all of them would find.
+model, then by running its passes and messages alone; then the step is simulated. Rows without room are left out on the
+way. A simulated step that comes off the heap is at most as long as every bound that is left, so it is the best: exactly
+the plan that simulating all of them would find.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Plan
-from simulator.advisor.bounds import tight_s
 from simulator.advisor.candidates import candidates
+from simulator.advisor.pipelines import Pipelines
 from simulator.advisor.question import Candidates, Question
-from simulator.memory.memory import memory_of
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
 
-ROUGH, TIGHT, EXACT = range(3)
+ROUGH, TIGHT, RUN, EXACT = range(4)
 TELL_EVERY = 25
 Tell = Callable[[int, int, float], None]
 
@@ -66,7 +67,11 @@ class Search:
     num_simulated: int = 0
     is_complete: bool = True
     _exact: dict[int, Choice | None] = field(default_factory=dict)
-    _tight: dict[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        """Tight bounds."""
+        return Pipelines(self.found)
 
     def best(
         self,
@@ -86,7 +91,7 @@ class Search:
 
         An interrupt ends the search: what was simulated by then is returned, and `is_complete` is False.
         """
-        rows = np.flatnonzero(self.found.fitting if among is None else self.found.fitting & among)
+        rows = np.arange(len(self.found)) if among is None else np.flatnonzero(among)
         heap = [
             (bound, ROUGH, row) for row, bound in zip(rows.tolist(), self.found.bound_s[rows].tolist(), strict=True)
         ]
@@ -99,7 +104,10 @@ class Search:
                 if level == EXACT:
                     chosen.append(self._choice(row))
                 elif level == ROUGH:
-                    heapq.heappush(heap, (max(bound, self.tight_s(row)), TIGHT, row))
+                    if self.may_fit(row):
+                        heapq.heappush(heap, (max(bound, self.pipelines.short_s(row)), TIGHT, row))
+                elif level == TIGHT and self.found.pipeline[row] > 1:
+                    heapq.heappush(heap, (max(bound, self.pipelines.bound_s(row)), RUN, row))
                 elif (choice := self.exact(row)) is not None:
                     heapq.heappush(heap, (choice.seconds, EXACT, row))
                     if tell and self.num_simulated % TELL_EVERY == 0:
@@ -126,27 +134,29 @@ class Search:
         return self._exact[row]
 
     def _simulate(self, row: int) -> Choice | None:
-        question, plan, workload = self.found.question, self.found.plan(row), self.found.workload(row)
+        question = self.found.question
         device = question.device
-        if not memory_of(workload, plan).fits(device):
+        if self.pipelines.peak_bytes(row) > device.memory_bytes:
             return None
-        step = simulate(workload, question.cluster, plan)
+        step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
         self.num_simulated += 1
-        return Choice(question, plan, step) if step.memory.fits(device) else None
+        return Choice(question, step.plan, step) if step.memory.fits(device) else None
+
+    def may_fit(self, row: int) -> bool:
+        """Return whether a row's fullest rank may have room."""
+        return self.pipelines.least_bytes(row) <= self.found.question.device.memory_bytes
 
     def tight_s(self, row: int) -> float:
-        """Return a time that a row's step is not below, from the stages that the model is cut into."""
-        if row not in self._tight:
-            self._tight[row] = tight_s(self.found, row)
-        return self._tight[row]
+        """Return a time that a row's step is not below: by its stages, passes and messages."""
+        own = self.pipelines
+        return max(own.short_s(row), own.bound_s(row)) if self.found.pipeline[row] > 1 else 0.0
 
     def too_large(self) -> list[int]:
         """Return rows that do not fit and could be faster than the best, those that lack least memory first."""
         best = min((choice.seconds for choice in self.choices), default=np.inf)
-        large = ~self.found.fitting
-        large[[row for row, choice in self._exact.items() if choice is None]] = True
-        rows = np.flatnonzero(large & (self.found.bound_s < best))
-        return [int(row) for row in rows[np.argsort(self.found.bytes[rows], kind="stable")]]
+        rows = np.flatnonzero(self.found.bound_s < best).tolist()
+        large = [row for row in rows if not self.may_fit(row) or (row in self._exact and self._exact[row] is None)]
+        return sorted(large, key=self.pipelines.least_bytes)
 
 
 def search(question: Question) -> Search:

@@ -94,6 +94,12 @@ def _run_in_order(graph: Graph) -> Times:
         start.append(now)
         end.append(now + duration)
         free[rank, lane] = now + duration
+    return _times(start, end)
+
+
+def _times(start: list[int], end: list[int]) -> Times:
+    if max(end, default=0) >= 2**62:
+        raise ValueError("the step takes more than 146 years; check the rates of the device and of the wires")
     return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
 
 
@@ -162,7 +168,7 @@ class _Contended:
                     heapq.heappush(self.events, (now, 1, follower, 0))
         if done < len(self.graph):
             raise ValueError(_deadlock(self.graph, waiting))
-        return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
+        return _times(start, end)
 
     def _change(self, operation: int, now: int, *, starts: bool) -> None:
         """Let an operation begin or finish, and predict again the ends of those whose rate changes."""

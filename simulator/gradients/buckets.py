@@ -112,7 +112,7 @@ def cost_buckets(
 
     @cache  # blocks are alike, and so are most buckets
     def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
-        copies = _copies(num_bytes, num_tensors, plan.gradient_sync)
+        copies = _copies(num_bytes, num_tensors, plan.gradient_sync, in_place=group.cluster.flat_buffers)
         pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
         travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
         return pack, unpack, *travel
@@ -178,15 +178,18 @@ def _compressed(plain: BucketCost, times: CodecTimes, calls: Sequence[Exchange],
     )
 
 
-def _copies(num_bytes: int, num_tensors: int, gradient_sync: str) -> tuple[Work, Work]:
+def _copies(num_bytes: int, num_tensors: int, gradient_sync: str, *, in_place: bool) -> tuple[Work, Work]:
     """Return the work before and after one all-reduce.
 
     Dividing reads and writes every gradient, and so does a copy. A parameter alone is divided in place. Flat and
     bucketed gradients are copied into a buffer, divided there, and copied back. Overlapped gradients live in the
     buffer. A hook divides each of them there, which costs about as much as a kernel; it also sums the gradient while it
     is in the cache, to see whether it is finite. Compression takes gradients undivided: a copy, which costs the same.
+    With `in_place` gradients were made in the buffer, which one kernel divides.
     """
     one_pass = 2 * num_bytes
+    if in_place:
+        return Work(memory_bytes=one_pass, num_kernels=1), Work()
     if gradient_sync == "per_parameter":
         return Work(memory_bytes=one_pass, num_kernels=num_tensors), Work()
     if gradient_sync == "overlapped":

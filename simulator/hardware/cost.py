@@ -8,18 +8,20 @@ with its latency, and a number of bytes that every rank must push through its li
     double binary tree       2 log2(n) alpha + 2 S/beta         few steps; pipelined, both trees busy
     in network               2 alpha + (n+1)/n S/beta           the switch adds up
 
-Links may have two protocols, one with a low latency and one with a high bandwidth. A library picks one for the whole
-collective, by its size: the time is the smaller of the two lines.
+Links may have several protocols, from one with a low latency to one with a high bandwidth. A library picks one for the
+whole collective, by its size: the time is the smallest of the lines that it uses for that size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.plan import Device, Link, Work
+from distlab.plan import Device, Link, Protocol, Work
 
 ALL_REDUCE_ALGORITHMS = ("ring", "halving_doubling", "tree", "in_network")
+LEAST_IN_SWITCH = 5  # ranks from which nccl lets NVLink 4's switch add up: stas00/ml-engineering@744d01e1, 2025
 
 
 class Steps(NamedTuple):
@@ -42,33 +44,44 @@ def compute_s(work: Work, device: Device) -> float:
     A device cannot start a kernel before its host has launched it: work of many small kernels takes as long as their
     launches.
     """
-    busy_s = (
+    return max(busy_s(work, device), work.num_kernels * device.launch_s)
+
+
+def busy_s(work: Work, device: Device) -> float:
+    """Return the time of work on a device whose host runs ahead."""
+    seconds = (
         work.matmul_flops / device.matmul_flops_per_s
         + work.memory_bytes / device.memory_bytes_per_s
         + work.num_kernels * device.kernel_s
     )
     if work.attention_flops:
-        busy_s += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
-    return max(busy_s, work.num_kernels * device.launch_s)
+        seconds += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
+    return seconds
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
-    """Return the time of so many latencies and bytes on a link, by the faster of its protocols.
+    """Return the time of a collective of so many latencies and bytes on a link, with its start.
 
     Raises:
         ValueError: the size is negative, infinite or not a number.
     """
+    start_s = link.start_s if steps.num_latencies else 0.0
+    return start_s + _fastest_s(num_bytes, steps, link.protocols)
+
+
+def _fastest_s(num_bytes: float, steps: Steps, protocols: Sequence[Protocol]) -> float:
     if not (num_bytes >= 0 and math.isfinite(num_bytes)):
         raise ValueError(f"a message has {num_bytes!r} bytes; pass a finite number >= 0")
     return min(
         steps.num_latencies * protocol.latency_s + steps.bytes_factor * num_bytes / protocol.bytes_per_s
-        for protocol in link.protocols
+        for protocol in protocols
+        if num_bytes <= protocol.most_bytes
     )
 
 
 def message_s(num_bytes: float, link: Link) -> float:
     """Return the time of one message from one rank to another."""
-    return steps_s(num_bytes, Steps(1, 1.0), link)
+    return _fastest_s(num_bytes, Steps(1, 1.0), link.protocols)
 
 
 def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
@@ -116,7 +129,19 @@ def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = 
     Raises:
         ValueError: the size is negative, the number of ranks less than 1, or the algorithm unknown.
     """
-    return steps_s(num_bytes, all_reduce_steps(num_ranks, algorithm), link)
+    steps = all_reduce_steps(num_ranks, algorithm)
+    if algorithm == "in_network" and link.switch and num_ranks > 1:
+        return link.start_s + _fastest_s(num_bytes, steps, link.switch)
+    return steps_s(num_bytes, steps, link)
+
+
+def library_all_reduce_s(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the time of an all-reduce as a library runs it: a ring, or in the switch where that is faster.
+
+    Libraries let a switch add up from LEAST_IN_SWITCH ranks on.
+    """
+    algorithms = ("ring", "in_network") if link.switch and num_ranks >= LEAST_IN_SWITCH else ("ring",)
+    return min(all_reduce_s(num_bytes, num_ranks, link, algorithm) for algorithm in algorithms)
 
 
 def reduce_scatter_s(num_bytes: float, num_ranks: int, link: Link) -> float:

@@ -36,6 +36,8 @@ class Stack:
         send_s: fixed time of a message between pipeline stages.
         send_fraction: of a link's bandwidth, what such a message reaches.
         tensor_overlap: of the time of tensor ranks' calls, what hides behind products.
+        flat_buffers: whether gradients are made in the buffers that travel, and one kernel updates all parameters.
+        fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
         gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
         splits_messages: whether tensor ranks send a part each of such a message.
         source: where the numbers come from, with a date.
@@ -53,6 +55,8 @@ class Stack:
     splits_messages: bool = False
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
+    flat_buffers: bool = False
+    fused_sums: bool = False
     source: str = ""
 
     def on_device(self, device: Device) -> Device:
@@ -82,6 +86,8 @@ class Stack:
             splits_messages=self.splits_messages,
             tensor_overlap=self.tensor_overlap,
             gathers_ahead=self.gathers_ahead,
+            flat_buffers=self.flat_buffers,
+            fused_sums=self.fused_sums,
         )
 
 
@@ -102,6 +108,7 @@ def device(name: str, *, measured: bool = True) -> Device:
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
         host_memory_bytes=row.get("host_memory_bytes"),
         peak_flops_per_s=row["matmul_flops_per_s"],
+        multiprocessors=row.get("multiprocessors") if measured else None,
     )
 
 
@@ -113,7 +120,8 @@ def link(name: str, *, measured: bool = True) -> Link:
     """
     row = _row("links", name)
     row = row.get("measured", row) if measured else row
-    return Link(name, tuple(Protocol(latency, rate) for latency, rate in row["protocols"]), row["source"])
+    protocols, switch = (tuple(Protocol(*numbers) for numbers in row.get(key, ())) for key in ("protocols", "switch"))
+    return Link(name, protocols, row["source"], row.get("start_s", 0.0), switch)
 
 
 def stack(name: str) -> Stack:

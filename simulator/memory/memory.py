@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distlab.plan import Device, Plan, Workload, balance, make_schedule
+from distlab.plan.partition import even_blocks
 from simulator.memory.model_states import KINDS
 from simulator.memory.over_time import (
     RankPasses,
@@ -151,9 +152,10 @@ class Memory:
 def memory_of(workload: Workload, plan: Plan) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
-    Stages are cut so that their matrix products are balanced. In flight under 1F1B: min(m, p - i) micro-batches on
-    stage i; under GPipe all m. Any other schedule is counted action by action: a split backward holds a micro-batch's
-    activations until its W, which needs them. Automatic schedules are made for equal times here; `simulate` knows the
+    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`). In flight under
+    1F1B: min(m, p - i) micro-batches on stage i; under GPipe all m. Any other schedule is counted action by action: a
+    split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are made for
+    equal times here; `simulate` knows the
     stages' own.
 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
@@ -164,11 +166,14 @@ def memory_of(workload: Workload, plan: Plan) -> Memory:
     Source: Rajbhandari et al. 2020 (1910.02054); Korthikanti et al. 2022 (2205.05198), equations 1 to 5.
 
     Raises:
-        ValueError: more stages than the workload has layers.
+        ValueError: more stages than the workload has layers, or blocks that do not divide into them.
     """
     num_stages = plan.pipeline * plan.stages_per_rank
     check_enough_layers(workload, plan, num_stages)
-    stages = tuple(count_stage(workload, plan, cut) for cut in cuts_of(workload.matmul_flops, num_stages))
+    cuts = cuts_of(workload.matmul_flops, num_stages)
+    if plan.cut == "blocks":
+        cuts = even_blocks(*workload.blocks, len(workload.layers), num_stages)
+    stages = tuple(count_stage(workload, plan, cut) for cut in cuts)
     if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
         return _memory(stages, _passes_of_family(*make))

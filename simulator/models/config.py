@@ -12,8 +12,9 @@ from pathlib import Path
 
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
+from simulator.models.attention_products import LatentSizes
 from simulator.models.gpt import as_released, gpt_workload
-from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
+from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
 
 MOST_TOKENS = 4096  # of a sequence where nobody says how long they are

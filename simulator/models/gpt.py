@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distlab.plan import Attention, Layer, Region, Work, Workload
+from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
@@ -167,7 +167,18 @@ def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
         forward=forward,
         input_gradient=forward,
         weight_gradient=weights,
-        regions=(Region("head", forward, forward, weights, 2 * batch * s * h, 0, weights, (tokens, 2 * tokens)),),
+        regions=(
+            Region(
+                "head",
+                forward,
+                forward,
+                weights,
+                2 * batch * s * h,
+                beside=weights,
+                sums_bytes=(tokens, 2 * tokens),
+                products=(Product(batch * s, vocab_size, h, "columns"),),
+            ),
+        ),
         splits_positions=True,
         activation_bytes=batch * s * h * 4 + logits,  # inputs of the last norm and of the head
         logits_bytes=logits,
@@ -233,6 +244,7 @@ def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
             forward=Work(scores, inner, 3),
             backward=Work(2 * scores, inner, 5),
         ),
+        products=(Product(batch * s, 3 * h, h, "columns"), Product(batch * s, h, h, "depth")),
     )
 
 
@@ -241,4 +253,5 @@ def _feed_forward(h: int, s: int, batch: int) -> Region:
     weights, states = 16.0 * batch * s * h * h, 2 * batch * s * h
     work = Work(weights, 2 * 16 * batch * s * h, 3)
     half = Work(weights / 2, 0, 1)
-    return Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half)
+    products = (Product(batch * s, 4 * h, h, "columns"), Product(batch * s, h, 4 * h, "depth"))
+    return Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half, products=products)

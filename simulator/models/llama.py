@@ -8,32 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from distlab.plan import Attention, Layer, Region, Work, Workload
+from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from distlab.plan.require import require_count
+from simulator.models.attention_products import AttentionProducts, LatentSizes
 from simulator.models.gpt import LOSS_BYTES, PASSES, adam_work
 from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
-
-
-class LatentSizes(NamedTuple):
-    """Latent attention: keys and values are made from one narrow vector per token, and queries from another.
-
-    Attributes:
-        key_value_rank: width of the vector of keys and values.
-        query_rank: width of the vector of queries; 0: they are made from the hidden state.
-        head_size: of queries and keys, without their rotary part.
-        rotary_size: of the rotary part, which all heads of keys share.
-        value_size: of a head's values.
-
-    Source: DeepSeek-AI 2024 (2405.04434), section 2.1.
-    """
-
-    key_value_rank: int
-    query_rank: int
-    head_size: int
-    rotary_size: int
-    value_size: int
 
 
 @dataclass(frozen=True)
@@ -93,35 +73,6 @@ class LlamaSizes:
         return llama_workload(self, sequence_length=1).num_parameters
 
 
-class _Products(NamedTuple):
-    """Products of attention as shapes of matrices; `narrow` ones, with `norms`, run whole on every tensor rank."""
-
-    narrow: Shapes
-    norms: tuple[int, ...]
-    heads: Shapes
-    output: tuple[int, int]
-    queries: int
-    keys_and_values: int
-    inputs: int
-
-    @classmethod
-    def of(cls, sizes: LlamaSizes) -> _Products:
-        h, a, latent = sizes.hidden_size, sizes.num_heads, sizes.latent
-        if latent is None:
-            each = sizes.head_size or h // a
-            query, shared = a * each, sizes.num_key_value_heads * each
-            return cls((), (), ((query, h), (shared, h), (shared, h)), (h, query), query, 2 * shared, h)
-        rank, wide = latent.key_value_rank, latent.head_size + latent.rotary_size
-        both = a * (latent.head_size + latent.value_size)
-        own: Shapes = ((rank + latent.rotary_size, h),)
-        queries, kept = (a * wide, h), a * (wide + latent.value_size)
-        if latent.query_rank:
-            own, queries = ((latent.query_rank, h), *own), (a * wide, latent.query_rank)
-        norms = (*([latent.query_rank] if latent.query_rank else []), rank)
-        inputs = sum(shape[0] for shape in own) + (0 if latent.query_rank else h)
-        return cls(own, norms, (queries, (both, rank)), (h, a * latent.value_size), a * wide, kept, inputs)
-
-
 def llama_workload(
     sizes: LlamaSizes,
     *,
@@ -162,6 +113,11 @@ def llama_workload(
     )
 
 
+def _products(sizes: LlamaSizes) -> AttentionProducts:
+    size = sizes.head_size or sizes.hidden_size // sizes.num_heads
+    return AttentionProducts.of(sizes.hidden_size, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
+
+
 def _embedding(sizes: LlamaSizes, tokens: int) -> Layer:
     output = tokens * sizes.hidden_size * 2
     elements = sizes.vocab_size * sizes.hidden_size
@@ -194,7 +150,18 @@ def _head(sizes: LlamaSizes, tokens: int) -> Layer:
         input_gradient=forward,
         weight_gradient=weights,
         parameter_axes=("", "tensor") if own else ("",),
-        regions=(Region("head", forward, forward, weights, 2 * tokens * h, 0, weights, sums),),
+        regions=(
+            Region(
+                "head",
+                forward,
+                forward,
+                weights,
+                2 * tokens * h,
+                beside=weights,
+                sums_bytes=sums,
+                products=(Product(tokens, sizes.vocab_size, h, "columns"),),
+            ),
+        ),
         splits_positions=True,
         sequence_calls=(("all_reduce", h),),
         activation_bytes=4 * tokens * h + 4 * logits,
@@ -218,7 +185,7 @@ def _wide(sizes: LlamaSizes, width: int) -> Shapes:
 
 def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
-    h, tokens, own = sizes.hidden_size, sequence * batch, _Products.of(sizes)
+    h, tokens, own = sizes.hidden_size, sequence * batch, _products(sizes)
     biases = [(rows,) for rows, _ in own.heads] if sizes.attention_biases else []
     norms = [*own.norms, *([own.output[1] // sizes.num_heads] * 2 if sizes.head_norms else []), h]
     parts = [((h,), ""), *((shape, "") for shape in own.narrow)]
@@ -256,13 +223,13 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     )
 
 
-def _scores(sizes: LlamaSizes, own: _Products, sequence: int, tokens: int) -> Work:
+def _scores(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Work:
     """Return two products over all pairs of positions, and the softmax between them, in three kernels."""
     flops = 2.0 * tokens * sequence * (own.queries + own.output[1])
     return Work(flops, 4 * sizes.num_heads * sequence * tokens, 3)
 
 
-def _attention(sizes: LlamaSizes, own: _Products, sequence: int, tokens: int) -> Region:
+def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Region:
     """Return attention: the products of heads and of the output, scores between; one kernel more in backward."""
     inputs = 2.0 * tokens * sum(rows * columns for rows, columns in own.heads)
     both, count = inputs + 2.0 * tokens * math.prod(own.output), len(own.heads) + 1
@@ -287,6 +254,7 @@ def _attention(sizes: LlamaSizes, own: _Products, sequence: int, tokens: int) ->
             forward=scores,
             backward=back,
         ),
+        products=own.shapes(tokens),
     )
 
 
@@ -296,4 +264,8 @@ def _feed_forward(sizes: LlamaSizes, tokens: int, width: int) -> Region:
     weights = 1.0 * count * states * width
     each = Work(weights, (16 if sizes.is_gated else 8) * tokens * width, 3)
     inputs, beside = replace(each, num_kernels=count + 1), Work(weights * (count - 1) / count, 0, count - 1)
-    return Region("feed-forward", each, inputs, Work(weights, 0, count), states, states, beside)
+    products = (
+        Product(tokens, (count - 1) * width, sizes.hidden_size, "columns"),  # with a gate's columns
+        Product(tokens, sizes.hidden_size, width, "depth"),
+    )
+    return Region("feed-forward", each, inputs, Work(weights, 0, count), states, states, beside, products=products)

@@ -12,7 +12,7 @@ import numpy as np
 from simulator.pipeline.chain import Chain, find_chain
 from simulator.pipeline.dependencies import find_dependencies
 from simulator.pipeline.frontier import Frontier
-from simulator.pipeline.schedule_arrays import Ints, Rows, ScheduleArrays, action_name
+from simulator.pipeline.schedule_arrays import F, Ints, Rows, ScheduleArrays, action_name, last_actions
 
 SHOWN = 8
 
@@ -55,6 +55,24 @@ class CompiledSchedule:
                 One number, or one per action. Values of actions that wait for no other rank are ignored.
         """
         return self._runner.run(duration_ns, latency_ns)
+
+    def run_rows(self, duration_ns: Ints, latency_ns: Ints, wanted: Ints) -> Ints:
+        """Return the ends of some actions under rows of times of the stages' passes.
+
+        Args:
+            duration_ns: of each stage's F, then of each stage's B, then of each stage's last B [R, 3 S].
+            latency_ns: of the message that each of them waits for [R, 3 S].
+            wanted: actions [N].
+
+        Shapes: -> [N, R]
+        """
+        num_stages = duration_ns.shape[1] // 3
+        key = np.asarray(self.order.stage + (self.order.kind != F) * num_stages, np.int64)
+        key[last_actions(self.order)] += num_stages
+        if isinstance(self._runner, Frontier):
+            return self._runner.run_rows(key, duration_ns, latency_ns, wanted)
+        rows = zip(duration_ns, latency_ns, strict=True)
+        return np.array([self.run(own[key], wait[key])[wanted] for own, wait in rows]).T
 
 
 def _frontier(order: ScheduleArrays, needed: Rows) -> Frontier:

@@ -80,6 +80,31 @@ class Frontier:
         grid[self._moves] = values.take(self._action)
         return grid.reshape(self.num_levels, self._num_ranks)
 
+    def run_rows(self, key: Ints, duration_ns: Ints, latency_ns: Ints, wanted: Ints) -> Ints:
+        """Return the ends of some actions under many times at once.
+
+        Args:
+            key: of each action, its column in the next two [A].
+            duration_ns: rows of durations [R, K].
+            latency_ns: rows of latencies, read where something from another rank is needed [R, K].
+            wanted: actions [N].
+
+        Shapes: -> [N, R]
+        """
+        empty = duration_ns.shape[1]
+        durations = np.concatenate([duration_ns.T, np.zeros((1, len(duration_ns)), np.int64)])
+        latencies = np.concatenate([latency_ns.T, np.full((1, len(latency_ns)), NEVER)])
+        works, waits = self._lay_out(key, empty), self._lay_out(np.where(self._free, empty, key), empty)
+        ends = np.zeros((self.num_levels + 1, self._num_ranks, len(duration_ns)), np.int64)
+        flat, before = ends.reshape(-1, len(duration_ns)), ends[0]
+        for needed, work, wait, end in zip(self._needed_cell, works, waits, ends[1:], strict=True):
+            flat.take(needed, 0, end, "clip")
+            end += latencies.take(wait, 0)
+            np.maximum(end, before, out=end)
+            end += durations.take(work, 0)
+            before = end
+        return flat[self._cell[wanted]]
+
     def run(self, duration_ns: Ints, latency_ns: Ints | int) -> Ints:
         """Return the end of each action; a latency is read where something from another rank is needed."""
         latency = self._lay_out(np.where(self._free, NEVER, latency_ns), NEVER)

@@ -57,6 +57,14 @@ def arrays_of(schedule: Schedule) -> ScheduleArrays:
     return ScheduleArrays(schedule.kind[keep], schedule.stage[keep], schedule.microbatch[keep], offsets)
 
 
+def last_actions(order: ScheduleArrays) -> Ints:
+    """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
+    rows = np.flatnonzero((order.kind == B) | (order.kind == W))
+    last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
+    np.maximum.at(last, order.stage[rows], rows)
+    return last
+
+
 def peak_in_flight(order: ScheduleArrays) -> Ints:
     """Return, for each rank, the largest number of micro-batches (per stage) that it holds at once.
 

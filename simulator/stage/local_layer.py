@@ -13,6 +13,7 @@ from simulator.hardware.rank_layout import Layout
 from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
+from simulator.stage.shaped import with_shapes
 from simulator.units import to_ns
 
 PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
@@ -87,7 +88,8 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     known: dict[int, LayerTimes] = {}
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
-            known[kind] = one(_with_sums(layer, plan, widths))
+            shaped = with_shapes(layer, plan, layout.cluster.device)
+            known[kind] = one(shaped if layout.cluster.fused_sums else _with_sums(shaped, plan, widths))
     return [known[kind] for kind in workload.kinds]
 
 
@@ -130,7 +132,8 @@ def _shared(layer: Layer, costs: CallCosts, *, splits: bool) -> LayerTimes:
     if splits:
         backward_of(layer, inputs, weights=False)
         backward_of(layer, weights, inputs=False)
-    return LayerTimes((forward.now, backward.now, inputs.now, weights.now), tuple(tuple(each.calls) for each in passes))
+    durations = (forward.total_ns, backward.total_ns, inputs.total_ns, weights.total_ns)
+    return LayerTimes(durations, tuple(tuple(each.calls) for each in passes))
 
 
 def output_bytes(layer: Layer, workload: Workload, plan: Plan) -> int:

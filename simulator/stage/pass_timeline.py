@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from distlab.plan import Contention, Device, Plan, Work
-from simulator.hardware.cost import compute_s
+from simulator.hardware.cost import busy_s
 from simulator.hardware.process_groups import Group
 from simulator.units import to_ns
 
@@ -88,28 +88,39 @@ class CallCosts:
         time_ns = max([group.exchange_ns(kind, each) for group in groups])
         if axis == "tensor":
             time_ns = round(time_ns * (1 - groups[0].cluster.tensor_overlap))
-        return max(time_ns, to_ns(self.device.launch_s)), groups[0].sent_bytes(kind, each)
+        return time_ns, groups[0].sent_bytes(kind, each)
 
     def shared(self, axis: str) -> bool:
         """Return whether there is another rank along an axis."""
         return self.groups[axis][0].num_ranks > 1
 
     def work_ns(self, work: Work) -> int:
-        """Return the nanoseconds of work."""
-        return to_ns(compute_s(work, self.device))
+        """Return the nanoseconds of work on a device whose host runs ahead."""
+        return to_ns(busy_s(work, self.device))
 
 
 class PassTimeline:
-    """The parts of a pass, one after the other, as they are added."""
+    """The parts of a pass, one after the other, as they are added.
+
+    The host launches kernels and calls one after the other, and waits for none: the device works them off. So a pass
+    takes as long as the device needs, or as long as all launches.
+    """
 
     def __init__(self, costs: CallCosts) -> None:
         self.costs = costs
         self.now = 0
+        self.launches = 0
         self.calls: list[CallInPass] = []
+
+    @property
+    def total_ns(self) -> int:
+        """Time of the pass so far: of the device, or of the host where that takes longer."""
+        return max(self.now, to_ns(self.launches * self.costs.device.launch_s))
 
     def work(self, work: Work) -> None:
         """Add work alone."""
         self.now += self.costs.work_ns(work)
+        self.launches += work.num_kernels
 
     def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
         """Add a call that overlaps nothing."""
@@ -122,6 +133,7 @@ class PassTimeline:
         if not sent:
             self.work(work)
             return
+        self.launches += work.num_kernels + len(sent)
         found = [self.costs.cost(call.axis, call.kind, call.num_bytes) for call in sent]
         wire = sum(time for time, _ in found)
         worked, travelled = side_by_side(self.costs.work_ns(work), wire, self.costs.contention)

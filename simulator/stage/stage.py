@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from distlab.plan import Layer, Link, Plan, Work, Workload, balance
+from distlab.plan.partition import even_blocks
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
@@ -91,7 +92,7 @@ def make_stages(
     *,
     codec: MeasuredCodec | None = None,
 ) -> tuple[Stage, ...]:
-    """Cut the model into stages of nearly equal time and cost each on the cluster.
+    """Cut the model into stages, of nearly equal time or with as many blocks each, and cost each on the cluster.
 
     Args:
         workload: the model.
@@ -100,12 +101,12 @@ def make_stages(
         codec: measured times of compression.
 
     Raises:
-        ValueError: there are more stages than the model has layers.
+        ValueError: there are more stages than the model has layers, or blocks that do not divide into them.
     """
     check_enough_layers(workload, layout.plan, len(rank_of_stage))
     at = _times_at_places(workload, layout)
     own = local_layers(workload.layers, workload.kinds, layout.plan)
-    cuts = _cut([sum(times.durations_ns[:2]) for times in at[0]], len(rank_of_stage))
+    cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in at[0]], len(rank_of_stage))
     known: dict[object, _Upkeep] = {}
     stages = []
     for index, (first, stop) in enumerate(cuts):
@@ -200,7 +201,9 @@ class _Place(NamedTuple):
         return None if self.number == 0 else _Place(self.number - 1, self.rank_of_stage).link_behind(layout)
 
 
-def _cut(costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
+def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
+    if plan.cut == "blocks":
+        return even_blocks(*workload.blocks, len(costs), num_stages)
     if num_stages == 1:
         return ((0, len(costs)),)
     return balance(costs, num_stages)
@@ -250,7 +253,7 @@ def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, nu
         own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
     share = own / workload.num_parameters if workload.num_parameters else 0.0
     tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
-    kernels = round(workload.optimizer.num_kernels * tensors)
+    kernels = 1 if layout.cluster.flat_buffers else round(workload.optimizer.num_kernels * tensors)
     work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
     if plan.sharding.offload != "none":
         return to_ns(work.memory_bytes / device.host_memory_bytes_per_s)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.gradients.buckets import Transfer
-from simulator.pipeline.schedule_arrays import B, ScheduleArrays, W
+from simulator.pipeline.schedule_arrays import ScheduleArrays, last_actions
 
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
@@ -118,14 +118,6 @@ class Timing:
     def buckets_of(self, rank: int) -> tuple[BucketTimes, ...]:
         """Return all that a rank exchanges: its stages' buckets, in the order in which the stages are complete."""
         return tuple(times for stage in self.finishing[rank] for times in self.buckets[stage])
-
-
-def last_actions(order: ScheduleArrays) -> Ints:
-    """Return the action that completes each stage's gradients: its last B or W; -1 for a stage that has none."""
-    rows = np.flatnonzero((order.kind == B) | (order.kind == W))
-    last = np.full(int(order.stage.max(initial=-1)) + 1, -1, np.int64)
-    np.maximum.at(last, order.stage[rows], rows)
-    return last
 
 
 def finishing(order: ScheduleArrays) -> tuple[tuple[int, ...], ...]:

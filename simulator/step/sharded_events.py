@@ -22,9 +22,9 @@ from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.gradients.buckets import Transfer
 from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.compiled import CompiledSchedule
-from simulator.pipeline.schedule_arrays import F
+from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishing, last_actions
+from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishing
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 

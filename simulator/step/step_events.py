@@ -20,9 +20,9 @@ from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
-from simulator.pipeline.schedule_arrays import F, Floats, W
+from simulator.pipeline.schedule_arrays import F, Floats, W, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketTimes, Pair, ShardCall, Timing, call_of, last_actions, layer_times
+from simulator.stage.step_times import BucketTimes, Pair, ShardCall, Timing, call_of, layer_times
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2

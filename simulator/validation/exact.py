@@ -19,8 +19,9 @@ from distlab.plan import (
     zb_1p,
     zb_2p,
 )
-from simulator.hardware.cost import all_reduce_s
+from simulator.hardware.cost import library_all_reduce_s
 from simulator.hardware.presets import link
+from simulator.hardware.products import slowdown
 from simulator.memory.memory import KINDS, memory_of
 from simulator.models.by_name import model_by_name
 from simulator.pipeline.simulate_schedule import simulate_schedule
@@ -116,20 +117,46 @@ def _schedule(row: Row, times: ActionTimes) -> Schedule:
     return zb_2p(*size, times, held_after_input_gradient=32 * hidden / (34 * hidden + 5 * heads * 1024))
 
 
+PCIE_RATE = 0.76 * 312e12  # that products without waste reach on an A100 of 300 W: the rows' own
+A100_MULTIPROCESSORS = 108
+
+
+def products() -> Iterator[Derived]:
+    """Derive rates of matrix products of many shapes, in TFLOP/s: tiles, waves and starts were fitted to these rows."""
+    for row in read_table("matmul_efficiency_a100_pcie"):
+        if row["measured_tflops"]:
+            sides = dict(part.strip().split("=") for part in row["shape"].split(","))
+            rows, columns, depth = (int(sides[side]) for side in "mnk")
+            rate = PCIE_RATE / slowdown(rows, columns, depth, A100_MULTIPROCESSORS) / 1e12
+            yield Derived("products on A100 PCIe (fitted), TFLOP/s", row["shape"], rate, float(row["measured_tflops"]))
+
+
 def collectives() -> Iterator[Derived]:
-    """Derive all-reduces in a node of A100s, in microseconds: the rows that NVLink 3 was fitted to, and vTrain's."""
+    """Derive all-reduces in a node, in microseconds, by the rows that NVLink 3 and NVLink 4's switch were fitted to."""
     for row in read_table("collectives_measured"):
-        if row["hardware"].startswith("A100 NVLink3") and row["time_us"]:
-            size = int(row["size_bytes"])
-            yield _all_reduce("all-reduce, A100 (fitted), us", size, int(row["ranks"]), float(row["time_us"]))
+        for start, name, wire in (
+            ("A100 NVLink3", "8 A100, newer nccl", "nvlink3"),
+            ("H200 NVLink4", "8 H200", "nvlink4"),
+        ):
+            if row["hardware"].startswith(start) and row["time_us"]:
+                table, size = f"all-reduce, {name} (fitted), us", int(row["size_bytes"])
+                yield _all_reduce(table, size, int(row["ranks"]), float(row["time_us"]), wire)
     for row in read_table("vtrain_allreduce_lut"):
         size, ranks = int(row["size_bytes"]), int(row["ranks"])
-        yield _all_reduce(f"all-reduce, {ranks} A100 of vTrain, us", size, ranks, float(row["time_us_out_of_place"]))
+        yield _all_reduce(f"all-reduce, {ranks} A100 (fitted), us", size, ranks, float(row["time_us_out_of_place"]))
 
 
-def _all_reduce(table: str, size: int, ranks: int, published: float) -> Derived:
+def _all_reduce(table: str, size: int, ranks: int, published: float, wire: str = "nvlink3") -> Derived:
     large = "from 64 MiB" if size >= LARGE_BYTES else "smaller"
-    return Derived(f"{table}, {large}", f"{size} bytes", all_reduce_s(size, ranks, link("nvlink3")) * 1e6, published)
+    seconds = library_all_reduce_s(size, ranks, link(wire))
+    return Derived(f"{table}, {large}", f"{size} bytes", seconds * 1e6, published)
 
 
-EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (zero_states, activations, pipeline_memory, bubbles, collectives)
+EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
+    zero_states,
+    activations,
+    pipeline_memory,
+    bubbles,
+    products,
+    collectives,
+)

@@ -50,6 +50,7 @@ def megatron_core() -> list[Case]:
             precision=MIXED,
             schedule="interleaved" if pipeline > 1 else "one_f_one_b",
             stages_per_rank=4 if pipeline > 1 else 1,
+            cut="blocks",
         )
         measured = seconds_of(workload, plan, float(row["tflops_per_gpu"]) * 1e12 / PEAK)
         stack, size = "transformer-engine", row["model"]
@@ -75,6 +76,7 @@ def llama3() -> list[Case]:
         precision=MIXED,
         schedule="interleaved",
         stages_per_rank=4,
+        cut="blocks",
     )
     measured = seconds_of(workload, plan, float(row["tflops_per_gpu"]) * 1e12 / PEAK)
     return [Case("Llama 3", "405B", "405B", workload, plan, "dgx-h100", "transformer-engine", measured)]

@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 
 # The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
 FITTED = {
-    "megatron": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s", "network_fraction"),
+    "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
+    "megatron-deepspeed": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s"),
     "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction", "kernel_s"),
     "compiled-fsdp": ("matmul_fraction",),
     "eager-fsdp": ("memory_fraction",),

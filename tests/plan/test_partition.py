@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.plan import balance, split_evenly
+from distlab.plan.partition import Cuts, even_blocks
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -40,6 +41,23 @@ def test_balance_is_the_best_cut(costs, data):
 
 def test_balance_of_a_model_with_a_heavy_head():
     assert balance([1, 1, 1, 1, 1, 1, 3], 3) == ((0, 3), (3, 6), (6, 7))
+
+
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=9))
+def test_one_program_cuts_into_any_number_of_stages(costs):
+    cuts = Cuts(costs)
+    for stages in (len(costs), 1, 3, 2):
+        assert cuts.into(stages) == balance(costs, stages)
+
+
+def test_even_blocks_count_the_ends_where_that_makes_them_divide():
+    """An embedding in front, a head behind: 22 blocks on 8 stages as in zero bubble's Table 3."""
+    assert even_blocks(1, 13, 14, 3) == ((0, 5), (5, 9), (9, 14))
+    assert [stop - start for start, stop in even_blocks(1, 23, 24, 8)] == [3] * 8
+    assert even_blocks(0, 4, 4, 2) == ((0, 2), (2, 4))
+    assert even_blocks(1, 5, 6, 1) == ((0, 6),)
+    with pytest.raises(ValueError, match="23 blocks do not divide into 8 equal stages.*cut='time'"):
+        even_blocks(1, 24, 25, 8)
 
 
 @pytest.mark.parametrize("arguments", [(-1, 2), (4, 0)])

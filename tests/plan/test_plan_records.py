@@ -37,6 +37,11 @@ def test_sums():
         (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),
         (lambda: Plan(schedule="dualpipe"), "schedule is 'dualpipe'; choose one of"),  # two copies of the model
         (lambda: Plan(schedule="zb_v"), "zb_v needs 2 stages per rank, got stages_per_rank=1; pass stages_per_rank=2"),
+        (lambda: Plan(cut="size"), "cut is 'size'; choose one of time, blocks"),
+        (lambda: Device("d", 1, 1, 1, multiprocessors=0), "multiprocessors is 0"),
+        (lambda: Link("l", (Protocol(0.0, 1e9, 1e6),)), "its last protocol ends at 1000000.0 bytes"),
+        (lambda: Link("l", (Protocol(0.0, 1e9),), start_s=-1.0), "start_s is -1.0"),
+        (lambda: Protocol(0.0, 1e9, 0.0), "most_bytes is 0.0"),
         (lambda: Plan(stages_per_rank=2), "one_f_one_b needs 1 stage per rank, got stages_per_rank=2; .* interleaved"),
         (lambda: Plan(schedule="interleaved", stages_per_rank=0), "stages_per_rank is 0; pass a whole number"),
         (lambda: Plan(gradient_sync="never"), "gradient_sync is 'never'; choose one of per_parameter"),

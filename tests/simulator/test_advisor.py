@@ -13,7 +13,6 @@ from simulator import (
     bill,
     cluster,
     curve,
-    memory_of,
     near_fit,
     reasons,
     search,
@@ -37,11 +36,9 @@ def everything(found):
     """Simulate each row that fits: no bound, no order."""
     device, times = found.question.device, {}
     for row in range(len(found)):
-        plan, workload = found.plan(row), found.workload(row)
-        if memory_of(workload, plan).fits(device):
-            step = simulate(workload, found.question.cluster, plan)
-            if step.memory.fits(device):
-                times[row] = step.steady_s
+        step = simulate(found.workload(row), found.question.cluster, found.plan(row))
+        if step.memory.fits(device):
+            times[row] = step.steady_s
     return times
 
 
@@ -64,7 +61,7 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
     assert [choice.seconds for choice in best] == sorted(times.values())[:5]
     assert one.num_simulated < len(times)
     for row, seconds in times.items():
-        assert one.found.fitting[row], "a plan that fits was left out"
+        assert one.may_fit(row), "a plan that fits was left out"
         assert max(one.found.bound_s[row], one.tight_s(row)) <= seconds
 
 
@@ -87,7 +84,7 @@ def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, la
         plan, workload = found.plan(row), found.workload(row)
         step = simulate(workload, found.question.cluster, plan)
         assert max(found.bound_s[row], one.tight_s(row)) <= step.steady_s, plan
-        assert found.bytes[row] <= memory_of(workload, plan).max_bytes, plan
+        assert one.pipelines.least_bytes(row) <= one.pipelines.peak_bytes(row) <= step.memory.max_bytes, plan
         assert plan.world_size == layout[0]
         assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
 

@@ -7,7 +7,7 @@ from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, o
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
 from simulator.pipeline.chain import find_chain
 from simulator.pipeline.frontier import Frontier
-from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W
+from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W, last_actions
 from simulator.units import to_ns
 
 MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
@@ -304,3 +304,25 @@ def test_a_chain_with_two_actions_swapped_runs_as_it_is_or_is_refused(broken):
     schedule = parse_schedule(str(make_schedule("naive", 6, 20)).replace("2F15,2B15,2F16", broken))
     found = outcome(schedule)
     assert "deadlock" in found if isinstance(found, str) else np.array_equal(found, plain_ends(schedule, EQUAL))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["one_f_one_b", "interleaved", "gpipe", "naive"]),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    data=st.data(),
+)
+def test_rows_of_times_end_as_each_of_them_alone(name, ranks, microbatches, data):
+    per_rank = data.draw(st.integers(2, 3)) if name == "interleaved" else 1
+    compiled = CompiledSchedule(arrays_of(make_schedule(name, ranks, microbatches, stages_per_rank=per_rank)))
+    order, stages = compiled.order, ranks * per_rank
+    times = st.lists(st.integers(0, 50), min_size=3 * stages, max_size=3 * stages)
+    rows = [(np.array(data.draw(times)), np.array(data.draw(times))) for _ in range(3)]
+    last = last_actions(order)
+    key = order.stage + (order.kind != F) * stages
+    key[last] += stages
+    durations, latencies = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    found = compiled.run_rows(durations, latencies, last)
+    for place, (duration, latency) in enumerate(rows):
+        assert found[:, place].tolist() == compiled.run(duration[key], latency[key])[last].tolist()

@@ -42,6 +42,22 @@ def test_the_faster_protocol_is_taken():
         assert both == min(cost.all_reduce_s(size, 4, small), cost.all_reduce_s(size, 4, large))
 
 
+def test_a_protocol_ends_and_a_collective_starts():
+    link = Link("two", (Protocol(1e-6, 1e9, 1e6), Protocol(1e-5, 1e8)), start_s=1e-3)
+    assert cost.all_reduce_s(1e6, 2, link) == pytest.approx(1e-3 + 2e-6 + 1e6 / 1e9)
+    assert cost.all_reduce_s(2e6, 2, link) == pytest.approx(1e-3 + 2e-5 + 2e6 / 1e8)  # the faster one ended
+    assert cost.message_s(1e6, link) == pytest.approx(1e-6 + 1e-3)  # a message is no collective
+
+
+def test_a_switch_adds_up_from_five_ranks_on_where_that_is_faster():
+    link = Link("switch", (Protocol(1e-6, 1e11),), switch=(Protocol(1e-4, 1e11),))
+    ring, inside = (cost.all_reduce_s(1e9, 8, link, algorithm) for algorithm in ("ring", "in_network"))
+    assert inside == pytest.approx(2e-4 + 9 / 8 * 1e9 / 1e11)
+    assert cost.library_all_reduce_s(1e9, 8, link) == inside < ring
+    assert cost.library_all_reduce_s(1e3, 8, link) == cost.all_reduce_s(1e3, 8, link)
+    assert cost.library_all_reduce_s(1e9, 4, link) == cost.all_reduce_s(1e9, 4, link)
+
+
 @pytest.mark.parametrize("algorithm", cost.ALL_REDUCE_ALGORITHMS)
 def test_one_rank_sends_nothing(algorithm):
     assert cost.all_reduce_s(1e6, 1, LINK, algorithm) == 0

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import check_configuration
 
 from distlab.plan import AXES, Plan, Precision, Sharding
 from simulator import (
@@ -16,6 +17,7 @@ from simulator import (
     plan_of_text,
     read_plan_file,
     simulate,
+    stack,
 )
 from simulator.plan_file import OwnDevice, OwnLink
 
@@ -82,7 +84,7 @@ def test_figures_of_ones_own_replace_the_presets():
     assert machine.intra_node.name == "nvlink2"
     assert machine.inter_node.protocols[0].bytes_per_s == 10e9
     slower = PlanFile(found.workload, ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
-    assert slower.cluster.cluster(8).device.matmul_flops_per_s == pytest.approx(0.888e14)
+    assert slower.cluster.cluster(8).device.matmul_flops_per_s == pytest.approx(stack("megatron").matmul_fraction * 1e14)
     assert plan_of_text(found.text()) == found
 
 
@@ -196,9 +198,14 @@ def test_every_plan_reads_back_and_has_a_time_or_a_reason(model, machine, plan, 
     check(model, machine, plan, order)
 
 
+def test_random_configurations_have_a_time_or_a_reason():
+    """Also senseless ones: degrees that do not divide, wires of 1 byte per second, heads that no rank can have."""
+    assert sum(map(check_configuration, range(300))) > 40
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-@settings(max_examples=10_000, deadline=None)
-@given(*CONFIGURATIONS)
-def test_ten_thousand_plans_have_a_time_or_a_reason(model, machine, plan, order):
-    check(model, machine, plan, order)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(20))
+def test_a_hundred_thousand_random_configurations_have_a_time_or_a_reason(part):
+    """No crash, no figure that is infinite or not a number, and none that takes LONGEST_S: 20 parts of 5,000."""
+    assert sum(map(check_configuration, range(5000 * part, 5000 * (part + 1)))) > 700

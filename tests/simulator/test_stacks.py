@@ -5,7 +5,19 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
-from simulator import Stack, cluster, compute_s, device, gpt_workload, names, simulate, simulate_schedule, stack
+from distlab.plan.partition import CUTS
+from simulator import (
+    Stack,
+    cluster,
+    compute_s,
+    device,
+    gpt_workload,
+    memory_of,
+    names,
+    simulate,
+    simulate_schedule,
+    stack,
+)
 
 WORKLOAD = gpt_workload(
     hidden_size=1024, num_layers=8, num_heads=16, sequence_length=512, vocab_size=8192, microbatch_size=2
@@ -90,6 +102,36 @@ def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batc
     slow, fast = (simulate(WORKLOAD, MACHINE, Plan(precision=each)).stages[0] for each in (mixed, pure))
     added = (sum(slow.backward_ns) - sum(fast.backward_ns)) / 1e9
     assert added == pytest.approx(10 * WORKLOAD.num_parameters / 1e12, rel=1e-3)
+
+
+def test_sums_in_products_cost_nothing_besides():
+    mixed = Plan(precision=Precision("bfloat16", gradients="float32"))
+    own, fused = (simulate(WORKLOAD, replace(MACHINE, fused_sums=on), mixed).stages[0] for on in (False, True))
+    pure = simulate(WORKLOAD, MACHINE, Plan(precision=Precision("bfloat16", gradients="bfloat16"))).stages[0]
+    assert sum(fused.backward_ns) == sum(pure.backward_ns) < sum(own.backward_ns)
+
+
+def test_flat_buffers_copy_nothing_and_update_in_one_kernel():
+    slow = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
+    plan = Plan(data=4, gradient_sync="flat")
+    copied, flat = (simulate(WORKLOAD, replace(slow, flat_buffers=on), plan).stages[0] for on in (False, True))
+    assert copied.buckets[0].unpack_ns > 0 == flat.buckets[0].unpack_ns
+    size = 2 * WORKLOAD.num_parameters
+    assert flat.buckets[0].pack_ns == pytest.approx(max(2 * size / 1e12, 1e-3) * 1e9, abs=2)
+    assert copied.optimizer_ns == WORKLOAD.optimizer.num_kernels * 10**6
+    assert flat.optimizer_ns == pytest.approx(max(28 * WORKLOAD.num_parameters / 1e12, 1e-3) * 1e9, rel=1e-6)
+
+
+def test_stages_have_as_many_blocks_each_whatever_they_cost():
+    heavy = gpt_workload(hidden_size=256, num_layers=8, num_heads=4, sequence_length=128, vocab_size=50304)
+    by_time, even = (simulate(heavy, MACHINE, Plan(pipeline=4, num_microbatches=8, cut=cut)) for cut in CUTS)
+    assert [len(stage.layers) for stage in even.stages] == [3, 2, 2, 3]
+    assert len(by_time.stages[-1].layers) < 3  # the head is as much work as some blocks
+    assert by_time.duration_s < even.duration_s
+    kept = [stage.kept.shape[0] for stage in memory_of(heavy, even.plan).stages]
+    assert kept == [3, 2, 2, 3]
+    with pytest.raises(ValueError, match="8 blocks do not divide into 3 equal stages"):
+        simulate(heavy, MACHINE, Plan(pipeline=3, cut="blocks"))
 
 
 def test_a_step_of_a_run_is_the_longest_ranks_own_span():

@@ -132,8 +132,9 @@ def test_published_tables_without_constants_are_derived_again():
     ("family", "error", "bias"),
     [  # as found, with a margin: constants that get worse are noticed
         ("Megatron-LM SC21", 0.06, 0.05),
-        ("Korthikanti", 0.05, 0.04),
-        ("zero-bubble", 0.03, 0.02),
+        ("Korthikanti", 0.04, 0.03),
+        ("zero-bubble", 0.035, 0.02),
+        ("BLOOM", 0.05, 0.03),
         ("MosaicML", 0.05, 0.03),
         ("Megatron-Core", 0.10, 0.05),
         ("Llama 3", 0.05, 0.05),

@@ -1,0 +1,152 @@
+"""Configurations drawn at random, also senseless ones: a model, a cluster and a plan that may not fit one another."""
+
+import math
+import time
+from random import Random
+
+from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
+from distlab.plan.compression import METHODS, Compression
+from distlab.plan.partition import CUTS
+from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
+from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
+from simulator import ClusterDescription, ModelDescription, PlanFile
+from simulator.hardware import presets
+from simulator.plan_file import OwnDevice, OwnLink
+
+DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
+LONGEST_S = 20.0  # for one configuration: more counts as hanging
+
+
+def sometimes(random, often, make, otherwise=None):
+    """Return what `make` gives, so often; else something else."""
+    return make() if random.random() < often else otherwise
+
+
+def small_or_wide(random, low, high):
+    """Return a number whose size is even on a logarithmic scale."""
+    return math.exp(random.uniform(math.log(low), math.log(high)))
+
+
+def random_model(random):
+    heads = random.choice((1, 3, 4, 8, 8, 16))
+    mixed = random.random() < 0.15
+    like_llama = random.random() < 0.4
+    return {
+        "hidden_size": random.choice((64, 128, 96, 256, 256, 100)),
+        "num_heads": heads,
+        "num_layers": random.choice((1, 2, 5, 8, 12, 16, 24)),
+        "vocab_size": random.choice((1, 50, 1000, 50257)),
+        "sequence_length": random.choice((1, 17, 48, 96, 4096)),
+        "microbatch_size": random.choice((1, 1, 2, 3, 16)),
+        "num_experts": random.choice((2, 4, 6)) if mixed else 1,
+        "top_k": random.choice((1, 2, 3)) if mixed else 1,
+        "num_key_value_heads": random.choice((heads, heads, 1, 2)) if like_llama else None,
+        "feed_forward_size": random.choice((1, 200, 256)) if like_llama else None,
+        "ties_embedding": random.choice((True, False)) if like_llama else None,
+        "is_gated": random.choice((True, False)) if like_llama else None,
+        "attention": random.choice((None, "plain", "flash")),
+    }
+
+
+def random_cluster(random):
+    def wire():
+        if random.random() < 0.5:
+            return random.choice(presets.names("links"))
+        return OwnLink(random.choice((0.0, 1e-9, 1e-5, 1.0)), small_or_wide(random, 1.0, 1e15))
+
+    def own_device():
+        return OwnDevice(
+            matmul_flops_per_s=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e18)),
+            memory_bytes_per_s=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e15)),
+            memory_bytes=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e15)),
+            launch_s=sometimes(random, 0.3, lambda: random.choice((0.0, 1e-6, 0.1))),
+            host_memory_bytes=sometimes(random, 0.3, lambda: random.choice((0.0, 1e12))),
+        )
+
+    return {
+        "name": random.choice(presets.names("clusters")),
+        "stack": random.choice((None, *presets.names("stacks"))),
+        "devices_per_node": random.choice((None, 1, 2, 3, 8)),
+        "device": sometimes(random, 0.3, own_device),
+        "intra_node": sometimes(random, 0.3, wire),
+        "inter_node": sometimes(random, 0.3, wire),
+    }
+
+
+def random_plan(random):
+    copies = random.choice(DEGREES)
+    compressed = sometimes(
+        random, 0.1, lambda: Compression(random.choice(METHODS), ratio=random.choice((1e-9, 0.1, 1)))
+    )
+    stage = 0 if compressed and random.random() < 0.9 else random.randint(0, 3)
+    types = tuple(DTYPE_BYTES)
+
+    def precision():
+        return Precision(
+            random.choice(types),
+            master=random.random() < 0.5,
+            reduce=random.choice(types),
+            gradients=random.choice(types),
+        )
+
+    schedule = random.choice(("one_f_one_b", *ONE_COPY_SCHEDULES, *ONE_COPY_SCHEDULES, "dualpipe"))
+    return {
+        "data": copies,
+        "pipeline": random.choice(DEGREES),
+        "tensor": random.choice((1, 1, 1, 2, 2, 4, 5)),
+        "context": random.choice((1, 1, 1, 1, 2, 3)),
+        "expert": random.choice((1, 1, 1, 2)),
+        "num_microbatches": random.choice((1, 2, 3, 5, 8, 9, 16)),
+        "schedule": schedule,
+        "stages_per_rank": random.choice((1, 1, 2, 3))
+        if random.random() < 0.1
+        else SCHEDULES[schedule].stages_per_rank(),
+        "gradient_sync": random.choice(GRADIENT_SYNCS),
+        "bucket_bytes": random.choice((1, 10_000, 25_000_000)),
+        "compression": compressed,
+        "sharding": lambda: Sharding(
+            stage,
+            unit_layers=random.choice((1, 2, 50)),
+            reshard_after_forward=random.random() < 0.7,
+            prefetch=random.choice((0, 1, 9)),
+            replicas=random.choice((1, 1, 1, 1, 1, 2)),
+            offload="none" if stage == 0 or random.random() < 0.8 else random.choice(OFFLOADS),
+        ),
+        "precision": sometimes(random, 0.5, precision),
+        "recompute": random.choice(RECOMPUTES),
+        "sequence_parallel": random.random() < 0.3,
+        "context_kind": random.choice(CONTEXT_KINDS),
+        "cut": random.choice(("time", "time", *CUTS)),
+    }
+
+
+def check_configuration(seed):
+    """Draw a configuration and simulate it; return whether it has a time. A ValueError of one line is an answer too."""
+    random = Random(seed)
+    model, machine, plan = random_model(random), random_cluster(random), random_plan(random)
+    order = tuple(random.sample(AXES, len(AXES)))
+    began = time.monotonic()
+    try:
+        sharding = plan.pop("sharding")()
+        written = PlanFile(
+            ModelDescription(**model), ClusterDescription(**machine), Plan(**plan, sharding=sharding), order
+        )
+        step = written.simulate()
+    except ValueError as error:
+        if len(str(error).splitlines()) != 1:
+            raise AssertionError(f"seed {seed}: not refused in one line") from error
+        return False
+    figures = (
+        step.duration_s,
+        step.steady_s,
+        step.mfu,
+        step.bubble_fraction,
+        step.exposed_communication_s,
+        *step.exposed_by_axis.values(),
+    )
+    assert all(math.isfinite(figure) and figure >= 0 for figure in figures), f"seed {seed}: {figures}"
+    assert step.steady_s <= step.duration_s, f"seed {seed}: {step.steady_s} in a run, {step.duration_s} alone"
+    assert step.memory.max_bytes > 0, f"seed {seed}: {step.memory.max_bytes} bytes"
+    took = time.monotonic() - began
+    assert took < LONGEST_S, f"seed {seed}: {took:.0f} s for one configuration"
+    return True
