@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
 from distlab.cli.clusters import find_cluster, presets
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
-from distlab.plan import AXES, Cluster, Plan, Workload
-from distlab.plan.axes import check_order
+from distlab.cli.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.plan import Cluster, Plan, Workload
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
@@ -30,23 +29,12 @@ MOST_PASSES = 2_000_000
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
     command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the flags that follow")
-    _add_description(command)
+    add_description(command)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
     command.add_argument("--json", action="store_true", help="print the step as JSON")
-
-
-def _add_description(command: argparse.ArgumentParser) -> None:
-    """Declare the flags that say what a plan file says."""
-    add_model_arguments(command)
-    command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
-    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
-    command.add_argument("--stack", metavar="NAME", help=what)
-    add_plan_arguments(command)
-    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
-    command.add_argument("--order", metavar="AXIS,...", help=what)
 
 
 def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, tuple[str, ...]]:
@@ -58,22 +46,17 @@ def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, t
     from simulator import read_plan_file
 
     if arguments.file:
-        flags = argparse.ArgumentParser()
-        _add_description(flags)
-        defaults = vars(flags.parse_args([]))
-        beside = [name for name, default in defaults.items() if getattr(arguments, name) != default]
-        if beside:
-            raise ValueError(f"{arguments.file} says all of the plan: leave out the flag for {', '.join(beside)}")
+        check_alone(arguments)
         said = read_plan_file(arguments.file)
-        _check_size(said.plan)
+        check_size(said.plan)
         return said.workload.workload(), said.cluster.cluster(said.plan.world_size), said.plan, said.order
     plan = plan_of(arguments)
-    _check_size(plan)
+    check_size(plan)
     machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
     return description_of(arguments).workload(), machine, plan, order_of(arguments)
 
 
-def _check_size(plan: Plan) -> None:
+def check_size(plan: Plan) -> None:
     """Refuse what would take minutes."""
     if plan.world_size > MOST_RANKS:
         raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
@@ -119,17 +102,6 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
     return 0
-
-
-def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the order of the axes that the flags describe: those not named come first, as they are by default.
-
-    Raises:
-        ValueError: an axis is unknown, or named twice.
-    """
-    given = arguments.order.split(",") if arguments.order else []
-    rest = [axis for axis in AXES if axis not in given]
-    return check_order([*rest, *given])
 
 
 def check_picture(flag: str, path: Path) -> None:
