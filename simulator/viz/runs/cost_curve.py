@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from simulator.runs.money import Bill, Curve
 from simulator.units import format_span
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_heading, put_title
-from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, text_on_white
+from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, line_look, text_on_white
 from simulator.viz.drawing.wording import counted
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.45, 0.85
@@ -46,7 +46,10 @@ def describe_cost_curve(costs: Curve) -> str:
     for each in sorted(costs.bills, key=lambda bill: bill.num_devices):
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
         mark = f": {' and '.join(names)}" if names else ""
-        lines.append(f"{counted(each.num_devices, 'device')}: {format_span(86_400 * each.days)}, {_price(each)}{mark}.")
+        where = f" of {each.step.cluster.name}" if len({one.step.cluster.name for one in costs.bills}) > 1 else ""
+        lines.append(
+            f"{counted(each.num_devices, 'device')}{where}: {format_span(86_400 * each.days)}, {_price(each)}{mark}."
+        )
     return "\n".join(lines)
 
 
@@ -64,11 +67,19 @@ def _price(each: Bill) -> str:
 
 
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
-    counts = [each.num_devices for each in bills]
+    counts = sorted({each.num_devices for each in bills})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    look: dict[str, Any] = {"marker": "o", "markersize": 7.5, "markeredgecolor": "white", "linewidth": 2.4}
-    axes.plot(counts, values, color=colour, gid=gid, zorder=4, **look)
+    clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
+    for place, cluster in enumerate(clusters):
+        own = [
+            (each.num_devices, y) for each, y in zip(bills, values, strict=True) if each.step.cluster.name == cluster
+        ]
+        look: dict[str, Any] = {"marker": "o", "color": colour} if len(clusters) == 1 else line_look(place)
+        look |= {"markersize": 7.5, "markeredgecolor": "white", "linewidth": 2.4, "zorder": 4, "label": cluster}
+        axes.plot(*zip(*own, strict=True), gid=gid if len(clusters) == 1 else f"{gid} {cluster}", **look)
+    if len(clusters) > 1:
+        axes.legend(frameon=False, fontsize=SMALL_PT, loc="upper right" if gid == "days" else "upper left")
     low, high = min(values), max(values)
     axes.set_ylim(low / 1.6, high * 1.6)
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
@@ -92,9 +103,9 @@ def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
     """Ring the bills that stand out, each with its names over it."""
     names: dict[int, list[str]] = {}
     for name, each in zip(NAMES, _three(costs), strict=True):
-        names.setdefault(each.num_devices, []).append(name)
+        names.setdefault(id(each), []).append(name)
     for name, each in zip(NAMES, _three(costs), strict=True):
-        own = names.pop(each.num_devices, None)
+        own = names.pop(id(each), None)
         if own is None:
             continue
         ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from picture_facts import with_gid
+from picture_facts import clashes, look_at, pale_texts, with_gid
 
 from distlab.plan import Plan
 from simulator import Failures, Run, bill, cluster, counts_of, curve, gpt_workload, spread
@@ -33,6 +33,22 @@ def test_the_cost_curve_shows_each_bill_and_rings_three(costs):
     for name, own in (("shortest", costs.shortest), ("cheapest", costs.cheapest)):
         assert {ring.get_xdata()[0] for ring in with_gid(figure, name)} == {own.num_devices}
     assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_several_clusters_have_a_line_each(costs):
+    steps = spread(GPT, cluster("dgx-h100"), PLAN, [4, 8]).steps
+    both = curve([*costs.bills, *(bill(step, Run(1e12, 4.0, FAILURES)) for step in steps)])
+    figure = draw_cost_curve(both)
+    assert list(line(figure, "days dgx-h100")[0]) == [4, 8]
+    assert len(line(figure, "days dgx-a100")[0]) == len(costs.bills)
+    assert "8 devices of dgx-h100: " in describe_cost_curve(both)
+
+
+def test_every_text_can_be_read(costs):
+    for figure in (draw_cost_curve(costs), draw_goodput(FAILURES, 16_384, 30.0), draw_goodput(FAILURES, 64, 3.0)):
+        look = look_at(figure)
+        assert not clashes(look)
+        assert not pale_texts(look)
 
 
 def test_its_words_name_the_same(costs):
