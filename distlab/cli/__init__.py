@@ -11,7 +11,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, cost, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate
+from distlab.cli import (
+    bench,
+    calibrate,
+    check,
+    cost,
+    doctor,
+    export,
+    gpu,
+    grade,
+    lab,
+    lesson,
+    plan,
+    release,
+    simulate,
+    tour,
+    validate,
+)
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -28,6 +44,8 @@ COMMANDS = {
     "lab": lab,
     "lesson": lesson,
     "check": check,
+    "release": release,
+    "grade": grade,
 }
 
 
