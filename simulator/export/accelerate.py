@@ -94,6 +94,8 @@ def _notes(said: PlanFile, wish: Wish) -> list[str]:
     notes = bucket_notes(plan, TOOL)
     if plan.num_microbatches > 1 and sharding.stage != 1:
         notes.append(f"in code, Accelerator(gradient_accumulation_steps={plan.num_microbatches})")
+    if plan.world_size > said.cluster.cluster(plan.world_size).devices_per_node:
+        notes.append("on each node, accelerate launch --machine_rank N --main_process_ip HEAD")
     notes.append(f"in code, a DataLoader of {said.workload.microbatch_size} samples per rank")
     if wish.max_norm is not None and sharding.stage != 1:
         notes.append(f"in code, accelerator.clip_grad_norm_(parameters, {wish.max_norm})")

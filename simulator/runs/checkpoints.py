@@ -83,16 +83,18 @@ def goodput(save_s: float, mtbf_s: float, *, restart_s: float = 0.0, interval_s:
     """
     chosen = best_s(save_s, mtbf_s) if interval_s is None else interval_s
     _check(save_s, mtbf_s, chosen)
+    late, restarts = (chosen + save_s) / mtbf_s, restart_s / mtbf_s
     if math.isinf(mtbf_s):
         useful = 1.0 if math.isinf(chosen) else chosen / (chosen + save_s)
-        return Goodput(mtbf_s, save_s, chosen, useful, saving=1 - useful)
-    late, restarts = (chosen + save_s) / mtbf_s, restart_s / mtbf_s
-    useful = chosen / (mtbf_s * math.exp(restarts) * math.expm1(late)) if late + restarts < 100 else 0.0
+    else:
+        useful = chosen / (mtbf_s * math.exp(restarts) * math.expm1(late)) if late + restarts < 100 else 0.0
     if useful < LEAST_USEFUL:
         raise ValueError(
             f"the run does not get on: it fails every {mtbf_s:.3g} s, trains {chosen:.3g} s between checkpoints, saves "
             f"in {save_s:.3g} s and restarts in {restart_s:.3g} s; use fewer devices, or save and restart faster"
         )
+    if math.isinf(mtbf_s):
+        return Goodput(mtbf_s, save_s, chosen, useful, saving=1 - useful)
     saving, restarting = useful * save_s / chosen, -math.expm1(-restarts)
     lost = max(0.0, 1 - useful - saving - restarting)
     return Goodput(mtbf_s, save_s, chosen, useful, saving, lost, restarting)

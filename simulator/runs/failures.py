@@ -71,9 +71,9 @@ class Failures:
             value, least = getattr(self, each.name), LEAST.get(each.name, 0.0)
             if value is None or isinstance(value, str):
                 continue
-            if not (least <= value < math.inf) or (each.name in POSITIVE and value == 0):
+            if not (least <= value <= MOST) or (each.name in POSITIVE and value == 0):
                 above = f"above {least:g}" if each.name in POSITIVE else f"of at least {least:g}"
-                raise ValueError(f"{each.name} is {value!r}; write a number {above}")
+                raise ValueError(f"{each.name} is {value!r}; write a number {above}, at most {MOST:g}")
 
     @property
     def published(self) -> Rate:
@@ -83,7 +83,7 @@ class Failures:
     def mtbf_s(self, num_devices: int) -> float:
         """Return the mean time between failures of so many devices, any of which stops all; infinite without any."""
         hourly = self.published.per_device_hour * num_devices
-        return SECONDS_AN_HOUR / hourly if hourly else math.inf
+        return SECONDS_AN_HOUR / hourly if hourly > RARE else math.inf
 
     def waits_s(self, workload: Workload, plan: Plan) -> float:
         """Return how long training waits for one checkpoint."""
@@ -109,6 +109,8 @@ class Failures:
 
 
 LEAST = {"slowdown": 1.0}
+MOST = 1e15
+RARE = 1e-12  # failures an hour: one in more than 100 million years is none
 POSITIVE = ("save_s", "storage_bytes_per_s", "interval_s", "slow_s")
 
 

@@ -13,6 +13,7 @@ from simulator.runs.failures import SECONDS_AN_HOUR, Failures
 from simulator.step.result import Step
 
 HOURS_A_DAY = 24
+MOST_TOKENS, MOST_PRICE = 1e24, 1e9
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Run:
     failures: Failures | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.num_tokens < math.inf:
+        if not 0 < self.num_tokens <= MOST_TOKENS:
             raise ValueError(f"the run has {self.num_tokens} tokens; pass a positive number, such as 1e12")
-        if self.price is not None and not 0 <= self.price < math.inf:
+        if self.price is not None and not 0 <= self.price <= MOST_PRICE:
             raise ValueError(f"the price is {self.price}; pass dollars for a device and an hour")
 
 

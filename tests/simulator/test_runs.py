@@ -41,6 +41,9 @@ def step_of(plan=PLAN, workload=GPT):
     return simulate(workload, cluster("dgx-a100", 8), plan)
 
 
+STEP = step_of()
+
+
 @pytest.mark.parametrize("part", [1e-5, 1e-4, 1e-3, 1e-2])
 def test_young_daly_and_drawn_failures_agree(part):
     """A save takes part of the time between failures: intervals within 5, 0.1 and 4 %, goodputs within 0.02 points."""
@@ -214,6 +217,40 @@ def test_more_devices_fail_more_often():
     useful = [failures.goodput(count, 30).useful for count in (64, 1024, 16_384)]
     assert useful == sorted(useful, reverse=True)
     assert plan_on(PLAN, 8).data == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rate=st.floats(0, 1e15) | st.floats(0, 1e-300),
+    times=st.lists(st.floats(1e-300, 1e15) | st.floats(1, 1e5), min_size=4, max_size=4),
+    slow=st.floats(0, 1e15),
+    slowdown=st.floats(1, 1e15),
+    has_interval=st.booleans(),
+    num_tokens=st.floats(1e-300, 1e24),
+    price=st.floats(0, 1e9),
+)
+def test_any_figures_give_numbers_or_one_line(rate, times, slow, slowdown, has_interval, num_tokens, price):
+    restart_s, save_s, slow_s, interval_s = times
+    failures = Failures(
+        rate,
+        restart_s=restart_s,
+        save_s=save_s,
+        interval_s=interval_s if has_interval else None,
+        slow_rate=slow,
+        slow_s=slow_s,
+        slowdown=slowdown,
+    )
+    found, refused = None, ""
+    try:
+        found = bill(STEP, Run(num_tokens, price, failures))
+    except ValueError as error:
+        refused = str(error)
+    if found is None:
+        assert "does not get on" in refused
+        assert "\n" not in refused
+    else:
+        assert all(math.isfinite(value) for value in (found.days, found.dollars, *found.goodput[3:]))
+        assert sum(found.goodput[3:]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
