@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench gpu soak zoo test-zoo format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu soak zoo test-zoo test-exports format clean
 
 setup: $(VENV)/ready
 
@@ -71,6 +71,11 @@ zoo: setup
 test-zoo:
 	$(MAKE) setup VENV=.venv-zoo EXTRAS=test,zoo
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest tests/zoo/test_real.py
+
+# Each tool's own parser reads what distlab export writes for it, in an environment of its own.
+test-exports:
+	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports
+	OMP_NUM_THREADS=1 .venv-exports/bin/python -m pytest tests/simulator/export
 
 tour: setup
 	$(BIN)/distlab tour

@@ -7,13 +7,12 @@ Read the rooms in this order:
 1. `hardware`: what work and messages cost. 2. `engine`: when each operation starts.
 3. `pipeline`: schedules. 4. `stage`: what one stage costs. 5. `gradients`: what exchanges cost.
 6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`. 10. `advisor`: which plan to use.
-11. `validation`: how near all of it comes to published steps.
+11. `runs`: failures, days and dollars of a whole run. 12. `validation`: how near all of it comes to published steps.
 
 `units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from one
 file.
 """
 
-from simulator.advisor.money import Bill, Curve, bill, curve
 from simulator.advisor.question import Question
 from simulator.advisor.reasons import Reason, near_fit, reasons, words_of
 from simulator.advisor.search import Choice, Search, search
@@ -48,6 +47,11 @@ from simulator.pipeline.jitter import Jitter, Uneven
 from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.plan_file import ClusterDescription, PlanFile, plan_of_text, read_plan_file
+from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
+from simulator.runs.failures import RATES, Failures, checkpoint_bytes
+from simulator.runs.money import Bill, Curve, Run, bill, curve, goodput_of
+from simulator.runs.monte_carlo import best_by_trial, draw_runs, goodput_by_trial
+from simulator.runs.spread import Spread, counts_of, spread
 from simulator.step.measured import Measured
 from simulator.step.simulate import Step, closed_form_bubble, simulate
 from simulator.step.timed import why_not_timed
@@ -61,6 +65,7 @@ from simulator.sweeps.compression import (
 from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
 
 __all__ = [
+    "RATES",
     "Bill",
     "Choice",
     "ClusterDescription",
@@ -69,6 +74,8 @@ __all__ = [
     "CompressionSweep",
     "Curve",
     "DoesNotFitError",
+    "Failures",
+    "Goodput",
     "Jitter",
     "LatentSizes",
     "LlamaSizes",
@@ -82,7 +89,9 @@ __all__ = [
     "PlanFile",
     "Question",
     "Reason",
+    "Run",
     "Search",
+    "Spread",
     "Stack",
     "Step",
     "Uneven",
@@ -94,20 +103,29 @@ __all__ = [
     "all_to_all_s",
     "arrays_of",
     "axes_inside_nodes",
+    "best_by_trial",
+    "best_s",
     "bill",
     "break_even_bytes_per_s",
     "broadcast_s",
     "bus_bytes_per_s",
     "check_fit",
+    "checkpoint_bytes",
     "closed_form_bubble",
     "cluster",
     "codec_work",
     "compute_s",
+    "counts_of",
     "curve",
+    "daly_s",
     "device",
+    "draw_runs",
     "fit_link",
     "fit_steps",
     "fuse_attention",
+    "goodput",
+    "goodput_by_trial",
+    "goodput_of",
     "gpt_num_parameters",
     "gpt_step_flops",
     "gpt_workload",
@@ -132,6 +150,7 @@ __all__ = [
     "simulate",
     "simulate_schedule",
     "smallest_change",
+    "spread",
     "stack",
     "sweep_compression",
     "sweep_units",
@@ -139,4 +158,5 @@ __all__ = [
     "with_bandwidth",
     "words_of",
     "workload_from_config",
+    "young_s",
 ]

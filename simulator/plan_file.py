@@ -15,6 +15,11 @@
     num_microbatches = 32
     sharding = { stage = 1 }
 
+    [run]                           # may be left out; fields of `Run`
+    num_tokens = 15e12
+    price = 2.5                     # dollars for a device and an hour
+    failures = { rate = "llama-3", restart_s = 600 }
+
     step = read_plan_file("plan.toml").simulate()
 
 What is wrong is told in one line: the table, the key, its value, and what to write instead. Units are in names.
@@ -35,6 +40,7 @@ from distlab.plan import AXES, Cluster, Plan, Protocol
 from distlab.plan.axes import check_order
 from simulator.hardware import presets
 from simulator.models.description import ModelDescription
+from simulator.runs.money import Run
 from simulator.step.simulate import Step, simulate
 
 # What others call our keys, or how they look without their unit.
@@ -52,6 +58,7 @@ OTHER_NAMES = {
     "seq_len": "sequence_length",
     "mbs": "microbatch_size",
     "preset": "name",
+    "dollars": "price",
 }
 
 
@@ -129,12 +136,14 @@ class PlanFile:
         cluster: what it runs on.
         plan: how.
         order: axes from the slowest to the fastest.
+        run: how long to train, at which price, with which failures; None: nothing is said of it.
     """
 
     workload: ModelDescription
     cluster: ClusterDescription
     plan: Plan
     order: tuple[str, ...] = AXES
+    run: Run | None = None
 
     def __post_init__(self) -> None:
         wanted, ranks = self.cluster.num_devices, self.plan.world_size
@@ -160,6 +169,7 @@ class PlanFile:
         """Return the file: what differs from defaults, and reads back as this."""
         order = {} if self.order == AXES else {"order": list(self.order)}
         tables = {"workload": _given(self.workload), "cluster": _given(self.cluster), "plan": _given(self.plan) | order}
+        tables |= {} if self.run is None else {"run": _given(self.run)}
         return "\n".join(
             f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
             for name, table in tables.items()
@@ -182,14 +192,16 @@ def read_plan_file(path: Path | str) -> PlanFile:
 def plan_of_text(text: str) -> PlanFile:
     """Return what the text of a plan file says; see `read_plan_file`."""
     tables = tomllib.loads(text)
-    known = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan}
+    known: dict[str, Any] = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan, "run": Run}
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
-            raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster] and [plan]")
+            raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster], [plan] and [run]")
     order = tables.get("plan", {}).pop("order", list(AXES))
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
-    made = {name: _record(kind, tables.get(name, {}), name) for name, kind in known.items()}
+    made = {
+        name: _record(kind, tables.get(name, {}), name) for name, kind in known.items() if name in {*tables, *NEEDED}
+    }
     return PlanFile(**made, order=check_order(order))
 
 
@@ -230,6 +242,7 @@ def _instead(key: str, known: list[str]) -> str:
 
 
 UNITS = ("_s", "_bytes")
+NEEDED = ("workload", "cluster", "plan")  # with their defaults, where a file leaves one out
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 

@@ -14,6 +14,7 @@ NS_PER_S = 10**9
 LONGEST_NS = 2**53
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SPAN = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
@@ -64,3 +65,12 @@ def format_s(seconds: float) -> str:
         if abs(seconds) >= size or unit == "ns":
             return f"{seconds / size:.3g} {unit}"
     raise AssertionError("the smallest unit takes every duration")
+
+
+def format_span(seconds: float) -> str:
+    """Write a time of any length with three digits, such as "38.1 min" or "2.5 days"; below two minutes as seconds."""
+    found = next(((size, unit) for size, unit in _SPAN if seconds >= 2 * size), None)
+    if found is None:
+        return format_s(seconds)
+    value = seconds / found[0]
+    return f"{value:,.0f} {found[1]}" if value >= 1000 else f"{value:.3g} {found[1]}"

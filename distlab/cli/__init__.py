@@ -1,4 +1,4 @@
-"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `plan`, `validate`, `export`, `bench`, ...
+"""The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `plan`, `cost`, `export`, `bench`, ...
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
 """
@@ -15,6 +15,7 @@ from distlab.cli import (
     bench,
     calibrate,
     check,
+    cost,
     doctor,
     export,
     gpu,
@@ -35,6 +36,7 @@ COMMANDS = {
     "calibrate": calibrate,
     "simulate": simulate,
     "plan": plan,
+    "cost": cost,
     "validate": validate,
     "export": export,
     "bench": bench,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 1024
+MOST_DEVICES = 100_000
 
 
 def whole_number(*, least: int = 1, most: int | None = None) -> Callable[[str], int]:
@@ -27,6 +29,23 @@ def whole_number(*, least: int = 1, most: int | None = None) -> Callable[[str], 
         return value
 
     return convert
+
+
+def positive_number(text: str) -> float:
+    """Convert, for argparse's `type`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; pass one such as 1e12")
+    return value
+
+
+def counts_of_devices(text: str) -> tuple[int, ...]:
+    """Convert a list of numbers of devices, for argparse's `type`."""
+    one = whole_number(most=MOST_DEVICES)
+    return tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
 def check_output(flag: str, path: Path, *, folder: bool = False) -> None:

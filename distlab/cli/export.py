@@ -1,51 +1,48 @@
-"""Print a plan in the words of another tool: a DeepSpeed configuration or FSDP2 code.
+"""Print a plan in the words of another tool: its configuration, its flags, or what starts the ranks.
 
-The plan's flags are those of distlab simulate. What the tool cannot be told is said on standard error (DeepSpeed, whose
-JSON has no comments) or in comments (FSDP2), and nothing is left out in silence.
+The plan is a file, or the flags of distlab simulate. A part that the tool cannot express is refused in one line. What
+the tool does otherwise is said on standard error, or in comments where the file takes them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
+from distlab.cli.arguments import positive_number
+from distlab.cli.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
 
-TOOLS = ("deepspeed", "fsdp2")
+TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab export`."""
-    command.add_argument("tool", choices=TOOLS, help="whose configuration to print")
-    add_model_arguments(command)
-    add_plan_arguments(command)
-    command.add_argument("--max-norm", type=_norm, metavar="NORM", help="clip the gradients' norm (default: do not)")
+    command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the plan's flags")
+    command.add_argument("--to", required=True, choices=TOOLS, help="whose words to print")
+    add_description(command)
+    what = "clip the gradients' norm (default: do not)"
+    command.add_argument("--max-norm", type=positive_number, metavar="NORM", help=what)
     what = "name of the model's list of layers, for FSDP2 (default blocks)"
     command.add_argument("--blocks", default="blocks", metavar="NAME", help=what)
+    what = "what a launcher runs, with its arguments (default train.py)"
+    command.add_argument("--script", default="train.py", metavar="WORDS", help=what)
+    what = "the container of pytorchjob and jobset (default pytorch/pytorch:latest)"
+    command.add_argument("--image", default="pytorch/pytorch:latest", help=what)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the configuration to standard output, ready for a file."""
-    from simulator.export import deepspeed_config, deepspeed_notes, fsdp2_code
+    """Print the file to standard output, and notes to standard error."""
+    from simulator import ClusterDescription, PlanFile, read_plan_file
+    from simulator.export import Wish, export
 
-    plan, workload = plan_of(arguments), description_of(arguments).workload()
-    if arguments.tool == "fsdp2":
-        print(fsdp2_code(plan, layers=arguments.blocks, max_norm=arguments.max_norm), end="")
-        return 0
-    config = deepspeed_config(plan, max_norm=arguments.max_norm, microbatch_size=workload.samples, workload=workload)
-    print(json.dumps(config, indent=2))
-    for note in deepspeed_notes(plan):
+    if arguments.file:
+        check_alone(arguments)
+        said = read_plan_file(arguments.file)
+    else:
+        machine = ClusterDescription(arguments.cluster, stack=arguments.stack)
+        said = PlanFile(description_of(arguments), machine, plan_of(arguments), order_of(arguments))
+    found = export(said, arguments.to, Wish(arguments.max_norm, arguments.blocks, arguments.script, arguments.image))
+    print(found.text, end="")
+    for note in found.notes:
         print(f"# {note}", file=sys.stderr)
     return 0
-
-
-def _norm(text: str) -> float:
-    """Convert, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a norm; pass a positive number, such as 1.0")
-    return value

@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import check_output, whole_number
+from distlab.cli.arguments import check_output, counts_of_devices, positive_number, whole_number
 from distlab.cli.clusters import find_cluster
+from distlab.cli.cost import add_failures
 from distlab.cli.plan_arguments import add_model_arguments, description_of
+from distlab.cli.simulate import check_picture
 
 if TYPE_CHECKING:
-    from simulator import Choice, Search
+    from simulator import Bill, Choice, Question, Run, Search
 
-MOST_DEVICES = 100_000
 WISHES = ("fastest", "cheapest")
 
 
@@ -32,55 +33,36 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     what = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
     command.add_argument("--cluster", action="append", metavar="NAME[:PRICE]", help=f"{what} (default dgx-a100)")
     command.add_argument("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
-    command.add_argument("--gpus", type=_counts, default=(8,), metavar="N[,N...]", help="devices (default 8)")
+    command.add_argument("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices (default 8)")
     command.add_argument(
         "--batch", type=whole_number(), default=256, metavar="N", help="samples of a step (default 256)"
     )
     command.add_argument("--wish", choices=WISHES, default="fastest", help="what the best plan is (default fastest)")
     command.add_argument(
-        "--tokens", type=_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars"
+        "--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars"
     )
-    command.add_argument("--days", type=_number, metavar="N", help="leave out plans whose run takes longer")
+    add_failures(command)
+    command.add_argument("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
     what = "per cent of a device's memory to keep free (default 5)"
     command.add_argument("--headroom", type=whole_number(least=0, most=99), default=5, metavar="PERCENT", help=what)
     command.add_argument("--top", type=whole_number(most=20), default=3, metavar="N", help="plans to show (default 3)")
     command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
+    command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
     command.add_argument("--json", action="store_true", help="print the plans as JSON")
-
-
-def _number(text: str) -> float:
-    """Convert, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; pass one such as 1e12")
-    return value
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Convert, for argparse."""
-    one = whole_number(most=MOST_DEVICES)
-    return tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Search each cluster and number of devices, and print what was found."""
-    from simulator import bill, search
+    from simulator import search
 
-    if arguments.save:
-        check_output("--save", arguments.save)
-    if arguments.days and not arguments.tokens:
-        raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
-    found: list[tuple[Search, list[Choice]]] = []
+    _check(arguments)
+    found: list[tuple[Search, list[Bill]]] = []
     for question in _questions(arguments):
-        one = search(question)
+        one, run = search(question), _run(arguments, question)
         best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
-        if arguments.days:
-            best = [choice for choice in best if bill(choice, arguments.tokens).days <= arguments.days]
-        if best:
-            found.append((one, best))
+        bills = [bill for bill in _bills(best, run) if not arguments.days or bill.days <= arguments.days]
+        if bills:
+            found.append((one, bills))
         if not one.is_complete:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
@@ -88,17 +70,53 @@ def main(arguments: argparse.Namespace) -> int:
         why = f" within {arguments.days:g} days" if arguments.days else ""
         raise ValueError(f"no plan fits{why}; use more devices, devices with more memory, or a smaller batch")
 
-    def weight(choice: Choice) -> float:
-        each = choice.question.cluster.num_devices * (choice.question.price or 1.0)
-        return choice.seconds * (each if arguments.wish == "cheapest" else 1.0)
+    def weight(bill: Bill) -> float:
+        return bill.price if arguments.wish == "cheapest" else bill.days
 
-    ranked = sorted((choice for _, best in found for choice in best), key=weight)[: arguments.top]
-    own = next(one for one, best in found if any(choice is ranked[0] for choice in best))
+    ranked = sorted((bill for _, bills in found for bill in bills), key=weight)[: arguments.top]
+    own = next(one for one, bills in found if any(bill is ranked[0] for bill in bills))
     if arguments.save:
-        arguments.save.write_text(_file(arguments, ranked[0]), encoding="utf-8")
-    said = facts(own, ranked, [best[0] for _, best in found], arguments.tokens)
+        arguments.save.write_text(_file(arguments, own, ranked[0]), encoding="utf-8")
+    bests = [bills[0] for _, bills in found]
+    _draw(arguments, bests)
+    said = facts(own, ranked, bests, has_tokens=arguments.tokens is not None)
     print(json.dumps(said, indent=2) if arguments.json else text(said))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, before the search."""
+    if arguments.save:
+        check_output("--save", arguments.save)
+    if arguments.curve:
+        check_output("--curve", arguments.curve)
+        check_picture("--curve", arguments.curve)
+        if not arguments.tokens:
+            raise ValueError("--curve shows days and dollars of a run; add --tokens, such as --tokens 1e12")
+    if arguments.days and not arguments.tokens:
+        raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
+
+
+def _run(arguments: argparse.Namespace, question: Question) -> Run:
+    """Return the run; without --tokens, one whose steps only compare plans."""
+    from simulator import Failures, Run
+
+    failures = None if arguments.failures is None else Failures(arguments.failures)
+    return Run(arguments.tokens or 1e9, question.price, failures)
+
+
+def _bills(choices: list[Choice], run: Run) -> list[Bill]:
+    from simulator import bill
+
+    return [bill(choice.step, run) for choice in choices]
+
+
+def _draw(arguments: argparse.Namespace, bests: list[Bill]) -> None:
+    if arguments.curve:
+        from simulator import curve
+        from simulator.viz import draw_cost_curve
+
+        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
 
 
 def _questions(arguments: argparse.Namespace) -> list[Any]:
@@ -110,7 +128,7 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
     for said in arguments.cluster or ["dgx-a100"]:
         name, _, price = said.partition(":")
         try:
-            dollars = _number(price) if price else None
+            dollars = positive_number(price) if price else None
         except argparse.ArgumentTypeError:
             raise ValueError(
                 f"--cluster {said}: {price!r} is no price; pass dollars for a device and an hour"
@@ -142,41 +160,41 @@ def _tell(name: str) -> Callable[[int, int, float], None] | None:
     return show
 
 
-def _file(arguments: argparse.Namespace, best: Choice) -> str:
+def _file(arguments: argparse.Namespace, own: Search, best: Bill) -> str:
     from simulator import ClusterDescription, PlanFile
 
-    machine = best.question.cluster
-    own = ClusterDescription(machine.name, machine.num_devices, arguments.stack)
-    return PlanFile(best.question.model.with_microbatch(best.microbatch), own, best.plan).text()
+    question, step = own.found.question, best.step
+    machine = ClusterDescription(step.cluster.name, step.cluster.num_devices, arguments.stack)
+    run = best.run if arguments.tokens else None
+    return PlanFile(question.model.with_microbatch(step.workload.samples), machine, step.plan, run=run).text()
 
 
-def facts(own: Search, ranked: list[Choice], bests: list[Choice], num_tokens: float | None) -> dict[str, Any]:
+def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
-    from simulator import bill, curve, near_fit, reasons, words_of
+    from simulator import curve, near_fit, reasons, words_of
 
-    def row(choice: Choice) -> dict[str, Any]:
-        step, machine = choice.step, choice.question.cluster
+    def row(bill: Bill) -> dict[str, Any]:
+        step, machine = bill.step, bill.step.cluster
         said: dict[str, Any] = {"cluster": machine.name, "devices": machine.num_devices}
-        said |= {"plan": words_of(choice.plan, choice.microbatch), "step_s": choice.seconds, "mfu": step.mfu}
+        said |= {"plan": words_of(step.plan, step.workload.samples), "step_s": step.steady_s, "mfu": step.mfu}
         said["max_memory_bytes"] = step.memory.max_bytes
-        if num_tokens:
-            cost = bill(choice, num_tokens)
-            said |= {"days": cost.days, "dollars": cost.dollars}
-        return said
+        if bill.run.failures:
+            said["goodput"] = bill.goodput.useful
+        return said | ({"days": bill.days, "dollars": bill.dollars} if has_tokens else {})
 
-    best = ranked[0]
+    best = next(choice for choice in own.choices if choice.step is ranked[0].step)
     said = {
         "model": best.step.workload.name,
         "searched": len(own.found),
         "simulated": own.num_simulated,
         "is_complete": own.is_complete,
-        "plans": [row(choice) for choice in ranked],
+        "plans": [row(bill) for bill in ranked],
         "why": [reason._asdict() for reason in reasons(own, best)],
         "nearly_fits": near_fit(own),
     }
     if len(bests) > 1:
-        found = curve(bests, num_tokens or 1e9)
-        said["curve"] = [row(each.choice) for each in found.bills]
+        found = curve(bests)
+        said["curve"] = [row(bill) for bill in found.bills]
         three = {"shortest": found.shortest, "cheapest": found.cheapest, "sweet_spot": found.sweet}
         said |= {name: found.bills.index(each) for name, each in three.items()}
     return said
@@ -189,6 +207,8 @@ def text(said: dict[str, Any]) -> str:
     def line(row: dict[str, Any]) -> str:
         parts = [f"{row['devices']} x {row['cluster']}: {format_s(row['step_s'])}, MFU {row['mfu']:.1%}"]
         parts.append(f"{format_bytes(row['max_memory_bytes'])} held")
+        if "goodput" in row:
+            parts.append(f"goodput {row['goodput']:.1%}")
         if "days" in row:
             parts.append(f"{row['days']:.3g} days" + (f", {row['dollars']:,.0f} dollars" if row["dollars"] else ""))
         return "; ".join(parts)

@@ -7,7 +7,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
-from distlab.plan import SCHEDULES, Plan, Precision, Sharding
+from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
+from distlab.plan.axes import check_order
 from distlab.plan.partition import CUTS
 from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
@@ -44,6 +45,42 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tie-embedding", dest="ties_embedding", action="store_const", const=True, help=what)
     what = "kernel of attention: flash keeps no scores (default: plain, or the model's)"
     command.add_argument("--attention", choices=("plain", "flash"), help=what)
+
+
+def add_description(command: argparse.ArgumentParser) -> None:
+    """Declare the flags that say what a plan file says."""
+    add_model_arguments(command)
+    command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
+    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
+    command.add_argument("--stack", metavar="NAME", help=what)
+    add_plan_arguments(command)
+    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
+    command.add_argument("--order", metavar="AXIS,...", help=what)
+
+
+def check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse flags that say what the plan file says.
+
+    Raises:
+        ValueError: naming them.
+    """
+    flags = argparse.ArgumentParser()
+    add_description(flags)
+    defaults = vars(flags.parse_args([]))
+    beside = [name for name, default in defaults.items() if getattr(arguments, name) != default]
+    if beside:
+        raise ValueError(f"{arguments.file} says all of the plan: leave out the flag for {', '.join(beside)}")
+
+
+def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the order of the axes that the flags describe: those not named come first, as they are by default.
+
+    Raises:
+        ValueError: an axis is unknown, or named twice.
+    """
+    given = arguments.order.split(",") if arguments.order else []
+    rest = [axis for axis in AXES if axis not in given]
+    return check_order([*rest, *given])
 
 
 def add_count(

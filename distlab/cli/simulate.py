@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
 from distlab.cli.clusters import find_cluster, presets
-from distlab.cli.plan_arguments import add_model_arguments, add_plan_arguments, description_of, plan_of
-from distlab.plan import AXES, Cluster, Plan, Workload
-from distlab.plan.axes import check_order
+from distlab.cli.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.plan import Cluster, Plan, Workload
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
     from simulator.memory.advice import Change
+    from simulator.viz import Overlay
 
 SHOWN = 8
 MOST_RANKS = 1_000_000
@@ -30,23 +30,14 @@ MOST_PASSES = 2_000_000
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
     command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the flags that follow")
-    _add_description(command)
+    add_description(command)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
+    what = "a trace that torch.profiler wrote on one rank: what was measured stands beside, and over, the prediction"
+    command.add_argument("--over", type=Path, metavar="PROFILE.json", help=what)
     command.add_argument("--json", action="store_true", help="print the step as JSON")
-
-
-def _add_description(command: argparse.ArgumentParser) -> None:
-    """Declare the flags that say what a plan file says."""
-    add_model_arguments(command)
-    command.add_argument("--cluster", default="dgx-a100", metavar="NAME|FILE", help="a preset or a calibration file")
-    what = "what its software reaches: a preset (see --list); best-case: the best that was measured"
-    command.add_argument("--stack", metavar="NAME", help=what)
-    add_plan_arguments(command)
-    what = f"axes from the slowest to the fastest, the last on neighbours (default {','.join(AXES)})"
-    command.add_argument("--order", metavar="AXIS,...", help=what)
 
 
 def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, tuple[str, ...]]:
@@ -58,22 +49,17 @@ def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, t
     from simulator import read_plan_file
 
     if arguments.file:
-        flags = argparse.ArgumentParser()
-        _add_description(flags)
-        defaults = vars(flags.parse_args([]))
-        beside = [name for name, default in defaults.items() if getattr(arguments, name) != default]
-        if beside:
-            raise ValueError(f"{arguments.file} says all of the plan: leave out the flag for {', '.join(beside)}")
+        check_alone(arguments)
         said = read_plan_file(arguments.file)
-        _check_size(said.plan)
+        check_size(said.plan)
         return said.workload.workload(), said.cluster.cluster(said.plan.world_size), said.plan, said.order
     plan = plan_of(arguments)
-    _check_size(plan)
+    check_size(plan)
     machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
     return description_of(arguments).workload(), machine, plan, order_of(arguments)
 
 
-def _check_size(plan: Plan) -> None:
+def check_size(plan: Plan) -> None:
     """Refuse what would take minutes."""
     if plan.world_size > MOST_RANKS:
         raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
@@ -102,34 +88,47 @@ def main(arguments: argparse.Namespace) -> int:
             if flag != "trace":
                 check_picture(f"--{flag}", path)
     why_no_time = why_not_timed(plan)
-    if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
+    if why_no_time and (arguments.timeline or arguments.trace or arguments.over or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     step = None if why_no_time else simulate(workload, cluster, plan, order=order)
     memory = step.memory if step else memory_of(workload, plan)
-    save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
+    over = measured_over(arguments.over, step) if arguments.over and step else None
+    save_pictures(step, memory, cluster, timeline=None if over else arguments.timeline, filled=arguments.memory)
+    if arguments.timeline and over:
+        from simulator.viz import draw_timeline
+
+        draw_timeline(over.measured, over.predicted).savefig(arguments.timeline, dpi=150)
     if arguments.trace and step:
         from distlab.trace import write_chrome
 
-        write_chrome(arguments.trace, predicted=step.trace)
+        write_chrome(arguments.trace, **({"measured": over.measured} if over else {}), predicted=step.trace)
     counted = memory_facts(workload, plan, cluster, memory)
     if arguments.json:
         about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
         about |= {"parameters": workload.num_parameters, "notes": list(notes_on(plan))}
-        print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
+        found = {"measured_s": over.middle_s[0], "error": over.error} if over else {}
+        print(json.dumps(about | (facts(step) if step else {}) | found | counted, indent=2))
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
+        if over:
+            print(f"{'profile':<22} {over.verdict}")
     return 0
 
 
-def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the order of the axes that the flags describe: those not named come first, as they are by default.
+def measured_over(path: Path, step: Step) -> Overlay:
+    """Lay a rank's profile over the predicted step, on the prediction's rank of that number or its first.
 
     Raises:
-        ValueError: an axis is unknown, or named twice.
+        ValueError: the file is no profile, or has no steps.
+        OSError: it cannot be read.
     """
-    given = arguments.order.split(",") if arguments.order else []
-    rest = [axis for axis in AXES if axis not in given]
-    return check_order([*rest, *given])
+    from distlab.trace import Trace, read_profile
+    from simulator.viz import Overlay
+
+    profile, trace = read_profile(path), step.trace
+    rank = profile.rank if profile.rank in trace.ranks else trace.ranks[0]
+    measured = Trace.from_spans(span._replace(rank=rank) for span in profile.median)
+    return Overlay(measured, trace.select(trace.rank == rank), profile.seconds, (step.steady_s,))
 
 
 def check_picture(flag: str, path: Path) -> None:

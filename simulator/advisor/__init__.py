@@ -1,4 +1,4 @@
-"""Which plan to use for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
+"""Which plan to use for a model, a batch and a cluster: the fastest or the cheapest, and why.
 
 Read in this order:
 
@@ -7,5 +7,4 @@ Read in this order:
 3. `bounds`: what no step is shorter than, in columns; `pipelines`: the same of single plans, tighter.
 4. `search`: which plans are simulated.
 5. `reasons`: why the best is the best.
-6. `money`: days, dollars, the cost curve.
 """

@@ -1,10 +1,44 @@
-"""The same plan in the words of the tools that people run: a DeepSpeed configuration, FSDP2 code.
+"""The same plan in the words of other tools: their configurations, their flags, and what starts the ranks.
 
-Read `deepspeed`, then `fsdp2`. What a plan says and a tool cannot do is not left out in silence: `deepspeed_notes`
-lists it, and the code carries it as comments.
+Read `parts` (the refusal that names a part), then one tool: `deepspeed`, `fsdp2`, `torchtitan`, `megatron`,
+`accelerate`; `launch` (torchrun, Slurm) and `kubernetes` (PyTorchJob, JobSet); `tools` has all by name. What a tool
+cannot express is refused in one line; what it does otherwise is a note or a comment. Nothing is left out in silence.
+
+How each is checked (`make test-exports`; versions in the first lines of each file):
+
+    deepspeed, accelerate, torchtitan     read by their own classes
+    torchrun                              read by torch's parser
+    pytorchjob, jobset                    read by the operators' Python clients
+    megatron                              model and parallelism become Megatron-Core's configurations; the names of all
+                                          flags are those of arguments.py at one commit, since no package has it
+    slurm                                 read by bash; options are in a list of sbatch's
+    fsdp2                                 runs on ranks
 """
 
+from simulator.export.accelerate import accelerate_config
 from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
 from simulator.export.fsdp2 import fsdp2_code, fsdp2_notes
+from simulator.export.kubernetes import job_set, pytorch_job
+from simulator.export.launch import slurm_script, torchrun_command
+from simulator.export.megatron import megatron_flags
+from simulator.export.parts import Exported, Wish
+from simulator.export.tools import TOOLS, export
+from simulator.export.torchtitan import torchtitan_config
 
-__all__ = ["deepspeed_config", "deepspeed_notes", "fsdp2_code", "fsdp2_notes"]
+__all__ = [
+    "TOOLS",
+    "Exported",
+    "Wish",
+    "accelerate_config",
+    "deepspeed_config",
+    "deepspeed_notes",
+    "export",
+    "fsdp2_code",
+    "fsdp2_notes",
+    "job_set",
+    "megatron_flags",
+    "pytorch_job",
+    "slurm_script",
+    "torchrun_command",
+    "torchtitan_config",
+]

@@ -97,17 +97,17 @@ class ModelDescription:
             return workload_from_config(self.config, sequence_length=self.sequence_length, **own)
         return with_kernel(self._of_sizes(), self.attention or "plain")
 
-    def _of_sizes(self) -> Workload:
+    def gpt_sizes(self) -> dict[str, int]:
+        """Return hidden size, layers, heads and vocabulary of a model that is told by its sizes."""
         sizes: dict[str, int] = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 51200}
-        sizes |= {name: value for name in sizes if (value := getattr(self, name)) is not None}
-        length = 2048 if self.sequence_length is None else self.sequence_length
-        lengths: dict[str, Any] = {"sequence_length": length, "microbatch_size": self.microbatch_size}
-        mixed = self.num_experts > 1 or self.top_k > 1
+        return sizes | {name: value for name in sizes if (value := getattr(self, name)) is not None}
+
+    def llama_sizes(self) -> LlamaSizes | None:
+        """Return the sizes of a Llama that is told by them; None where they are a GPT's."""
         if all(getattr(self, name) is None for name in OF_LLAMA):
-            plain = gpt_workload(**sizes, **lengths)
-            return mix_experts(plain, self.num_experts, top_k=self.top_k) if mixed else plain
-        hidden, layers, heads, vocabulary = sizes.values()
-        llama = LlamaSizes(
+            return None
+        hidden, layers, heads, vocabulary = self.gpt_sizes().values()
+        return LlamaSizes(
             hidden,
             layers,
             heads,
@@ -117,6 +117,18 @@ class ModelDescription:
             ties_embedding=bool(self.ties_embedding),
             head_size=self.head_size,
             is_gated=self.is_gated is not False,
-            mixture=Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if mixed else None,
+            mixture=Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if self._is_mixed else None,
         )
-        return llama_workload(llama, **lengths)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.num_experts > 1 or self.top_k > 1
+
+    def _of_sizes(self) -> Workload:
+        length = 2048 if self.sequence_length is None else self.sequence_length
+        lengths: dict[str, Any] = {"sequence_length": length, "microbatch_size": self.microbatch_size}
+        llama = self.llama_sizes()
+        if llama is not None:
+            return llama_workload(llama, **lengths)
+        plain = gpt_workload(**self.gpt_sizes(), **lengths)
+        return mix_experts(plain, self.num_experts, top_k=self.top_k) if self._is_mixed else plain

@@ -1,4 +1,4 @@
-"""Published tables of memory, bubbles and collectives, derived again: no constant is fitted for them but the wire's."""
+"""Published tables of memory, bubbles, collectives and runs, derived again: no constant is fitted but the wire's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from simulator.hardware.presets import link
 from simulator.hardware.products import slowdown
 from simulator.memory.memory import KINDS, memory_of
 from simulator.models.by_name import model_by_name
+from simulator.models.gpt import gpt_step_flops
 from simulator.pipeline.simulate_schedule import simulate_schedule
-from simulator.units import GB, GIB
+from simulator.runs.failures import checkpoint_bytes
+from simulator.units import GB, GIB, TB
 from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import Row, read_table
 
 LARGE_BYTES = 64 * 2**20
+SECONDS_A_DAY = 86_400
 
 
 class Derived(NamedTuple):
@@ -152,6 +155,23 @@ def _all_reduce(table: str, size: int, ranks: int, published: float, wire: str =
     return Derived(f"{table}, {large}", f"{size} bytes", seconds * 1e6, published)
 
 
+def training_days() -> Iterator[Derived]:
+    """Derive the days that 175B takes for 300 billion tokens at the printed rates (2104.04473, Table 2)."""
+    for row in read_table("megatron_sc21_table2_ptdp_vs_zero3"):
+        samples = int(row["global_batch"])
+        flops = gpt_step_flops(12288, 96, 2048, 51200, samples, recompute="full")
+        step_s = flops / (int(row["gpus"]) * float(row["achieved_tflops_per_gpu"]) * 1e12)
+        days = 300e9 / (samples * 2048) * step_s / SECONDS_A_DAY
+        yield Derived("SC21 Table 2, days of 300B tokens", row["scheme"], days, float(row["days_for_300B_tokens"]))
+
+
+def checkpoints() -> Iterator[Derived]:
+    """Derive the size of a checkpoint of 1T parameters, in TB (2104.04473, section 5.10)."""
+    rows = {row["what"]: float(row["value"]) for row in read_table("megatron_sc21_scalars")}
+    size = checkpoint_bytes(model_by_name("gpt-1t"), Plan()) / TB
+    yield Derived("SC21 section 5.10, TB of a checkpoint", "1T", size, rows["1T checkpoint size"])
+
+
 EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
     zero_states,
     activations,
@@ -159,4 +179,6 @@ EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
     bubbles,
     products,
     collectives,
+    training_days,
+    checkpoints,
 )

@@ -41,6 +41,8 @@ from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
+from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
+from simulator.viz.runs.goodput import describe_goodput, draw_goodput
 from simulator.viz.schedules.bubbles import (
     describe_bubbles,
     describe_memory_against_bubble,
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from simulator.viz.panels.gradients import compression_panel, train_step_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
+    from simulator.viz.panels.runs import cost_panel, goodput_panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
     from simulator.viz.timeline.timeline_widget import Timeline
 
@@ -77,6 +80,8 @@ _HOMES = {
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
     "degrees_panel": "panels.degrees",
+    "cost_panel": "panels.runs",
+    "goodput_panel": "panels.runs",
     "schedule_panel": "panels.schedules",
     "schedule_editor": "panels.schedules",
 }
@@ -88,6 +93,7 @@ __all__ = [
     "Timeline",
     "compression_panel",
     "context_figure",
+    "cost_panel",
     "cut_weights",
     "darkened",
     "degrees_figure",
@@ -97,8 +103,10 @@ __all__ = [
     "describe_bubbles",
     "describe_compression",
     "describe_context",
+    "describe_cost_curve",
     "describe_degrees",
     "describe_fit",
+    "describe_goodput",
     "describe_link_times",
     "describe_measured_memory",
     "describe_memory",
@@ -121,7 +129,9 @@ __all__ = [
     "draw_batch_sizes",
     "draw_bubbles",
     "draw_compression",
+    "draw_cost_curve",
     "draw_fit",
+    "draw_goodput",
     "draw_link_times",
     "draw_measured_memory",
     "draw_memory",
@@ -137,6 +147,7 @@ __all__ = [
     "draw_timeline",
     "draw_train_step",
     "facts_of",
+    "goodput_panel",
     "memory_panel",
     "mesh_figure",
     "picture_html",

@@ -57,9 +57,27 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars(capsys):
     assert "1. " in shown
 
 
+def test_failures_make_runs_longer_and_the_file_keeps_the_run(capsys, tmp_path):
+    path, picture = tmp_path / "best.toml", tmp_path / "curve.png"
+    flags = ["--cluster", "dgx-a100:2", "--gpus", "1,2", "--tokens", "1e9", "--top", "1"]
+    plain = json.loads(said(capsys, *flags, "--json"))
+    found = json.loads(
+        said(capsys, *flags, "--failures", "1e-2", "--curve", str(picture), "--save", str(path), "--json")
+    )
+    for row, other in zip(plain["curve"], found["curve"], strict=True):
+        assert other["goodput"] < 1
+        assert other["days"] == pytest.approx(row["days"] / other["goodput"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["cost", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["days"] == pytest.approx(found["plans"][0]["days"])
+    assert "goodput" in said(capsys, *flags, "--failures", "llama-3")
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
+        (["--curve", "curve.png"], "add --tokens"),
+        (["--failures", "weekly"], "one of llama-3"),
         (["--gpus", "12"], "--gpus 12 does not fill nodes of 8"),
         (["--microbatch", "2"], "--microbatch is what the search chooses"),
         (["--days", "3"], "add --tokens"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simulator import (
     ModelDescription,
     Question,
+    Run,
     bill,
     cluster,
     curve,
@@ -148,17 +149,11 @@ def test_what_nearly_fits_is_told_with_what_it_lacks():
     assert "too much; it could take" in near_fit(tight)
 
 
-def test_days_and_dollars_follow_from_the_step():
+def test_bills_of_the_best_plans_make_a_cost_curve():
     questions = [Question(SMALL, machine_of(80e9, count), 16, price=2.0) for count in (1, 2, 8)]
-    best = [search(question).best()[0] for question in questions]
-    tokens = 16 * 256 * 1000
-    one = bill(best[2], tokens)
-    assert one.num_steps == 1000
-    assert one.days == pytest.approx(1000 * best[2].seconds / 86400)
-    assert one.dollars == pytest.approx(one.days * 24 * 8 * 2.0)
-    found = curve(best, tokens)
-    assert found.shortest.days == min(each.days for each in found.bills)
-    assert found.cheapest.dollars == min(each.dollars for each in found.bills)
+    bills = [bill(search(own).best()[0].step, Run(16 * 256 * 1000, own.price)) for own in questions]
+    assert [each.num_steps for each in bills] == [1000] * 3
+    found = curve(bills)
     assert found.shortest.days <= found.sweet.days <= found.cheapest.days
     assert found.cheapest.dollars <= found.sweet.dollars <= found.shortest.dollars
 
@@ -180,5 +175,3 @@ def test_a_question_that_makes_no_sense_is_refused(changes, text):
 def test_a_batch_that_nothing_divides_is_refused():
     with pytest.raises(ValueError, match="no plan divides 7 samples among 16 devices"):
         search(Question(replace(SMALL, num_layers=1, num_heads=1, sequence_length=255), machine_of(80e9, 16), 7))
-    with pytest.raises(ValueError, match="tokens"):
-        bill(search(Question(SMALL, machine_of(80e9, 1), 1)).best()[0], 0)

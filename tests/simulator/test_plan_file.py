@@ -1,6 +1,7 @@
 """A plan as a file: read, refused in one line, written and read again."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,10 @@ from random_plans import check_configuration
 from distlab.plan import AXES, Plan, Precision, Sharding
 from simulator import (
     ClusterDescription,
+    Failures,
     ModelDescription,
     PlanFile,
+    Run,
     cluster,
     model_by_name,
     plan_of_text,
@@ -61,6 +64,18 @@ def test_a_file_is_the_step_that_its_words_say(tmp_path):
         own.memory.max_bytes,
     )
     assert plan_of_text(found.text()) == found
+
+
+def test_a_run_stands_in_the_file_and_reads_back():
+    text = TEXT + '[run]\nnum_tokens = 15e12\nprice = 2\nfailures = { rate = "llama-3", restart_s = 900 }\n'
+    found = plan_of_text(text)
+    assert found.run == Run(15e12, 2.0, Failures("llama-3", restart_s=900.0))
+    assert plan_of_text(found.text()) == found
+    assert plan_of_text(TEXT).run is None
+    own = replace(found, run=Run(1e9, failures=Failures(2e-5, save_s=3.0)))
+    assert plan_of_text(own.text()) == own
+    with pytest.raises(ValueError, match="write \\[workload\\], \\[cluster\\], \\[plan\\] and \\[run\\]"):
+        plan_of_text(TEXT + "[money]\nprice = 2\n")
 
 
 def test_figures_of_ones_own_replace_the_presets():

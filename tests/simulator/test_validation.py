@@ -12,7 +12,7 @@ from simulator import stack
 from simulator.validation import report
 from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import read_table
-from simulator.validation.exact import activations, bubbles, zero_states
+from simulator.validation.exact import activations, bubbles, checkpoints, training_days, zero_states
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
 from simulator.validation.score import kendall_tau, score
 
@@ -126,6 +126,13 @@ def test_published_tables_without_constants_are_derived_again():
         searched = "-1p" in row.label or "-2p" in row.label
         assert row.predicted <= row.published + 0.0001
         assert searched or abs(row.predicted - row.published) <= 0.00005 + 1e-9
+
+
+def test_published_days_and_checkpoints_are_derived_again():
+    for row in training_days():
+        assert row.predicted == pytest.approx(row.published, rel=0.01), row
+    (row,) = checkpoints()
+    assert row.predicted == pytest.approx(row.published, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Every widget with controls: the only room that needs ipywidgets, so that pictures work without it.
 
-Read `panel` (controls over a picture), then the panels of a subject: `collectives`, `gradients`, `memory`, `degrees`.
+Read `panel` (controls over a picture), then a subject: `collectives`, `gradients`, `memory`, `degrees`, `runs`.
 `schedules` has the panel and the editor of schedules, over `schedule_timeline`.
 """

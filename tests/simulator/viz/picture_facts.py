@@ -23,6 +23,11 @@ LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
 COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
 
 
+def with_gid(figure, gid):
+    """Return the lines and the collections of a figure that have this name."""
+    return [artist for axes in figure.axes for artist in (*axes.lines, *axes.collections) if artist.get_gid() == gid]
+
+
 class Written(NamedTuple):
     """A line of text as it was drawn; pixels from the left and from the top."""
 

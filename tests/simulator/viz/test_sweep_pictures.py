@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from picture_facts import with_gid
 
 from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
@@ -23,10 +24,6 @@ from simulator.viz.compression.compression import compression_label, ranking, st
 WORKLOAD = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
 MACHINE = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
 EACH = tuple(Compression(method) for method in METHODS)
-
-
-def with_gid(figure, gid):
-    return [artist for axes in figure.axes for artist in (*axes.lines, *axes.collections) if artist.get_gid() == gid]
 
 
 def test_the_best_bucket_size_lies_between_too_small_and_too_large():

@@ -1,0 +1,56 @@
+"""Every tool by its name: what `distlab export --to NAME` prints, and which check its file has had.
+
+Each takes a plan file and a wish, and returns the text and notes on what the text does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from simulator.export.accelerate import accelerate_config
+from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
+from simulator.export.fsdp2 import fsdp2_code
+from simulator.export.kubernetes import job_set, pytorch_job
+from simulator.export.launch import slurm_script, torchrun_command
+from simulator.export.megatron import megatron_flags
+from simulator.export.parts import PLAIN, Exported, Wish
+from simulator.export.torchtitan import torchtitan_config
+from simulator.plan_file import PlanFile
+
+
+def _deepspeed(said: PlanFile, wish: Wish) -> Exported:
+    workload = said.workload.workload()
+    config = deepspeed_config(said.plan, microbatch_size=workload.samples, max_norm=wish.max_norm, workload=workload)
+    return Exported(json.dumps(config, indent=2) + "\n", deepspeed_notes(said.plan))
+
+
+def _fsdp2(said: PlanFile, wish: Wish) -> Exported:
+    return Exported(fsdp2_code(said.plan, layers=wish.layers, max_norm=wish.max_norm))
+
+
+TOOLS: Mapping[str, Callable[[PlanFile, Wish], Exported]] = MappingProxyType(
+    {
+        "deepspeed": _deepspeed,
+        "fsdp2": _fsdp2,
+        "torchtitan": torchtitan_config,
+        "megatron": megatron_flags,
+        "accelerate": accelerate_config,
+        "torchrun": torchrun_command,
+        "slurm": slurm_script,
+        "pytorchjob": pytorch_job,
+        "jobset": job_set,
+    }
+)
+
+
+def export(said: PlanFile, tool: str, wish: Wish = PLAIN) -> Exported:
+    """Return a plan in the words of a tool.
+
+    Raises:
+        ValueError: there is no such tool, or it cannot express a part of the plan; the line names it.
+    """
+    if tool not in TOOLS:
+        raise ValueError(f"there is no export to {tool!r}; choose one of {', '.join(TOOLS)}")
+    return TOOLS[tool](said, wish)

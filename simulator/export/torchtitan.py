@@ -1,0 +1,191 @@
+"""A plan as a torchtitan configuration: a Python module whose function returns a Trainer.Config.
+
+    MODULE=plan CONFIG=plan ./run_train.sh        # with the file as plan.py on PYTHONPATH, NGPU and nodes as printed
+
+The function starts from torchtitan's own configuration of the model (its optimizer, data and checkpoints) and sets what
+the plan says: degrees, sharding, schedule, batch, types, recompute.
+
+Source: ParallelismConfig, TrainingConfig and Trainer.Config of torchtitan 0.3.0, which has no TOML files any more.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+
+from distlab.plan import Plan
+from simulator.export.parts import (
+    NAME,
+    PLAIN,
+    Exported,
+    Wish,
+    bucket_notes,
+    has_master,
+    order_is_usual,
+    refuse,
+    types_of,
+)
+from simulator.plan_file import PlanFile
+
+TOOL = "torchtitan"
+# Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
+MODELS = MappingProxyType(
+    {
+        "llama-3-8b": ("llama3", "llama3_8b"),
+        "llama-3-70b": ("llama3", "llama3_70b"),
+        "qwen-3-32b": ("qwen3", "qwen3_32b"),
+        "qwen-3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
+        "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+    }
+)
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": "GPipe",
+        "one_f_one_b": "1F1B",
+        "interleaved": "Interleaved1F1B",
+        "looped_bfs": "LoopedBFS",
+        "interleaved_zero_bubble": "InterleavedZeroBubble",
+        "zb_v": "ZBVZeroBubble",
+        "dualpipe_v": "DualPipeV",
+    }
+)
+ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts a model into stages
+
+
+def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+    """Return the module that means the plan.
+
+    Raises:
+        ValueError: torchtitan cannot express a part of the plan; the line names it.
+    """
+    plan, workload = said.plan, said.workload.workload()
+    compute, reduce, _ = types_of(plan)
+    sharding = plan.sharding
+    refuse(
+        TOOL,
+        (said.workload.model not in MODELS, _model(said), f"use one of {', '.join(MODELS)}"),
+        (sharding.stage == 1, "sharding stage 1, the optimizer's state alone", "use stage 0, 2 or 3"),
+        (
+            sharding.stage == 0 and plan.context > 1,
+            "sharding stage 0 with context",
+            "use stage 2 or 3: FSDP spans both",
+        ),
+        (sharding.offload == "optimizer", "offload = 'optimizer'", "use 'all', which moves parameters too"),
+        (plan.compression is not None, "compression", "leave it out"),
+        (plan.schedule not in SCHEDULES, f"schedule = {plan.schedule!r}", f"use one of {', '.join(SCHEDULES)}"),
+        (plan.context > 1 and plan.context_kind != "ring", "context_kind = 'all_to_all'", "use 'ring'"),
+        (compute not in ("bfloat16", "float32"), f"precision.compute = {compute!r}", "use bfloat16 or float32"),
+        (reduce != "float32", f"precision.reduce = {reduce!r}", "use float32"),
+        (not order_is_usual(said), f"order = {list(said.order)}", "leave it out"),
+        (_cut(plan, len(workload.layers) - ENDS) is None, f"stages_per_rank = {plan.stages_per_rank}", "use 2"),
+    )
+    module, function = MODELS[said.workload.model or ""]
+    notes = torchtitan_notes(said)
+    policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
+    lines = [
+        f'"""{plan.world_size} ranks on {-(-plan.world_size // _per_node(said))} nodes: MODULE={NAME} CONFIG={NAME} '
+        './run_train.sh (torchtitan 0.3)."""',
+        "",
+        *(f"# {note}" for note in notes),
+        *([""] if notes else []),
+        "from torchtitan.config import ParallelismConfig",
+    ]
+    if plan.recompute != "none":
+        lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
+    lines += [
+        f"from torchtitan.models.{module}.config_registry import {function}",
+        "from torchtitan.trainer import Trainer",
+        "",
+        "",
+        f"def {NAME}() -> Trainer.Config:",
+        f"    config = {function}()",
+        *_parallelism(plan, len(workload.layers) - ENDS, workload.samples),
+        *_training(said, wish),
+        f"    config.activation_checkpoint = {'None' if plan.recompute == 'none' else f'{policy}.Config()'}",
+        "    return config",
+    ]
+    return Exported("\n".join(lines) + "\n")
+
+
+def torchtitan_notes(said: PlanFile) -> list[str]:
+    """Say what of the plan the module does not hold."""
+    plan, sharding = said.plan, said.plan.sharding
+    notes = bucket_notes(plan, TOOL)
+    if sharding.stage == 2:
+        notes.append("stage 2: between backward and forward FSDP2 shards parameters too, which holds less than ZeRO-2")
+    if sharding.stage == 3 and (sharding.unit_layers, sharding.prefetch) != (1, 1):
+        notes.append("unit_layers, prefetch: torchtitan wraps each layer and gathers one ahead")
+    if plan.recompute == "selective":
+        notes.append("recompute='selective': SelectiveAC keeps products and attention, and computes the rest again")
+    if plan.context > 1:
+        notes.append("context: torchtitan gathers keys and values of the whole sequence; it passes no ring")
+    if plan.pipeline > 1:
+        notes.append("pipeline: torchtitan counts a layer each for the embedding and the head when it cuts stages")
+    return notes
+
+
+def _model(said: PlanFile) -> str:
+    return f"the model {said.workload.model or said.workload.config or 'of these sizes'}"
+
+
+def _per_node(said: PlanFile) -> int:
+    return said.cluster.cluster(said.plan.world_size).devices_per_node
+
+
+def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:
+    """Return what cuts the model into the plan's stages: nothing where defaults do, None where no setting does."""
+    if plan.pipeline == 1 or plan.stages_per_rank <= 2:
+        return {}
+    wanted = plan.pipeline * plan.stages_per_rank
+    for ends in (ENDS, 0):  # layers that the embedding and the head count for
+        for size in range(1, num_layers + 1):
+            if math.ceil((num_layers + ends) / size) == wanted:
+                found: dict[str, object] = {"pipeline_parallel_layers_per_stage": size}
+                plain = {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+                return found if ends else found | plain
+    return None
+
+
+def _parallelism(plan: Plan, num_layers: int, samples: int) -> list[str]:
+    sharding = plan.sharding
+    shards = plan.num_replicas // sharding.replicas if sharding.stage else 1
+    keeps = sharding.stage == 2 or not sharding.reshard_after_forward
+    set_to: dict[str, object] = {
+        "data_parallel_replicate_degree": plan.num_replicas // shards,
+        "data_parallel_shard_degree": shards,
+        "fsdp_reshard_after_forward": '"never"' if keeps else '"always"',
+        "tensor_parallel_degree": plan.tensor,
+        "enable_sequence_parallel": plan.sequence_parallel,
+        "context_parallel_degree": plan.context,
+        "expert_parallel_degree": plan.expert,
+        "pipeline_parallel_degree": plan.pipeline,
+    }
+    if plan.pipeline > 1:
+        set_to |= {
+            "pipeline_parallel_schedule": f'"{SCHEDULES[plan.schedule]}"',
+            "pipeline_parallel_microbatch_size": samples,
+        }
+        set_to |= _cut(plan, num_layers) or {}
+    inner = [f"        {name}={value}," for name, value in set_to.items()]
+    return ["    config.parallelism = ParallelismConfig(", *inner, "    )"]
+
+
+def _training(said: PlanFile, wish: Wish) -> list[str]:
+    plan, samples = said.plan, said.workload.microbatch_size
+    local = samples * (plan.num_microbatches if plan.pipeline > 1 else 1)
+    attention = (region.attention for layer in said.workload.workload().layers for region in layer.regions)
+    length = next(each.num_positions for each in attention if each)
+    compute = types_of(plan)[0]
+    set_to: dict[str, object] = {
+        "local_batch_size": local,
+        "global_batch_size": samples * plan.num_microbatches * plan.num_replicas,
+        "seq_len": length,
+        "dtype": '"float32"' if has_master(plan) else f'"{compute}"',
+        "mixed_precision_param": f'"{compute}"',
+        "enable_cpu_offload": plan.sharding.offload == "all",
+    }
+    if wish.max_norm is not None:
+        set_to["max_norm"] = wish.max_norm
+    if plan.pipeline > 1 or plan.expert > 1:  # which CUDA graphs do not take
+        set_to["disable_cuda_graphs"] = True
+    return [f"    config.training.{name} = {value}" for name, value in set_to.items()]

@@ -1,0 +1,124 @@
+"""What interrupts a training run, and how often: published rates, or one's own; slow devices too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distlab.plan import Plan, Workload
+from simulator.precision import widths_of
+from simulator.runs.checkpoints import Goodput, goodput
+
+SECONDS_AN_HOUR = 3600
+
+
+class Rate(NamedTuple):
+    """How often a device fails, and where that is from."""
+
+    per_device_hour: float
+    source: str
+
+
+_LLAMA_3 = 54 * 24 * 16_384  # device-hours
+RATES: Mapping[str, Rate] = MappingProxyType(
+    {
+        "llama-3": Rate(
+            419 / _LLAMA_3, "2407.21783, Table 5 (July 2024): 419 unexpected interruptions of 16,384 H100s in 54 days"
+        ),
+        "llama-3-all": Rate(466 / _LLAMA_3, "2407.21783, section 3.3.4: the same with 47 planned interruptions"),
+        "none": Rate(0.0, "no failures"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What interrupts a run, and what each interruption and each checkpoint takes.
+
+    Times without a source are assumptions to be replaced by one's own.
+
+    Attributes:
+        rate: failures of a device in an hour: the name of a published rate (RATES), or a number.
+        restart_s: from a failure to the first step after it: notice, replace, start, load. 600 is an assumption.
+        save_s: training waits so long for a checkpoint; None: until the store has taken all of its bytes.
+        storage_bytes_per_s: what the store takes from all ranks together; 273e9 is what 1T parameters were saved with
+            on 3,072 GPUs (2104.04473, section 5.10).
+        interval_s: of training between checkpoints; None: the best one.
+        slow_rate: devices that become slow, for a device and an hour; 0: none.
+        slow_s: until a slow device is found and replaced. 3600 is an assumption.
+        slowdown: how many times as long a step takes while a device is slow: all wait for it. 1.5 is an assumption.
+
+    Raises:
+        ValueError: a rate is unknown or negative, or a time is not positive.
+    """
+
+    rate: str | float = "llama-3"
+    restart_s: float = 600.0
+    save_s: float | None = None
+    storage_bytes_per_s: float = 273e9
+    interval_s: float | None = None
+    slow_rate: float = 0.0
+    slow_s: float = 3600.0
+    slowdown: float = 1.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, str) and self.rate not in RATES:
+            raise ValueError(f"rate is {self.rate!r}; write a number, or one of {', '.join(RATES)}")
+        for each in fields(self):
+            value, least = getattr(self, each.name), LEAST.get(each.name, 0.0)
+            if value is None or isinstance(value, str):
+                continue
+            if not (least <= value <= MOST) or (each.name in POSITIVE and value == 0):
+                above = f"above {least:g}" if each.name in POSITIVE else f"of at least {least:g}"
+                raise ValueError(f"{each.name} is {value!r}; write a number {above}, at most {MOST:g}")
+
+    @property
+    def published(self) -> Rate:
+        """The rate and its source."""
+        return RATES[self.rate] if isinstance(self.rate, str) else Rate(self.rate, "as given")
+
+    def mtbf_s(self, num_devices: int) -> float:
+        """Return the mean time between failures of so many devices, any of which stops all; infinite without any."""
+        hourly = self.published.per_device_hour * num_devices
+        return SECONDS_AN_HOUR / hourly if hourly > RARE else math.inf
+
+    def waits_s(self, workload: Workload, plan: Plan) -> float:
+        """Return how long training waits for one checkpoint."""
+        return self.save_s if self.save_s is not None else checkpoint_bytes(workload, plan) / self.storage_bytes_per_s
+
+    def goodput(self, num_devices: int, save_s: float) -> Goodput:
+        """Return where the time of so many devices goes, with checkpoints that take so long.
+
+        Raises:
+            ValueError: failures leave almost no time.
+        """
+        found = goodput(save_s, self.mtbf_s(num_devices), restart_s=self.restart_s, interval_s=self.interval_s)
+        speed = self.speed(num_devices)
+        return found._replace(useful=found.useful * speed, slow=found.useful * (1 - speed))
+
+    def speed(self, num_devices: int) -> float:
+        """Return the mean speed of training over its speed without slow devices.
+
+        Slow devices come at random and stay for slow_s, so the number of them is Poisson's; one is as bad as several.
+        """
+        some = -math.expm1(-self.slow_rate * num_devices * self.slow_s / SECONDS_AN_HOUR)
+        return 1 - some * (1 - 1 / self.slowdown)
+
+
+LEAST = {"slowdown": 1.0}
+MOST = 1e15
+RARE = 1e-12  # failures an hour: one in more than 100 million years is none
+POSITIVE = ("save_s", "storage_bytes_per_s", "interval_s", "slow_s")
+
+
+def checkpoint_bytes(workload: Workload, plan: Plan) -> float:
+    """Return the bytes of one checkpoint: parameters, master weights and the optimizer's state, each once.
+
+    14 bytes for a parameter of mixed-precision Adam. The published 13.8 TB of 1T (2104.04473, section 5.10) are 2 %
+    less than that.
+    """
+    widths = widths_of(workload, plan)
+    return workload.num_parameters * (widths.parameter + widths.master + widths.optimizer)

@@ -1,0 +1,225 @@
+"""Each tool's own parser reads its file: `make test-exports` installs the tools; without one its test is skipped."""
+
+import argparse
+import importlib
+import json
+import shlex
+import sys
+from dataclasses import fields
+
+import pytest
+from plan_files import BF16, SHARDED, WIDE, said
+
+from distlab.plan import Plan, Sharding
+from simulator import ModelDescription
+from simulator.export import Wish, export
+from simulator.export.torchtitan import SCHEDULES
+
+NOT_HERE = "is not installed: its parser was not asked (make test-exports)"
+TITAN = [
+    said(SHARDED),
+    said(Plan(8, 2, 8, tensor=2, sharding=Sharding(3, replicas=2), recompute="full", precision=BF16)),
+    said(Plan(4, context=2, sharding=Sharding(2), recompute="selective"), model=ModelDescription("qwen-3-32b")),
+    said(Plan(2, 4, 8, schedule="interleaved", stages_per_rank=4), model=ModelDescription("llama-3-70b")),
+    said(Plan(2, 4, 8, schedule="zb_v", stages_per_rank=2), model=ModelDescription("llama-3-70b")),
+    said(Plan(2, expert=4, sharding=Sharding(3)), model=ModelDescription("qwen-3-30b-a3b")),
+    said(Plan(4, 2, 8, tensor=8, sequence_parallel=True), model=ModelDescription("llama-3-70b")),
+    said(Plan(4, expert=8, sharding=Sharding(3)), model=ModelDescription("deepseek-v3")),
+]
+
+
+@pytest.mark.parametrize("own", TITAN, ids=lambda own: own.workload.model)
+def test_torchtitan_makes_its_configuration(own, tmp_path, monkeypatch):
+    pytest.importorskip("torchtitan", reason=f"torchtitan {NOT_HERE}")
+    pytest.importorskip("triton", reason=f"triton, which torchtitan's models import, {NOT_HERE}")
+    from torchtitan.config.manager import ConfigManager
+
+    parallel = pytest.importorskip("torchtitan.distributed.parallel_dims")
+    pipelines = importlib.import_module("torchtitan.distributed.pipeline_parallel")
+    (tmp_path / "plan.py").write_text(export(own, "torchtitan", Wish(1.0)).text)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("plan", None)
+    try:
+        config = ConfigManager().parse_args(["--module", "plan", "--config", "plan"])
+    finally:
+        sys.modules.pop("plan", None)
+    plan, training = own.plan, config.training
+    dims = parallel.ParallelDims.from_config(
+        config.parallelism, plan.world_size
+    )  # refuses degrees that do not multiply
+    assert (dims.tp, dims.cp, dims.pp, dims.ep) == (plan.tensor, plan.context, plan.pipeline, plan.expert)
+    assert dims.dp_replicate * dims.dp_shard == plan.num_replicas
+    assert training.global_batch_size == own.workload.microbatch_size * plan.num_microbatches * plan.num_replicas
+    assert training.global_batch_size % (training.local_batch_size * plan.num_replicas) == 0
+    assert (training.max_norm, training.mixed_precision_param) == (1.0, "bfloat16")
+    policy = {"none": "NoneType", "selective": "SelectiveAC.Config", "full": "FullAC.Config"}[plan.recompute]
+    assert type(config.activation_checkpoint).__qualname__ == policy
+    if plan.pipeline > 1:
+        stages, *_ = pipelines._get_pipeline_metadata(dims, config.parallelism, config.model_spec.model)
+        assert stages == plan.pipeline * plan.stages_per_rank
+
+
+ACCELERATE = [
+    said(),
+    said(sharding=Sharding(1, offload="optimizer")),
+    said(SHARDED),
+    said(SHARDED, data=8, tensor=2, context=2, recompute="full"),
+    said(SHARDED, sharding=Sharding(3, replicas=2, offload="all")),
+    said(SHARDED, sharding=Sharding(2)),
+]
+
+
+@pytest.mark.parametrize("own", ACCELERATE, ids=lambda own: f"stage {own.plan.sharding.stage}")
+def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason=f"accelerate {NOT_HERE}")
+    pytest.importorskip("transformers", reason=f"transformers, which accelerate asks of tensor ranks, {NOT_HERE}")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.parallelism_config import ParallelismConfig
+
+    path = tmp_path / "plan.json"
+    path.write_text(export(own, "accelerate", Wish(1.0)).text)
+    read = load_config_from_file(str(path))  # refuses unknown keys
+    assert read.num_processes == own.plan.world_size
+    known = vars(launch_command_parser().parse_args(["train.py"]))
+    for part in (read.fsdp_config, read.parallelism_config, read.deepspeed_config):
+        unknown = [key for key in part if key not in known]
+        assert not unknown, f"accelerate launch has no flag for {unknown}"
+    if read.parallelism_config:
+        sizes = {key.removeprefix("parallelism_config_"): value for key, value in read.parallelism_config.items()}
+        sizes.pop("cp_comm_strategy", None)
+        assert ParallelismConfig(**sizes).total_size == own.plan.world_size
+
+
+MEGATRON = [
+    said(WIDE, model=ModelDescription("llama-3-70b")),
+    said(WIDE, model=ModelDescription("gpt-3-175b"), recompute="full"),
+    said(Plan(2, 2, 8, schedule="interleaved", stages_per_rank=4)),
+    said(Plan(2, expert=4), model=ModelDescription("qwen-3-30b-a3b")),
+    said(SHARDED, context=2),
+    said(Plan(2, tensor=2), model=ModelDescription("qwen-2.5-7b")),
+]
+# Flags whose field in Megatron-Core has another name.
+FIELDS = {
+    "swiglu": "gated_linear_unit",
+    "num_experts": "num_moe_experts",
+    "disable_bias_linear": "add_bias_linear",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "ddp_bucket_size": "bucket_size",
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "group_query_attention": None,  # num_query_groups says it
+}
+# Flags of training, of data and of the model's ends, which Megatron-Core leaves to Megatron-LM: their names are checked
+# against arguments.py alone.
+OF_TRAINING = {
+    "micro_batch_size", "global_batch_size", "seq_length", "max_position_embeddings", "vocab_size",
+    "position_embedding_type", "untie_embeddings_and_output_weights", "use_tp_pp_dp_mapping",
+}  # fmt: skip
+# Of megatron/training/arguments.py at 000c4ac24f61 what an export may write, each with its number of values.
+ARGUMENTS = {
+    "accumulate-allreduce-grads-in-fp32": 0, "add-qkv-bias": 0, "attention-backend": 1, "bf16": 0, "clip-grad": 1,
+    "context-parallel-size": 1, "cp-comm-type": 1, "data-parallel-sharding-strategy": 1, "ddp-bucket-size": 1,
+    "disable-bias-linear": 0, "expert-model-parallel-size": 1, "ffn-hidden-size": 1, "fp16": 0, "global-batch-size": 1,
+    "grad-reduce-in-bf16": 0, "group-query-attention": 0, "hidden-size": 1, "kv-channels": 1,
+    "max-position-embeddings": 1, "micro-batch-size": 1, "moe-ffn-hidden-size": 1, "moe-router-topk": 1,
+    "normalization": 1, "num-attention-heads": 1, "num-distributed-optimizer-instances": 1, "num-experts": 1,
+    "num-layers": 1, "num-query-groups": 1, "num-virtual-stages-per-pipeline-rank": 1, "optimizer-cpu-offload": 0,
+    "overlap-grad-reduce": 0, "overlap-param-gather": 0, "pipeline-model-parallel-size": 1,
+    "position-embedding-type": 1, "qk-layernorm": 0, "recompute-granularity": 1, "recompute-method": 1,
+    "recompute-num-layers": 1, "seq-length": 1,
+    "sequence-parallel": 0, "swiglu": 0, "tensor-model-parallel-size": 1, "untie-embeddings-and-output-weights": 0,
+    "use-distributed-optimizer": 0, "use-megatron-fsdp": 0, "use-tp-pp-dp-mapping": 0, "vocab-size": 1,
+}  # fmt: skip
+
+
+def megatron_arguments(own):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, count in ARGUMENTS.items():
+        parser.add_argument(f"--{name}", **({"action": "store_true"} if count == 0 else {}))
+    return parser.parse_args(shlex.split(export(own, "megatron", Wish(1.0)).text))
+
+
+@pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
+def test_megatrons_arguments_have_every_flag(own):
+    assert megatron_arguments(own).num_layers
+
+
+@pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
+def test_megatron_core_makes_its_configurations_of_the_flags(own):
+    pytest.importorskip("megatron.core", reason=f"megatron-core {NOT_HERE}")
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    types = {each.name: each.type for kind in classes for each in fields(kind)}
+    values = {}
+    for name, value in vars(megatron_arguments(own)).items():
+        field = FIELDS.get(name, name)
+        if value in (None, False) or field is None or name in OF_TRAINING:
+            continue
+        assert field in types, f"Megatron-Core has no field for --{name.replace('_', '-')}"
+        number = str(value).replace(".", "", 1).isdigit()
+        values[field] = (float(value) if "." in value else int(value)) if number else value
+    values["add_bias_linear"] = not values.pop("add_bias_linear", False)
+    values.pop("attention_backend", None)  # an enumeration there, chosen by this very name
+    made = []
+    for kind in classes:
+        names = {each.name for each in fields(kind)}
+        own_values = {name: value for name, value in values.items() if name in names}
+        if kind is TransformerConfig and own.plan.pipeline > 1:
+            own_values["pipeline_dtype"] = torch.bfloat16
+        made.append(kind(**own_values))  # each refuses what does not go together
+    model, ddp, optimizer = made
+    assert model.tensor_model_parallel_size == own.plan.tensor
+    assert model.virtual_pipeline_model_parallel_size in (None, own.plan.stages_per_rank)
+    assert ddp.use_distributed_optimizer == (own.plan.sharding.stage > 0)
+    assert optimizer.clip_grad == 1.0
+
+
+@pytest.mark.parametrize("own", [said(), said(Plan(4, 4, 8, tensor=2))], ids=["one node", "four nodes"])
+def test_torchruns_own_parser_reads_the_command(own):
+    torchrun = pytest.importorskip("torch.distributed.run")
+    _, *words = shlex.split(export(own, "torchrun", Wish(script="train.py --steps 5")).text)
+    read = torchrun.parse_args(words)
+    nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
+    assert nodes == most
+    assert nodes * int(read.nproc_per_node) == own.plan.world_size
+    assert read.training_script == "train.py"
+    assert read.training_script_args == ["--steps", "5"]
+    (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    words = shlex.split(container["command"][-1].replace('"$JOB_COMPLETION_INDEX"', "0"))
+    assert words[:2] == ["exec", "torchrun"]
+    assert torchrun.parse_min_max_nnodes(torchrun.parse_args(words[2:]).nnodes) == (nodes, nodes)
+
+
+def test_the_training_operators_client_reads_the_pytorchjob():
+    pytest.importorskip("kubeflow.training", reason=f"kubeflow-training {NOT_HERE}")
+    from kubeflow.training import models
+    from kubeflow.training.api_client import ApiClient
+
+    text = export(said(WIDE), "pytorchjob").text
+
+    class Answer:
+        data = text
+
+    client = ApiClient()
+    read = client.deserialize(Answer(), models.KubeflowOrgV1PyTorchJob)
+    assert read.spec.pytorch_replica_specs["Worker"].replicas == WIDE.world_size // 8 - 1
+    assert client.sanitize_for_serialization(read) == json.loads(text), "a field that it does not know"
+
+
+def test_trainers_client_reads_the_jobset():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=f"kubeflow-trainer-api {NOT_HERE}")
+    text = export(said(WIDE), "jobset").text
+    read = models.JobsetV1alpha2JobSet.from_dict(json.loads(text))
+    assert read.spec.replicated_jobs[0].template.spec.completions == WIDE.world_size // 8
+    assert json.loads(read.to_json()) == json.loads(text), "a field that it does not know"
+
+
+def test_torch_has_every_schedule_that_torchtitan_is_given():
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for name in SCHEDULES.values():
+        assert schedules.get_schedule_class(name).__name__

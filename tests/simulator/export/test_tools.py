@@ -1,0 +1,288 @@
+"""Every export: what a plan says is there; a part that a tool cannot express is named in one line."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_files import BF16, H100, LLAMA, SHARDED, WIDE, said
+
+from distlab.cli.export import TOOLS as NAMES
+from distlab.plan import Plan, Precision, Sharding
+from distlab.plan.compression import Compression
+from simulator import ClusterDescription, ModelDescription, model_by_name
+from simulator.export import TOOLS, Wish, export
+
+DATA_FIRST = ("data", "pipeline", "expert", "context", "tensor")
+MIXED = ModelDescription("qwen-3-30b-a3b")
+
+
+def test_the_command_line_knows_all_tools():
+    assert tuple(TOOLS) == NAMES
+
+
+def settings_of(text):
+    """Return what a torchtitan module sets: names of arguments and of fields, with their values as text."""
+    tree = ast.parse(text)
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword):
+            found[node.arg] = ast.unparse(node.value)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            found[node.targets[0].attr] = ast.unparse(node.value)
+    return found
+
+
+def test_torchtitan_gets_degrees_batch_and_types():
+    plan = Plan(8, 4, 16, tensor=2, context=2, sharding=Sharding(3, replicas=2), recompute="full", precision=BF16)
+    found = settings_of(export(said(plan), "torchtitan", Wish(0.5)).text)
+    degrees = {name: found[f"{name}_degree"] for name in ("tensor_parallel", "pipeline_parallel", "context_parallel")}
+    assert degrees == {"tensor_parallel": "2", "pipeline_parallel": "4", "context_parallel": "2"}
+    assert (found["data_parallel_replicate_degree"], found["data_parallel_shard_degree"]) == ("2", "4")
+    assert (found["local_batch_size"], found["global_batch_size"]) == ("32", "256")
+    assert (found["pipeline_parallel_microbatch_size"], found["pipeline_parallel_schedule"]) == ("2", "'1F1B'")
+    assert (found["max_norm"], found["seq_len"]) == ("0.5", "8192")
+    assert found["activation_checkpoint"] == "FullAC.Config()"
+    assert found["fsdp_reshard_after_forward"] == "'always'"
+    plain = settings_of(export(said(SHARDED), "torchtitan").text)
+    assert (plain["local_batch_size"], plain["global_batch_size"]) == ("2", "128")
+    assert plain["activation_checkpoint"] == "None"
+
+
+def test_torchtitan_cuts_a_model_into_as_many_stages_as_the_plan():
+    deep = ModelDescription("llama-3-70b")
+    plan = Plan(1, 4, 8, schedule="interleaved", stages_per_rank=4)
+    found = settings_of(export(said(plan, model=deep), "torchtitan").text)
+    ends = [int(found[f"pipeline_parallel_{end}_stage_less_layers"]) for end in ("first", "last")]
+    assert -(-(80 + sum(ends)) // int(found["pipeline_parallel_layers_per_stage"])) == 16
+    two = export(said(Plan(1, 4, 8, schedule="interleaved", stages_per_rank=2)), "torchtitan").text
+    assert "layers_per_stage" not in two
+
+
+def flags_of(said_, wish=Wish()):  # noqa: B008
+    lines = [line.split(" ", 1) for line in export(said_, "megatron", wish).text.splitlines()]
+    return {line[0]: line[1] if len(line) > 1 else True for line in lines}
+
+
+def test_megatron_gets_the_model_and_the_plan():
+    flags = flags_of(said(WIDE, model=ModelDescription("llama-3-70b")), Wish(1.0))
+    assert flags["--num-layers"] == "80"
+    assert (flags["--num-attention-heads"], flags["--num-query-groups"]) == ("64", "8")
+    assert (flags["--ffn-hidden-size"], flags["--vocab-size"]) == ("28672", "128256")
+    assert (flags["--tensor-model-parallel-size"], flags["--pipeline-model-parallel-size"]) == ("8", "4")
+    assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("1", "256")
+    assert (flags["--recompute-granularity"], flags["--clip-grad"]) == ("selective", "1.0")
+    for name in ("--swiglu", "--sequence-parallel", "--use-distributed-optimizer", "--bf16", "--group-query-attention"):
+        assert flags[name] is True
+    assert "--use-tp-pp-dp-mapping" not in flags
+    other = flags_of(said(WIDE, model=ModelDescription("gpt-3-175b"), order=DATA_FIRST))
+    assert other["--use-tp-pp-dp-mapping"] is True
+    assert "--swiglu" not in other
+    mixed = flags_of(said(Plan(2, expert=4, num_microbatches=2), model=MIXED))
+    assert (mixed["--num-experts"], mixed["--moe-router-topk"]) == ("128", "8")
+    assert (mixed["--moe-ffn-hidden-size"], mixed["--expert-model-parallel-size"]) == ("768", "4")
+    assert mixed["--global-batch-size"] == "16"
+    sharded = flags_of(said(SHARDED))
+    assert sharded["--data-parallel-sharding-strategy"] == "optim_grads_params"
+    own = ModelDescription(hidden_size=512, num_layers=4, num_heads=8, num_key_value_heads=2, feed_forward_size=1536)
+    sized = flags_of(said(Plan(2), model=own))
+    assert (sized["--hidden-size"], sized["--num-query-groups"], sized["--ffn-hidden-size"]) == ("512", "2", "1536")
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "qwen-2.5-7b", "qwen-3-8b", "gpt-3-175b", "mixtral-8x7b"])
+def test_megatrons_flags_count_as_many_parameters_as_the_model(name):
+    """The sizes in the flags are those of the model: weights of products, without biases and norms."""
+    flags = flags_of(said(Plan(1), model=ModelDescription(name)))
+    number = {key: int(value) for key, value in flags.items() if str(value).isdigit()}
+    hidden, depth, heads = (number[f"--{key}"] for key in ("hidden-size", "num-layers", "num-attention-heads"))
+    head = number.get("--kv-channels", hidden // heads)
+    groups = number.get("--num-query-groups", heads)
+    width = number.get("--ffn-hidden-size", 4 * hidden)
+    parts = (3 if "--swiglu" in flags else 2) * hidden * width * number.get("--num-experts", 1)
+    tables = 2 if "--untie-embeddings-and-output-weights" in flags else 1
+    counted = depth * (2 * hidden * head * (heads + groups) + parts) + tables * number["--vocab-size"] * hidden
+    assert counted == pytest.approx(model_by_name(name).num_parameters, rel=2e-3)
+
+
+def test_accelerate_gets_a_backend_for_each_stage():
+    found = [json.loads(export(said(sharding=Sharding(stage)), "accelerate").text) for stage in range(4)]
+    assert [one["distributed_type"] for one in found] == ["MULTI_GPU", "DEEPSPEED", "FSDP", "FSDP"]
+    assert [one["num_processes"] for one in found] == [4] * 4
+    assert found[1]["deepspeed_config"]["gradient_accumulation_steps"] == 8
+    assert [one["fsdp_config"]["fsdp_reshard_after_forward"] for one in found[2:]] == [False, True]
+    wide = json.loads(export(said(SHARDED, data=8, tensor=2, context=2), "accelerate").text)
+    sizes = wide["parallelism_config"]
+    assert sizes["parallelism_config_tp_size"] * sizes["parallelism_config_cp_size"] == 4
+    assert sizes["parallelism_config_dp_shard_size"] == 8
+    assert (wide["num_machines"], wide["num_processes"]) == (4, 32)
+    assert any("gradient_accumulation_steps=4" in note for note in export(said(SHARDED), "accelerate").notes)
+
+
+def test_launchers_start_as_many_ranks_as_the_plan_has():
+    for plan in (Plan(4), Plan(8), Plan(4, 4, 8, tensor=2)):
+        own, ranks = said(plan), plan.world_size
+        words = shlex.split(export(own, "torchrun", Wish(script="train.py --name 'a b'")).text)
+        assert words[-3:] == ["train.py", "--name", "a b"]
+        flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        assert int(flags.get("nnodes", 1)) * int(flags["nproc-per-node"]) == ranks
+        script = export(own, "slurm").text
+        number = {key: int(value) for key, value in re.findall(r"#SBATCH --([a-z-]+)=(\d+)", script)}
+        assert number["nodes"] * number["gpus-per-node"] == ranks
+        spec = json.loads(export(own, "pytorchjob").text)["spec"]
+        pods = sum(each["replicas"] for each in spec["pytorchReplicaSpecs"].values())
+        assert pods * int(spec["nprocPerNode"]) == ranks
+        (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
+        inner = job["template"]["spec"]
+        (container,) = inner["template"]["spec"]["containers"]
+        assert inner["completions"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == ranks
+        assert f"--nnodes={inner['completions']} " in container["command"][-1]
+
+
+# Options of sbatch, Slurm 23.11.
+SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "requeue", "output"}
+
+
+def test_bash_reads_the_slurm_script_and_sbatch_knows_its_options():
+    text = export(said(WIDE), "slurm", Wish(script='train.py --note "it\'s"')).text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    options = re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE)
+    assert set(options) <= SBATCH
+    assert text.index("#SBATCH --output") < text.index("set -e")
+
+
+REFUSED = {
+    "titan model": ("torchtitan", said(model=ModelDescription("gpt-2-1.5b")), "the model gpt-2-1.5b"),
+    "titan float8": ("torchtitan", said(model=ModelDescription("llama-3-405b")), "the model llama-3-405b"),
+    "titan sizes": (
+        "torchtitan",
+        said(model=ModelDescription(hidden_size=64, num_heads=4)),
+        "the model of these sizes",
+    ),
+    "titan stage 1": ("torchtitan", said(WIDE), "sharding stage 1"),
+    "titan offload": ("torchtitan", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
+    "titan context": ("torchtitan", said(context=2), "sharding stage 0 with context"),
+    "titan ulysses": (
+        "torchtitan",
+        said(context=2, context_kind="all_to_all", sharding=Sharding(3)),
+        "context_kind = 'all_to_all'",
+    ),
+    "titan schedule": ("torchtitan", said(Plan(1, 4, 8, schedule="zb_h1")), "schedule = 'zb_h1'"),
+    "titan compression": ("torchtitan", said(compression=Compression("top_k")), "compression"),
+    "titan half": ("torchtitan", said(precision=Precision("float16")), "precision.compute = 'float16'"),
+    "titan sums": (
+        "torchtitan",
+        said(precision=Precision("bfloat16", reduce="bfloat16")),
+        "precision.reduce = 'bfloat16'",
+    ),
+    "titan order": ("torchtitan", said(Plan(2, 2, 2), order=DATA_FIRST), "order = ['data'"),
+    "titan stages": (
+        "torchtitan",
+        said(Plan(1, 2, 4, schedule="interleaved", stages_per_rank=7)),
+        "stages_per_rank = 7",
+    ),
+    "megatron schedule": ("megatron", said(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)), "schedule = 'zb_v'"),
+    "megatron stages": ("megatron", said(Plan(1, 3, 8)), "32 layers in unequal stages"),
+    "megatron stage 3": ("megatron", said(Plan(2, 2, 8, sharding=Sharding(3))), "sharding stage 3 with a pipeline"),
+    "megatron offload": ("megatron", said(sharding=Sharding(3, offload="all")), "offload = 'all'"),
+    "megatron compression": ("megatron", said(compression=Compression("sign")), "compression"),
+    "megatron double": ("megatron", said(precision=Precision("float64")), "precision.compute = 'float64'"),
+    "megatron master": ("megatron", said(precision=Precision("bfloat16", master=False)), "precision.master = false"),
+    "megatron sums": ("megatron", said(precision=Precision("bfloat16", reduce="bfloat16")), "precision.reduce apart"),
+    "megatron positions": ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
+    "megatron latent": ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
+    "megatron order": (
+        "megatron",
+        said(Plan(2, 2, 2, tensor=2), order=("tensor", "pipeline", "data", "expert", "context")),
+        "order = ['tensor'",
+    ),
+    "accelerate pipeline": ("accelerate", said(Plan(2, 2, 2)), "pipeline = 2"),
+    "accelerate experts": ("accelerate", said(Plan(2, expert=2), model=MIXED), "expert = 2"),
+    "accelerate tensor": ("accelerate", said(tensor=2), "sharding stage 0 with tensor or context ranks"),
+    "accelerate ulysses": (
+        "accelerate",
+        said(context=2, context_kind="all_to_all", sharding=Sharding(3)),
+        "context_kind = 'all_to_all'",
+    ),
+    "accelerate offload": ("accelerate", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
+    "accelerate replicas": ("accelerate", said(sharding=Sharding(1, replicas=2)), "replicas with stage 1"),
+    "accelerate compression": ("accelerate", said(compression=Compression("sign")), "compression"),
+    "accelerate double": ("accelerate", said(precision=Precision("float64")), "precision.compute = 'float64'"),
+    "accelerate master": ("accelerate", said(precision=Precision("float16", master=False)), "precision.master"),
+    "accelerate order": (
+        "accelerate",
+        said(SHARDED, data=2, tensor=2, order=("tensor", "data", "pipeline", "expert", "context")),
+        "order",
+    ),
+    "ranks and nodes": ("slurm", said(Plan(12)), "12 ranks on nodes of 8"),
+}
+
+
+@pytest.mark.parametrize(("tool", "plan", "part"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_part_that_a_tool_cannot_express_is_named_in_one_line(tool, plan, part):
+    with pytest.raises(ValueError, match=re.escape(part)) as caught:
+        export(plan, tool)
+    assert "cannot express" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"script": " "}, "the script is ' '"),
+        ({"script": "train.py 'open"}, "the script is"),
+        ({"image": ""}, "the image is ''"),
+        ({"max_norm": -1.0}, "max_norm is -1.0"),
+        ({"max_norm": float("nan")}, "max_norm is nan"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Wish(**changes)
+
+
+def test_an_unknown_tool_is_refused():
+    with pytest.raises(ValueError, match="no export to 'horovod'"):
+        export(said(), "horovod")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tool=st.sampled_from(list(TOOLS)),
+    model=st.sampled_from([LLAMA, MIXED, ModelDescription("gpt-3-175b"), ModelDescription(hidden_size=256)]),
+    degrees=st.fixed_dictionaries({name: st.sampled_from([1, 1, 2, 4]) for name in ("data", "pipeline", "tensor")}),
+    stage=st.integers(0, 3),
+    schedule=st.sampled_from(["one_f_one_b", "gpipe", "zb_h1"]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    precision=st.sampled_from([None, BF16, Precision(), Precision("float16", gradients="float16")]),
+    per_node=st.sampled_from([None, 2, 4]),
+)
+def test_any_plan_gives_a_file_or_one_line(tool, model, degrees, stage, schedule, recompute, precision, per_node):
+    plan = Plan(
+        num_microbatches=4,
+        sharding=Sharding(stage),
+        schedule=schedule,
+        recompute=recompute,
+        precision=precision,
+        **degrees,
+    )
+    machine = H100 if per_node is None else ClusterDescription("dgx-h100", devices_per_node=per_node)
+    own, refused = said(plan, model=model, cluster=machine), None
+    try:
+        found = export(own, tool)
+    except ValueError as error:
+        refused = str(error)
+    if refused is not None:
+        assert "\n" not in refused
+        return
+    assert found.text.endswith("\n")
+    assert "None" not in found.text or tool in ("torchtitan", "fsdp2", "pytorchjob")
+    if tool in ("deepspeed", "accelerate", "pytorchjob", "jobset"):
+        json.loads(found.text)
+    if tool in ("torchtitan", "fsdp2"):
+        compile(found.text, tool, "exec")
+    if tool in ("torchrun", "megatron"):
+        assert shlex.split(found.text)
