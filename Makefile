@@ -74,7 +74,7 @@ test-zoo:
 
 # Each tool's own parser reads what distlab export writes for it, in an environment of its own.
 test-exports:
-	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports
+	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports CONSTRAINTS=
 	OMP_NUM_THREADS=1 .venv-exports/bin/python -m pytest tests/simulator/export
 
 tour: setup
