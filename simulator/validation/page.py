@@ -24,8 +24,8 @@ WHY = {
     "twice the time of 32, and 2 samples nearly that of 4. With 4 tensor ranks steps are 10 % too short, with 16 and "
     "few samples up to 27 % too long: needed are the cards of a node, and what is recomputed.",
     "vTrain, 1 node": "With 8 tensor ranks and 1 sample steps are 28 % too short: in the source 8 ranks need longer "
-    "for 1 sample than for 2. With 2 ranks and 4 samples they are 14 % too long, with 4 pipeline ranks and 8 samples 13 % "
-    "too short. Needed are the times of single calls on 2 and 8 ranks, and of single stages.",
+    "for 1 sample than for 2. With 2 ranks and 4 samples they are 14 % too long, with 4 pipeline ranks and 8 samples "
+    "13 % too short. Needed are the times of single calls on 2 and 8 ranks, and of single stages.",
     "MosaicML": "The two rows that recompute nothing are 10 to 14 % too short; they fill the memory, and what the "
     "allocator costs is not modelled.",
     "Llama 3": "One row, whose constants are then those of Megatron-Core alone.",

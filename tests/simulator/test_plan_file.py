@@ -99,7 +99,8 @@ def test_figures_of_ones_own_replace_the_presets():
     assert machine.intra_node.name == "nvlink2"
     assert machine.inter_node.protocols[0].bytes_per_s == 10e9
     slower = PlanFile(found.workload, ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
-    assert slower.cluster.cluster(8).device.matmul_flops_per_s == pytest.approx(stack("megatron").matmul_fraction * 1e14)
+    own = slower.cluster.cluster(8).device
+    assert own.matmul_flops_per_s == pytest.approx(stack("megatron").matmul_fraction * 1e14)
     assert plan_of_text(found.text()) == found
 
 
