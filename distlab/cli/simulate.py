@@ -19,7 +19,6 @@ from distlab.plan import Cluster, Plan, Workload
 if TYPE_CHECKING:
     from simulator import Memory, Step
     from simulator.memory.advice import Change
-    from simulator.viz import Overlay
 
 SHOWN = 8
 MOST_RANKS = 1_000_000
@@ -35,8 +34,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
-    what = "a trace that torch.profiler wrote on one rank: what was measured stands beside, and over, the prediction"
-    command.add_argument("--over", type=Path, metavar="PROFILE.json", help=what)
     command.add_argument("--json", action="store_true", help="print the step as JSON")
 
 
@@ -88,47 +85,23 @@ def main(arguments: argparse.Namespace) -> int:
             if flag != "trace":
                 check_picture(f"--{flag}", path)
     why_no_time = why_not_timed(plan)
-    if why_no_time and (arguments.timeline or arguments.trace or arguments.over or not arguments.memory):
+    if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     step = None if why_no_time else simulate(workload, cluster, plan, order=order)
     memory = step.memory if step else memory_of(workload, plan)
-    over = measured_over(arguments.over, step) if arguments.over and step else None
-    save_pictures(step, memory, cluster, timeline=None if over else arguments.timeline, filled=arguments.memory)
-    if arguments.timeline and over:
-        from simulator.viz import draw_timeline
-
-        draw_timeline(over.measured, over.predicted).savefig(arguments.timeline, dpi=150)
+    save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace import write_chrome
 
-        write_chrome(arguments.trace, **({"measured": over.measured} if over else {}), predicted=step.trace)
+        write_chrome(arguments.trace, predicted=step.trace)
     counted = memory_facts(workload, plan, cluster, memory)
     if arguments.json:
         about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
         about |= {"parameters": workload.num_parameters, "notes": list(notes_on(plan))}
-        found = {"measured_s": over.middle_s[0], "error": over.error} if over else {}
-        print(json.dumps(about | (facts(step) if step else {}) | found | counted, indent=2))
+        print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
-        if over:
-            print(f"{'profile':<22} {over.verdict}")
     return 0
-
-
-def measured_over(path: Path, step: Step) -> Overlay:
-    """Lay a rank's profile over the predicted step, on the prediction's rank of that number or its first.
-
-    Raises:
-        ValueError: the file is no profile, or has no steps.
-        OSError: it cannot be read.
-    """
-    from distlab.trace import Trace, read_profile
-    from simulator.viz import Overlay
-
-    profile, trace = read_profile(path), step.trace
-    rank = profile.rank if profile.rank in trace.ranks else trace.ranks[0]
-    measured = Trace.from_spans(span._replace(rank=rank) for span in profile.median)
-    return Overlay(measured, trace.select(trace.rank == rank), profile.seconds, (step.steady_s,))
 
 
 def check_picture(flag: str, path: Path) -> None:

@@ -1,14 +1,12 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto."""
 
 from distlab.trace.chrome import read_chrome, write_chrome
-from distlab.trace.kineto import Profile, read_profile
 from distlab.trace.merge import load_folder, load_trace, merge, rank_file, save_clocks, save_trace
 from distlab.trace.span import Span, Trace
 from distlab.trace.writer import OpenCall, SpanWriter
 
 __all__ = [
     "OpenCall",
-    "Profile",
     "Span",
     "SpanWriter",
     "Trace",
@@ -17,7 +15,6 @@ __all__ = [
     "merge",
     "rank_file",
     "read_chrome",
-    "read_profile",
     "save_clocks",
     "save_trace",
     "write_chrome",

@@ -6,6 +6,7 @@ nanoseconds travel in each event's `args`, so that reading back loses nothing.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distlab.trace.foreign import load_document, read_foreign
+from distlab.trace.foreign import read_foreign
 from distlab.trace.span import Span, Trace
 
 _VERSION = 1
@@ -118,9 +119,22 @@ def read_chrome(path: str | Path) -> dict[str, Trace]:
         ValueError: the file is no JSON, or no Chrome trace.
     """
     path = Path(path)
-    around, events = load_document(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no trace at {path}; write one with write_chrome(path, measured=trace)")
     try:
-        other = around.get("otherData")
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        document = json.loads(content)
+    except (ValueError, EOFError, gzip.BadGzipFile, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); expected a Chrome trace") from error
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise ValueError(
+            f'{path} is no Chrome trace: expected a list of events, or an object with one as "traceEvents"'
+        )
+    try:
+        other = document.get("otherData") if isinstance(document, dict) else None
         header = other.get(_KEY) if isinstance(other, dict) else None
         return read_foreign(events) if header is None else _read_own(header, events)
     except ValueError as error:

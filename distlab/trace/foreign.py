@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from distlab.trace.span import Span, Trace
 
 _LIMIT = 2**31
-
-
-def load_document(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Load a Chrome JSON file, plain or gzipped: what stands around its events, and the events.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no JSON, or no Chrome trace.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no trace at {path}; write one with write_chrome(path, measured=trace)")
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        document = json.loads(content)
-    except (ValueError, EOFError, gzip.BadGzipFile, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); expected a Chrome trace") from error
-    around = document if isinstance(document, dict) else {}
-    events = around.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(events, list):
-        raise ValueError(
-            f'{path} is no Chrome trace: expected a list of events, or an object with one as "traceEvents"'
-        )
-    return around, events
 
 
 def read_foreign(events: list[Any]) -> dict[str, Trace]:
@@ -52,7 +24,7 @@ def read_foreign(events: list[Any]) -> dict[str, Trace]:
             raise ValueError(f"event {index} is {str(event)[:40]}; expected an object")
         if event.get("ph") == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
             lanes[_thread(event)] = str(event["args"].get("name", ""))
-    lasting = list(durations(events))
+    lasting = list(_durations(events))
     ranks = _number_ranks(dict.fromkeys(str(event.get("pid")) for event, *_ in lasting))
     spans = []
     for event, start_ns, end_ns in lasting:
@@ -62,8 +34,8 @@ def read_foreign(events: list[Any]) -> dict[str, Trace]:
     return {"trace": Trace.from_spans(spans)}
 
 
-def durations(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield event, start and end of everything that lasts, in nanoseconds."""
+def _durations(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield event, start and end of everything that lasts."""
     begun: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
     for index, event in enumerate(events):
         thread = _thread(event)

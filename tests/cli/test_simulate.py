@@ -123,34 +123,3 @@ def test_the_stack_is_chosen_by_name(capsys):
     assert slow > 1.1 * best
     assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
     assert re.search(r"  megatron +\d+% of the best product", said(capsys, "--list"))
-
-
-def test_a_profile_lies_over_the_prediction(capsys, tmp_path):
-    rows = [{"ph": "X", "name": "ProfilerStep#1", "cat": "user_annotation", "pid": 1, "tid": 1, "ts": 0, "dur": 2e4}]
-    rows += [{"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 10, "dur": 1.5e4}]
-    profile, picture = tmp_path / "profile.json", tmp_path / "step.png"
-    profile.write_text(json.dumps({"traceEvents": rows}))
-    sizes = [
-        "--hidden",
-        "256",
-        "--layers",
-        "2",
-        "--heads",
-        "4",
-        "--vocabulary",
-        "512",
-        "--sequence",
-        "64",
-        "--data",
-        "2",
-    ]
-    assert main(["simulate", *sizes, "--over", str(profile), "--timeline", str(picture), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["measured_s"] == 0.02
-    assert found["error"] == pytest.approx(found["steady_s"] / 0.02 - 1)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["simulate", *sizes, "--over", str(profile)]) == 0
-    assert "measured 20 ms" in capsys.readouterr().out
-    profile.write_text("[]")
-    assert main(["simulate", *sizes, "--over", str(profile)]) == 2
-    assert "has no steps" in capsys.readouterr().err
