@@ -11,7 +11,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate
+from distlab.cli import (
+    bench,
+    calibrate,
+    check,
+    doctor,
+    export,
+    gpu,
+    lab,
+    lesson,
+    plan,
+    profile,
+    simulate,
+    tour,
+    validate,
+)
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -24,6 +38,7 @@ COMMANDS = {
     "export": export,
     "bench": bench,
     "gpu": gpu,
+    "profile": profile,
     "lab": lab,
     "lesson": lesson,
     "check": check,
