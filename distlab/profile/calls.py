@@ -2,6 +2,8 @@
 
 The k-th call of one kind, in one step, over one group, is the same call on all of its ranks. A collective moves nothing
 before its last rank has come; until then the others wait for that rank. A receive waits for its send in the same way.
+All ranks leave a collective at nearly the same time, so the first that sees its end is right: a rank that computes sees
+the end of its call when it looks the next time.
 """
 
 from __future__ import annotations
@@ -71,6 +73,18 @@ class Calls:
             begin[rows[1:]] = np.maximum(begin[rows[1:]], before)
         alone: Ints = np.maximum(0, spans.end_ns - begin)
         return alone
+
+    def with_first_ends(self) -> Calls:
+        """Let each collective end when the first rank saw its end, after all had come; clocks have to be aligned."""
+        spans = self.spans
+        rows = np.flatnonzero((self.number >= 0) & spans.is_word("kind", *TOGETHER))
+        number, size = self.number[rows], int(self.number.max(initial=-1)) + 1
+        first, came = np.full(size, np.iinfo(np.int64).max), np.full(size, np.iinfo(np.int64).min)
+        np.minimum.at(first, number, spans.end_ns[rows])
+        np.maximum.at(came, number, spans.start_ns[rows])
+        ends = spans.end_ns.copy()
+        ends[rows] = np.minimum(ends[rows], np.maximum(first, came)[number])
+        return Calls(_with(spans, end_ns=np.maximum(ends, spans.start_ns)), self.step, self.number)
 
     def take(self, rows: NDArray[np.bool_]) -> Calls:
         """Keep some rows."""

@@ -48,7 +48,7 @@ class Profile:
     @cached_property
     def calls(self) -> Calls:
         """The calls of all ranks, matched."""
-        return calls_of(self.trace, self.windows_ns)
+        return calls_of(self.trace, self.windows_ns).with_first_ends()
 
     @cached_property
     def moments(self) -> dict[int, Moments]:

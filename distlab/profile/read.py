@@ -24,10 +24,17 @@ _RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
 
 
 class Run(NamedTuple):
-    """What a file says about its run: how many ranks it had (0: not said), and on which host this one was."""
+    """What a file says about its run.
+
+    Attributes:
+        world_size: how many ranks there were; 0: not said.
+        host: where the file was written; "": not said.
+        is_aligned: whether its ranks are on one clock.
+    """
 
     world_size: int = 0
     host: str = ""
+    is_aligned: bool = False
 
 
 class Files(NamedTuple):
@@ -62,7 +69,9 @@ def read_files(paths: Sequence[str | Path]) -> Files:
     if not parts:
         raise ValueError(f"{_named(files)} holds no spans of any rank; profile at least one step")
     joined = Trace.concatenate(parts[rank][0] for rank in sorted(parts))
-    joined, offsets = align(joined, one_host=len({run.host for run in runs}) == 1 and runs[0].host != "")
+    offsets: dict[int, Offset] = {}
+    if len(files) > 1 or not runs[0].is_aligned:
+        joined, offsets = align(joined, one_host=len({run.host for run in runs}) == 1 and runs[0].host != "")
     expected = max(run.world_size for run in runs)
     profile = Profile.of(joined, tuple(_notes(tuple(sorted(parts)), expected, offsets)))
     return Files(profile, None if predicted is None else Profile.of(predicted))
@@ -80,16 +89,16 @@ def _files_in(path: Path) -> list[Path]:
 def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
     """Return the traces of a file by name, and what it says about its run; `free` is a rank that it may take."""
     if path.is_dir():
-        return {"measured": load_folder(path)}, Run(host="aligned already")
+        return {"measured": load_folder(path)}, Run(is_aligned=True)
     if path.suffix == ".npz":
         return {"measured": load_trace(path)}, Run()
-    if path.is_file() and path.open("rb").read(1) not in (b"{", b"[", b"\x1f", b" ", b"\n", b"\t", b"\r", b"\xef"):
+    if _is_binary(path):
         raise ValueError(
             f"{path} is no Chrome trace in JSON; of a trace in Perfetto's own format make one with `traceconv json`"
         )
     document, events = load_events(path)
     if not is_kineto(document, events):
-        return {name: _understood(trace, path) for name, trace in read_chrome(path).items()}, Run(host="one file")
+        return {name: _understood(trace, path) for name, trace in read_chrome(path).items()}, Run(is_aligned=True)
     told = document.get("distributedInfo") if isinstance(document, dict) else None
     told = told if isinstance(told, dict) else {}
     rank, world_size = told.get("rank"), told.get("world_size")
@@ -101,6 +110,15 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
         return {"measured": read_rank(events_of(document, events), rank, run.world_size)}, run
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether a file that is there begins neither as JSON does, nor as gzip."""
+    begin = b"{"
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(64)
+    return begin[:2] != b"\x1f\x8b" and begin.strip().removeprefix(b"\xef\xbb\xbf")[:1] not in (b"{", b"[", b"")
 
 
 def _understood(trace: Trace, path: Path) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +16,8 @@ LEAST_WAIT_NS = 20_000
 def trace_of(records: Records, rank: int, world_size: int, sections: Trace) -> Trace:
     """Return the calls of a rank, and its waits: those of Python, and those inside of DDP's reducer.
 
-    torch's DDP waits in C++ when backward ends, for calls that nothing in Python waits for. The last of them starts
-    when the last gradient is ready; from then on backward only waits, as far as that call is seen to last.
+    torch's DDP makes its calls in C++, under the line that runs backward, and waits for them there when backward ends.
+    The last of them starts when the last gradient is ready; from then on backward waits, as long as that call lasts.
     """
     spans, unwaited = [], []
     for call in records.calls(rank):
@@ -29,10 +30,16 @@ def trace_of(records: Records, rank: int, world_size: int, sections: Trace) -> T
         spans.append(Span(rank, lane, name, call.op, call.start_ns, end_ns, call.num_bytes))
         if call.wait_ns and call.end_ns:
             spans.append(Span(rank, "wait", name, "wait", call.wait_ns, call.end_ns))
-        elif call.op not in ("send", "recv"):
+        elif call.op not in ("send", "recv") and not call.via and _is_backward(call.site):
             unwaited.append(spans[-1])
     spans += _waits_in_reducer(sections, unwaited)
     return Trace.from_spans(spans)
+
+
+def _is_backward(site: str) -> bool:
+    """Whether a call was made under a line that runs backward, not by Python code in a hook."""
+    file, _, line = site.rpartition(":")
+    return "backward" in linecache.getline(file, int(line) if line.isdigit() else 0)
 
 
 def _waits_in_reducer(sections: Trace, unwaited: Sequence[Span]) -> list[Span]:

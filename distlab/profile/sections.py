@@ -64,7 +64,8 @@ def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shar
         late: its calls, until then.
         shares: which of the calls carry gradients or parameters.
     """
-    cuts = np.unique(np.concatenate([trace.start_ns, trace.end_ns, travels.start_ns, windows_ns.ravel()]))
+    times = [trace.start_ns, trace.end_ns, travels.start_ns, travels.end_ns, windows_ns.ravel()]
+    cuts = np.unique(np.concatenate(times))
     cuts = cuts[(cuts >= windows_ns.min()) & (cuts <= windows_ns.max())]
     waits, host = trace.is_word("kind", "wait"), trace.is_word("lane", HOST)
     working = trace.is_word("lane", "compute") & ~waits

@@ -9,7 +9,7 @@ from distlab.profile import Finding
 
 
 class Judged(NamedTuple):
-    """Of some runs: how many had a fault, how many of these were missed and how many runs had a false alarm, in words."""
+    """Of some runs: how many had a fault, which of these were missed, and which runs had a false alarm, in words."""
 
     num_runs: int
     num_faults: int

@@ -103,8 +103,9 @@ def _forward(operators: Sequence[Event], sections: Sequence[Range]) -> list[Rang
     ends = np.maximum.accumulate([one.end_ns for one in sections]) if sections else starts
     found: dict[int, Range] = {}
     for event in operators:
-        place = int(np.searchsorted(starts, event.start_ns, side="right"))
-        if event.thread != main or (place and event.start_ns < ends[place - 1]):
+        middle = (event.start_ns + event.end_ns) // 2  # the beginning may touch a section's end, after rounding
+        place = int(np.searchsorted(starts, middle, side="right"))
+        if event.thread != main or (place and middle < ends[place - 1]):
             continue
         if place < len(sections) and sections[place].section == "backward":
             before = found.get(place, Range(event.start_ns, event.end_ns, "forward"))
