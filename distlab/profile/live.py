@@ -52,7 +52,7 @@ class Profiler:
     Attributes:
         spans: where sections are marked.
 
-    Cost: two looks at the clock per section, and what recording costs per call (`benchmarks/profile.py`).
+    Cost: one span per section and step, and what recording costs per call; `benchmarks/profiling.py` measures both.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, skip: int = 1) -> None:

@@ -128,5 +128,5 @@ class Profile:
 
 def _sums(pieces: Moments, num_steps: int) -> Floats:
     code = pieces.step * len(SECTIONS) + pieces.section
-    total = np.bincount(code, pieces.length_ns / 1e9, num_steps * len(SECTIONS))
+    total: Floats = np.bincount(code, pieces.length_ns / 1e9, num_steps * len(SECTIONS)).astype(np.float64)
     return total.reshape(num_steps, len(SECTIONS))

@@ -10,7 +10,7 @@ from judging import judge
 from real_runs import FAULTS, FORWARD_S, NUM_STEPS, profile_fault
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm import Ranks
+from distlab.comm import Ranks, recorded
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import make_schedule
@@ -161,3 +161,18 @@ def name_a_wrong_section() -> None:
 def test_a_wrong_section_is_refused(ranks):
     with pytest.raises(Exception, match=r"no section is called 'backwards'; choose from data, forward, backward"):
         ranks(1).run(name_a_wrong_section)
+
+
+def count_spans() -> tuple[int, int]:
+    """Run on one rank: spans of three noted steps of two sections, without calls; and calls that profiling made."""
+    with recorded() as seen:
+        profiler = Profiler(skip=0)
+        for _ in profiler.steps(range(3)):
+            with profiler.section("forward"), profiler.section("sync"):
+                pass
+        spans = len(profiler.trace())
+    return spans, len(seen.records)
+
+
+def test_a_step_costs_a_span_per_section_and_no_call(ranks):
+    assert ranks(1).run(count_spans) == [(3 * (1 + 1 + 2), 0)]  # the step, its data, two sections
