@@ -18,7 +18,6 @@ from distlab.comm import throttled
 from distlab.data_parallel import DataParallel, average_flat
 from distlab.profile import Profile, Profiler
 
-FAULTS = ("none", "straggler", "imbalance", "moving imbalance", "slow loader", "missing overlap", "small buckets")
 FORWARD_S, UPDATE_S = 0.04, 0.01  # backward takes twice as long as forward
 NAPS = 4
 NUM_STEPS = 10

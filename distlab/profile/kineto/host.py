@@ -33,7 +33,8 @@ def section_of(name: str) -> str:
 
 def sections_on_host(host: Sequence[Event]) -> list[Range]:
     """Return the sections, in order of their start; `host` is in that order too."""
-    marked = [(event, section_of(event.name)) for event in host if event.category != "cpu_op"]
+    others = [event for event in host if not event.category.startswith(("cpu_op", "cuda", "hip"))]
+    marked = [(event, section_of(event.name)) for event in others]
     found = [Range(event.start_ns, event.end_ns, section) for event, section in marked if section]
     operators = [event for event in host if event.category == "cpu_op"]
     names = {section for *_, section in found}
