@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,22 @@ def read_chrome(path: str | Path) -> dict[str, Trace]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no JSON, or no Chrome trace.
     """
+    document, events = load_events(path)
+    try:
+        other = document.get("otherData") if isinstance(document, dict) else None
+        header = other.get(_KEY) if isinstance(other, dict) else None
+        return read_foreign(events) if header is None else _read_own(header, events)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_events(path: str | Path) -> tuple[Any, list[Any]]:
+    """Load a Chrome JSON file, plain or gzipped: the whole document, and the events in it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is cut off, no JSON, or no Chrome trace.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no trace at {path}; write one with write_chrome(path, measured=trace)")
@@ -126,19 +143,14 @@ def read_chrome(path: str | Path) -> dict[str, Trace]:
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         document = json.loads(content)
-    except (ValueError, EOFError, gzip.BadGzipFile, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); expected a Chrome trace") from error
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON, or is cut off ({error}); expected a Chrome trace") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise ValueError(
             f'{path} is no Chrome trace: expected a list of events, or an object with one as "traceEvents"'
         )
-    try:
-        other = document.get("otherData") if isinstance(document, dict) else None
-        header = other.get(_KEY) if isinstance(other, dict) else None
-        return read_foreign(events) if header is None else _read_own(header, events)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return document, events
 
 
 def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:

@@ -24,7 +24,7 @@ def read_foreign(events: list[Any]) -> dict[str, Trace]:
             raise ValueError(f"event {index} is {str(event)[:40]}; expected an object")
         if event.get("ph") == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
             lanes[_thread(event)] = str(event["args"].get("name", ""))
-    lasting = list(_durations(events))
+    lasting = list(durations(events))
     ranks = _number_ranks(dict.fromkeys(str(event.get("pid")) for event, *_ in lasting))
     spans = []
     for event, start_ns, end_ns in lasting:
@@ -34,8 +34,12 @@ def read_foreign(events: list[Any]) -> dict[str, Trace]:
     return {"trace": Trace.from_spans(spans)}
 
 
-def _durations(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield event, start and end of everything that lasts."""
+def durations(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield event, start and end (nanoseconds) of everything that lasts.
+
+    Raises:
+        ValueError: as `read_foreign`.
+    """
     begun: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
     for index, event in enumerate(events):
         thread = _thread(event)

@@ -58,6 +58,7 @@ from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.overlay import Overlay
+from simulator.viz.timeline.sections import describe_sections, draw_sections
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ __all__ = [
     "describe_scaling",
     "describe_schedule",
     "describe_schedules",
+    "describe_sections",
     "describe_sharding",
     "describe_shards",
     "describe_timeline",
@@ -143,6 +145,7 @@ __all__ = [
     "draw_scaling",
     "draw_schedule",
     "draw_schedules",
+    "draw_sections",
     "draw_sharding",
     "draw_timeline",
     "draw_train_step",

@@ -97,6 +97,12 @@ class FrontEnd:
                 front._restore()
                 cls._active = None
 
+    @classmethod
+    def look(cls) -> None:
+        """Let every recorder note which of the oldest asynchronous calls are over."""
+        if cls._active is not None:
+            cls._active._look()
+
     def _install(self) -> None:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
         c10d._new_group_with_tag = self._new_group(self._real_new_group)

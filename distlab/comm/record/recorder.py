@@ -54,6 +54,10 @@ class Recorder:
             self._on = False
             FrontEnd.remove(self)
 
+    def look(self) -> None:
+        """Note which asynchronous calls are over by now; else this is noted when the next call is made."""
+        FrontEnd.look()
+
     def reset(self) -> None:
         """Forget all calls and begin a new job, numbers from 1; on or off stays as it is."""
         self._known.clear()

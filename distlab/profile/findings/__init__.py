@@ -1,0 +1,1 @@
+"""What makes steps slow: `finding` (what is said), `uneven` (ranks that hold the others up), `exposed` (waits)."""

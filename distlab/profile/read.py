@@ -1,0 +1,165 @@
+"""Files in, a profile out: traces of torch.profiler, of this project or of other programs, of one rank or many."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.profile.align import Offset, align
+from distlab.profile.findings.finding import name_ranks
+from distlab.profile.kineto.event import call_kind, events_of, is_call, is_kineto
+from distlab.profile.kineto.host import section_of
+from distlab.profile.kineto.spans import read_rank
+from distlab.profile.profile import Profile
+from distlab.profile.sections import KIND_OF
+from distlab.profile.steps import STEP
+from distlab.trace import Trace, load_folder, load_trace, read_chrome
+from distlab.trace.chrome import load_events
+
+PREDICTED = "predicted"
+_STEP = re.compile(r"(?:ProfilerStep|step)\W*(\d+)", re.IGNORECASE)
+_RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
+
+
+class Run(NamedTuple):
+    """What a file says about its run.
+
+    Attributes:
+        world_size: how many ranks there were; 0: not said.
+        host: where the file was written; "": not said.
+        is_aligned: whether its ranks are on one clock.
+    """
+
+    world_size: int = 0
+    host: str = ""
+    is_aligned: bool = False
+
+
+class Files(NamedTuple):
+    """What files held: what was measured, and what was predicted for it, if a file says."""
+
+    measured: Profile
+    predicted: Profile | None
+
+
+def read_files(paths: Sequence[str | Path]) -> Files:
+    """Read the traces of a run: files of some ranks each, or folders of such files.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file cannot be understood, two files are of one rank, or clocks cannot be aligned.
+    """
+    files = [file for path in paths for file in _files_in(Path(path))]
+    if not files:
+        raise ValueError("there is no trace to read; give the files, or the folder, in which the ranks saved theirs")
+    parts: dict[int, tuple[Trace, Path]] = {}
+    predicted, runs = None, []
+    for path in files:
+        traces, run = _read(path, free=len(parts))
+        runs.append(run)
+        told = traces.pop(PREDICTED, None)
+        predicted = told if told is not None and len(told) else predicted
+        trace = next(iter(traces.values()), Trace.from_spans([]))
+        for rank in trace.ranks:
+            if rank in parts:
+                raise ValueError(f"{parts[rank][1]} and {path} are both of rank {rank}; give one trace per rank")
+            parts[rank] = trace.select(trace.rank == rank), path
+    if not parts:
+        raise ValueError(f"{_named(files)} holds no spans of any rank; profile at least one step")
+    joined = Trace.concatenate(parts[rank][0] for rank in sorted(parts))
+    offsets: dict[int, Offset] = {}
+    if len(files) > 1 or not runs[0].is_aligned:
+        joined, offsets = align(joined, one_host=len({run.host for run in runs}) == 1 and runs[0].host != "")
+    expected = max(run.world_size for run in runs)
+    profile = Profile.of(joined, tuple(_notes(tuple(sorted(parts)), expected, offsets)))
+    return Files(profile, None if predicted is None else Profile.of(predicted))
+
+
+def _files_in(path: Path) -> list[Path]:
+    """Return a file as it is, and of a folder the traces in it; a folder with clocks is one trace."""
+    if not path.is_dir():
+        return [path]
+    if any(path.glob("rank*.trace.npz")):
+        return [path]
+    return sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
+
+
+def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
+    """Return the traces of a file by name, and what it says about its run; `free` is a rank that it may take."""
+    if path.is_dir():
+        return {"measured": load_folder(path)}, Run(is_aligned=True)
+    if path.suffix == ".npz":
+        return {"measured": load_trace(path)}, Run()
+    if _is_binary(path):
+        raise ValueError(
+            f"{path} is no Chrome trace in JSON; of a trace in Perfetto's own format make one with `traceconv json`"
+        )
+    document, events = load_events(path)
+    if not is_kineto(document, events):
+        return {name: _understood(trace, path) for name, trace in read_chrome(path).items()}, Run(is_aligned=True)
+    told = document.get("distributedInfo") if isinstance(document, dict) else None
+    told = told if isinstance(told, dict) else {}
+    rank, world_size = told.get("rank"), told.get("world_size")
+    if type(rank) is not int or rank < 0:
+        named = _RANK.search(path.name)
+        rank = int(named[1]) if named else free
+    run = Run(world_size if type(world_size) is int else 0, str(document.get("host_name", "")) if told else "")
+    try:
+        return {"measured": read_rank(events_of(document, events), rank, run.world_size)}, run
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether a file that is there begins neither as JSON does, nor as gzip."""
+    begin = b"{"
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(64)
+    return begin[:2] != b"\x1f\x8b" and begin.strip().removeprefix(b"\xef\xbb\xbf")[:1] not in (b"{", b"[", b"")
+
+
+def _understood(trace: Trace, path: Path) -> Trace:
+    """Keep a trace of this project as it is; of another program's, what names a step, a section or a call."""
+    if trace.is_word("lane", "compute", "communication").any() or not len(trace):
+        return trace
+    spans = []
+    for span in trace:
+        section = section_of(span.name)
+        if match := _STEP.fullmatch(span.name):
+            spans.append(span._replace(lane=STEP, name=f"step {match[1]}", kind=STEP))
+        elif section:
+            spans.append(span._replace(lane="wait" if section == "sync" else "compute", kind=KIND_OF[section]))
+        elif is_call(span.name) or call_kind(span.name, {}) == span.name:
+            spans.append(span._replace(lane="communication", kind=call_kind(span.name, {})))
+    if not spans:
+        raise ValueError(
+            f"{path} names no section of a step; name spans forward, backward, sync, optimizer and data, or use "
+            "torch.profiler"
+        )
+    return Trace.from_spans(spans)
+
+
+def _notes(ranks: tuple[int, ...], world_size: int, offsets: dict[int, Offset]) -> Iterator[str]:
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if missing:
+        verb = "has" if len(missing) == 1 else "have"
+        yield f"{name_ranks(missing)} of {world_size} {verb} no trace here and {verb} not been looked at"
+    if len(ranks) == 1:
+        yield f"this is rank {ranks[0]} alone: whether it waits for bytes or for other ranks cannot be told"
+    for rank, offset in offsets.items():
+        who = f"rank {rank}'s clock"
+        if not offset.num_calls:
+            yield f"{who} is taken to be rank {ranks[0]}'s: they share no collective on which to align it"
+        elif offset.add_ns:
+            ahead = "ahead of" if offset.add_ns < 0 else "behind"
+            yield (
+                f"{who} was {abs(offset.add_ns) / 1e9:.6g} s {ahead} rank {ranks[0]}'s; it was aligned on "
+                f"{offset.num_calls} collectives, to {offset.error_ns / 1e6:.3g} ms"
+            )
+
+
+def _named(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

@@ -1,0 +1,93 @@
+"""How a step is taken apart: each moment of each rank belongs to one section.
+
+A rank's step is cut where anything begins or ends. Between two cuts nothing changes, so one question settles each
+piece. The first line that holds names its section:
+
+    blocked in a call, and some rank has not come yet   idle       (it waits for another rank, not for bytes)
+    blocked in a call                                   sync
+    computing: the span's own kind                      data, forward, backward, optimizer, other
+    bytes on the way, and nothing computed              sync       (a GPU does not block: it just has nothing to do)
+    the host loads, and a GPU has nothing to do         data
+    none of these                                       idle
+
+So the sections of a step sum to the step. What overlaps is counted beside them: of the time in which bytes travel,
+`hidden` is the part under computation. Bytes travel from the arrival of a call's last rank on (`calls`): that a
+call was made early hides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distlab.trace import Trace
+
+SECTIONS = ("data", "forward", "backward", "sync", "optimizer", "other", "idle")
+KINDS = {"data": ("data",), "forward": ("F",), "backward": ("B", "I", "W"), "optimizer": ("optimizer",)}
+KIND_OF = {"data": "data", "forward": "F", "backward": "B", "sync": "wait", "optimizer": "optimizer"}
+HOST = "host"  # the lane of what a host does beside its GPU
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Moments(NamedTuple):
+    """One rank's time in pieces, a row each.
+
+    Attributes:
+        length_ns: how long it is.
+        step: the number of its step.
+        section: the number of its section in SECTIONS.
+        computes: whether the rank computes.
+        hides: whether it computes, or waits for its host, which no call makes longer.
+        travels: whether bytes of a call are on the way.
+        shares: whether bytes of gradients or parameters are.
+    """
+
+    length_ns: Ints
+    step: Ints
+    section: Ints
+    computes: Bools
+    hides: Bools
+    travels: Bools
+    shares: Bools
+
+
+def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shares: Bools) -> Moments:
+    """Cut a rank's steps into pieces, and name each one's section.
+
+    Args:
+        trace: the rank's spans.
+        windows_ns: start and end of each step [S, 2].
+        travels: its calls, from the arrival of the last rank on.
+        late: its calls, until then.
+        shares: which of the calls carry gradients or parameters.
+    """
+    times = [trace.start_ns, trace.end_ns, travels.start_ns, travels.end_ns, windows_ns.ravel()]
+    cuts = np.unique(np.concatenate(times))
+    cuts = cuts[(cuts >= windows_ns.min()) & (cuts <= windows_ns.max())]
+    waits, host = trace.is_word("kind", "wait"), trace.is_word("lane", HOST)
+    working = trace.is_word("lane", "compute") & ~waits
+    known = {name: working & trace.is_word("kind", *kinds) for name, kinds in KINDS.items()}
+    known["other"] = working & ~np.any(list(known.values()), axis=0)
+    covered = {name: covers(cuts, trace.select(rows)) for name, rows in known.items()}
+    blocked, moving = covers(cuts, trace.select(waits & ~host)), covers(cuts, travels)
+    loads = covers(cuts, trace.select(host & trace.is_word("kind", "data")))
+    tests = [blocked & covers(cuts, late) & ~moving, blocked, *covered.values(), moving, loads]
+    names = ["idle", "sync", *covered, "sync", "data"]
+    section = np.select(tests, [np.int64(SECTIONS.index(name)) for name in names], SECTIONS.index("idle"))
+    computes = np.any(list(covered.values()), axis=0) & ~blocked
+    step = np.searchsorted(windows_ns[:, 0], cuts[:-1], side="right") - 1
+    inside = cuts[:-1] < windows_ns[step, 1]
+    hides = computes | covers(cuts, trace.select(host & waits))
+    carried = covers(cuts, travels.select(shares))
+    return Moments(*(column[inside] for column in (np.diff(cuts), step, section, computes, hides, moving, carried)))
+
+
+def covers(cuts: Ints, spans: Trace) -> Bools:
+    """Return of each piece between two cuts whether at least one of the spans, which end at cuts, covers it."""
+    change = np.zeros(len(cuts) + 1, np.int64)
+    np.add.at(change, np.searchsorted(cuts, spans.start_ns), 1)
+    np.add.at(change, np.searchsorted(cuts, spans.end_ns), -1)
+    return np.cumsum(change)[: len(cuts) - 1] > 0

@@ -1,0 +1,131 @@
+"""Draw where the time of a step goes: one bar per rank, cut into its sections; a prediction right under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from simulator.units import format_s
+from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.plot import put_title, spread_evenly
+from simulator.viz.drawing.style import (
+    FAINT,
+    KINDS,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    KindStyle,
+    LegendBox,
+    pale,
+    text_colour,
+)
+from simulator.viz.drawing.wording import counted, percent
+from simulator.viz.drawing.words import width_in
+
+Seconds = Mapping[int, Mapping[str, float]]
+SECTION_STYLES: Mapping[str, KindStyle] = {
+    "data": KINDS["data"],
+    "forward": KINDS["F"],
+    "backward": KINDS["B"],
+    "sync": KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
+    "optimizer": KINDS["optimizer"],
+    "other": KINDS["copy"]._replace(letter="?", words="other"),
+    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for another rank, or has nothing to do"),
+}
+MAX_BARS = 16
+LEFT_IN, RIGHT_IN, TOP_IN, LOW_IN, ROW_IN = 1.15, 1.15, 1.05, 0.85, 0.46
+
+
+def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title: str | None = None) -> Figure:
+    """Draw the sections of each rank's step as one bar, from the mean over steps.
+
+    Args:
+        measured: seconds by rank and section: "data", "forward", "backward", "sync", "optimizer", "other", "idle".
+        predicted: the same of a prediction: the rank's own, or the only one.
+        title: replaces the takeaway.
+
+    Raises:
+        ValueError: no rank has any time.
+    """
+    longest = _longest_s(measured, predicted)
+    ranks = [list(measured)[index] for index in spread_evenly(len(measured), MAX_BARS)]
+    row = ROW_IN * (1 if predicted is None else 1.75)
+    height = TOP_IN + row * len(ranks) + LOW_IN
+    figure, pen = sheet(height)
+    scale = (WIDTH_IN - LEFT_IN - RIGHT_IN) / longest
+    for place, rank in enumerate(ranks):
+        top = height - TOP_IN - row * place
+        pen.words((LEFT_IN - 0.12, top - 0.5 * ROW_IN), f"rank {rank}", size=TEXT_PT, bold=True, side="right")
+        _draw_bar(pen, measured[rank], (LEFT_IN, top - 0.92 * ROW_IN), 0.84 * ROW_IN, scale, is_pale=False)
+        if predicted is not None:
+            pen.words((LEFT_IN - 0.12, top - 1.25 * ROW_IN), "predicted", colour=FAINT, side="right")
+            _draw_bar(pen, _of_rank(predicted, rank), (LEFT_IN, top - 1.55 * ROW_IN), 0.6 * ROW_IN, scale, is_pale=True)
+    used = _used([*measured.values(), *(() if predicted is None else predicted.values())])
+    pen.legend([LegendBox(s.colour, "white", s.letter, s.words) for s in map(SECTION_STYLES.__getitem__, used)])
+    pen.flush()
+    shown = f"{len(ranks)} of {len(measured)} ranks; " if len(ranks) < len(measured) else ""
+    put_title(figure, title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
+    return figure
+
+
+def describe_sections(measured: Seconds, predicted: Seconds | None = None) -> str:
+    """Say in words what `draw_sections` shows; arguments and errors as there."""
+    _longest_s(measured, predicted)
+    lines = [f"{_takeaway(measured)}."]
+    for rank, row in measured.items():
+        lines.append(f"Rank {rank}: {_listed(row)}.")
+        if predicted is not None:
+            lines.append(f"Predicted for rank {rank}: {_listed(_of_rank(predicted, rank))}.")
+    return "\n".join(lines)
+
+
+def _draw_bar(
+    pen: Pen, row: Mapping[str, float], corner: tuple[float, float], tall: float, scale: float, *, is_pale: bool
+) -> None:
+    x, y = corner
+    whole = sum(row.values())
+    for name in _used([row]):
+        style, wide = SECTION_STYLES[name], row[name] * scale
+        fill = pale(style.colour) if is_pale else style.colour
+        pen.box((x, y), wide, tall, fill)
+        share = percent(row[name] / whole)
+        texts = (f"{name} {share}", share, style.letter)
+        text = next((text for text in texts if wide > width_in(text, SMALL_PT) + 0.1), "")
+        pen.words((x + wide / 2, y + tall / 2), text, colour=text_colour(fill))
+        x += wide
+    pen.words((x + 0.08, y + tall / 2), format_s(whole), side="left", colour=FAINT)
+
+
+def _longest_s(measured: Seconds, predicted: Seconds | None) -> float:
+    rows = [*measured.values(), *(() if predicted is None else predicted.values())]
+    longest = max((sum(row.values()) for row in rows), default=0.0)
+    if not measured or longest <= 0:
+        raise ValueError("no rank has any time in a section; profile at least one step")
+    return longest
+
+
+def _takeaway(measured: Seconds) -> str:
+    """Return the title: how long a step is, and how much of it is work."""
+    whole_s = max(sum(row.values()) for row in measured.values())
+    total = sum(sum(row.values()) for row in measured.values())
+    worked = sum(row.get(name, 0.0) for row in measured.values() for name in ("forward", "backward", "optimizer"))
+    lost = {
+        name: sum(row.get(name, 0.0) for row in measured.values()) / total for name in ("data", "sync", "other", "idle")
+    }
+    most = max(lost, key=lost.__getitem__)
+    text = f"{counted(len(measured), 'rank')} work {percent(worked / total)} of a step of {format_s(whole_s)}"
+    return text if lost[most] < 0.005 else f"{text}; most of the rest, {percent(lost[most])}, is {most}"
+
+
+def _of_rank(predicted: Seconds, rank: int) -> Mapping[str, float]:
+    return predicted[rank] if rank in predicted else next(iter(predicted.values()))
+
+
+def _used(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    return [name for name in SECTION_STYLES if any(row.get(name, 0.0) > 0 for row in rows)]
+
+
+def _listed(row: Mapping[str, float]) -> str:
+    parts = [f"{name} {format_s(row[name])}" for name in _used([row])]
+    return f"{format_s(sum(row.values()))}: {', '.join(parts)}"

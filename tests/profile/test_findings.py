@@ -1,0 +1,78 @@
+"""Seeded faults are found, with their ranks and their cost, and healthy runs are left in peace."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from gpu_traces import seeded_gpu
+from judging import judge
+from real_runs import profile_fault
+from seeded import FAULTS, KIND, seeded
+
+from distlab.profile import Finding, Profile, find, read_files
+from distlab.profile.align import align
+
+
+def engine_runs(numbers) -> Iterator[tuple[str, str, tuple[int, ...], list[Finding]]]:
+    for number in numbers:
+        trace, fault, ranks, _ = seeded(number)
+        yield f"engine {number}", fault, ranks, find(Profile.of(align(trace)[0]))
+
+
+def gpu_runs(numbers, folder) -> Iterator[tuple[str, str, tuple[int, ...], list[Finding]]]:
+    for number in numbers:
+        documents, fault, ranks = seeded_gpu(number)
+        paths = [folder / f"{number}-{rank}.json" for rank in range(len(documents))]
+        for path, document in zip(paths, documents, strict=True):
+            path.write_text(json.dumps(document))
+        findings = find(read_files(paths).measured)
+        if fault == "host-bound":  # all hosts are equally slow
+            ranks = tuple(range(len(documents)))
+        yield f"gpu {number}", fault, ranks, findings
+
+
+def real_runs(ranks, numbers) -> Iterator[tuple[str, str, tuple[int, ...], list[Finding]]]:
+    """Real processes, DataParallel and gloo; the layers sleep and the link is throttled, so that times are known."""
+    for number in numbers:
+        fault, victim = FAULTS[number % len(FAULTS)], number % 2
+        profile = ranks.run(profile_fault, fault, victim)[0]
+        named = (victim,) if fault in ("straggler", "imbalance", "slow loader") else ()
+        yield f"real {number}", KIND.get(fault, fault), named, find(profile)
+
+
+def test_seeded_faults_are_found_and_nothing_else(tmp_path):
+    judged = judge([*engine_runs(range(14)), *gpu_runs(range(6), tmp_path)])
+    assert judged.num_runs == 20
+    assert not judged.missed
+    assert not judged.alarms
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_fault_on_real_ranks_is_found(ranks, number):
+    """A straggler and missing overlap; what else a busy machine does to a run is no fault of the finding."""
+    assert not judge(real_runs(ranks(2), [number])).missed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_of_200_runs_95_percent_of_the_faults_are_found_with_2_percent_false_alarms(ranks, tmp_path):
+    """147 runs of the event engine, 33 made-up runs on GPUs, 20 on real ranks; 1 in 7, of GPUs 1 in 3, is healthy."""
+    engine = list(engine_runs(range(1000, 1147)))
+    gpus = list(gpu_runs(range(1000, 1033), tmp_path))
+    real = list(real_runs(ranks(2), range(20)))
+    for name, runs in (("event engine", engine), ("GPU traces", gpus), ("real ranks", real)):
+        one = judge(runs)
+        print(f"{name}: {one.num_runs} runs, {one.found_share:.1%} found, {one.alarm_share:.1%} false alarms")
+        print("\n".join([*one.missed, *one.alarms]))
+    judged = judge([*engine, *gpus, *real])
+    assert judged.num_runs == 200
+    assert judged.found_share >= 0.95, judged.missed
+    assert judged.alarm_share <= 0.02, judged.alarms
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5, 8, 13, 39])
+def test_a_finding_costs_what_the_step_saves_without_the_fault(number):
+    trace, fault, _, share = seeded(number)
+    (finding,) = [one for one in find(Profile.of(align(trace)[0])) if one.kind == fault]
+    assert finding.share == pytest.approx(share, rel=0.25)
+    assert f"{finding.share * 100:.0f} % of every step" in str(finding)

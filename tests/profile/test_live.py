@@ -1,0 +1,153 @@
+"""Profiles of real ranks: what they did is in its section; `test_findings` puts faults into such runs."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from real_runs import FORWARD_S, NUM_STEPS, profile_fault
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.comm import recorded
+from distlab.models import GPT, GPTConfig
+from distlab.pipeline import Pipeline, split_gpt
+from distlab.plan import make_schedule
+from distlab.profile import Profiler, read_files, report
+from distlab.sharding import FullyShard
+
+MODEL = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, tied=False)
+
+
+def test_the_sections_of_real_ranks_are_what_they_slept(ranks):
+    profile = ranks(2).run(profile_fault, "none")[0]
+    assert profile.ranks == (0, 1)
+    assert profile.num_steps == NUM_STEPS
+    for row in profile.mean_s().values():
+        assert FORWARD_S <= row["forward"] < 3 * FORWARD_S
+        assert 2 * FORWARD_S <= row["backward"] < 6 * FORWARD_S
+        assert row["data"] < 0.3 * row["forward"]
+    sums = profile.seconds.sum(axis=2)
+    windows = [(own[:, 1] - own[:, 0]) / 1e9 for own in profile.windows_ns.values()]
+    torch.testing.assert_close(torch.tensor(sums), torch.tensor(np.stack(windows)), atol=1e-9, rtol=0)
+
+
+def test_overlap_is_what_is_under_computation_and_nothing_else(ranks):
+    """With buckets in backward most bytes are hidden; in one call after backward none is."""
+    hidden, flat = (ranks(2).run(profile_fault, fault)[0] for fault in ("none", "missing overlap"))
+    for rank in (0, 1):
+        moving_s, hidden_s = hidden.overlap(rank)
+        assert hidden_s > 0.3 * moving_s
+        moving_s, hidden_s = flat.overlap(rank)
+        assert moving_s > 0.005
+        assert hidden_s == 0
+
+
+def profile_program(kind: str, folder: str) -> object:
+    """Run on each rank: profile three steps of a small GPT under DDP, FullyShard or Pipeline."""
+    torch.manual_seed(0)
+    model, tokens = GPT(MODEL), torch.randint(MODEL.vocab_size, (4, MODEL.context + 1))
+    profiler = Profiler(skip=1)
+    if kind == "pipeline":
+        schedule = make_schedule("one_f_one_b", dist.get_world_size(), 2)
+        stages = split_gpt(model, schedule.num_stages)
+        own = {dist.get_rank(): stages[dist.get_rank()]}
+        pipeline = Pipeline(own, schedule, loss=GPT.loss, spans=profiler.spans)
+        for inputs, targets in profiler.steps([(tokens[:, :-1], tokens[:, 1:])] * 4):
+            pipeline.step(inputs, targets)
+            pipeline.zero_grad()
+        pipeline.close()
+    else:
+        sharded = FullyShard(model, spans=profiler.spans) if kind == "FullyShard" else DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for inputs, targets in profiler.steps([(tokens[:, :-1], tokens[:, 1:])] * 4):
+            with profiler.section("forward"):
+                loss = GPT.loss(sharded(inputs), targets)
+            with profiler.section("backward"):
+                loss.backward()
+            with profiler.section("sync"):
+                if isinstance(sharded, FullyShard):
+                    sharded.synchronize()
+            with profiler.section("optimizer"):
+                optimizer.step()
+            optimizer.zero_grad()
+    profiler.save(folder)
+    return profiler.profile()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "calls"),
+    [
+        ("DDP", 2, {"all_reduce"}),
+        ("DDP", 4, {"all_reduce"}),
+        ("FullyShard", 2, {"all_gather", "reduce_scatter"}),
+        ("pipeline", 2, {"send", "recv"}),
+    ],
+)
+def test_every_program_is_taken_apart_with_the_calls_that_it_makes(ranks, tmp_path, kind, world_size, calls):
+    profiles = ranks(world_size).run(profile_program, kind, str(tmp_path))
+    profile = profiles[0]
+    assert profile.ranks == tuple(range(world_size))
+    assert profile.num_steps == 3
+    spans = profile.calls.spans
+    assert calls <= {spans.words[code] for code in spans.kind.tolist()}
+    shared = spans.is_word("kind", *calls)
+    assert (profile.calls.number[shared] >= 0).mean() > 0.9, "calls that all ranks make have partners"
+    for row in profile.mean_s().values():
+        assert row["forward"] > 0
+        assert row["backward"] > 0
+    assert all(other.trace == profile.trace for other in profiles[1:]), "every rank gets the same"
+    again = read_files([tmp_path]).measured
+    torch.testing.assert_close(torch.tensor(again.seconds), torch.tensor(profile.seconds))
+    assert report(again) == report(profile)
+
+
+def test_waiting_for_another_rank_is_idle_and_waiting_for_bytes_is_sync(ranks):
+    """The straggler waits for bytes alone; the other rank waits for it too, by what it sleeps longer."""
+    profile = ranks(2).run(profile_fault, "straggler", 1)[0]
+    healthy, slow = (profile.mean_s()[rank] for rank in (0, 1))
+    assert healthy["idle"] > 0.3 * (1.5 - 1) * 3 * FORWARD_S
+    assert slow["idle"] < healthy["idle"] / 2
+
+
+def profile_nothing() -> str:
+    """Run on each rank: a loop that ends before a step is noted."""
+    profiler = Profiler(skip=2)
+    for _ in profiler.steps([1, 2]):
+        time.sleep(0.001)
+    try:
+        profiler.profile()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_without_a_noted_step_is_told_on_every_rank(ranks):
+    texts = ranks(2).run(profile_nothing)
+    assert texts[0] == texts[1]
+    assert "rank 0: no step was noted; loop over profiler.steps(batches), the first 2 of which are skipped" in texts[0]
+
+
+def name_a_wrong_section() -> None:
+    with Profiler().section("backwards"):
+        pass
+
+
+def test_a_wrong_section_is_refused(ranks):
+    with pytest.raises(Exception, match=r"no section is called 'backwards'; choose from data, forward, backward"):
+        ranks(1).run(name_a_wrong_section)
+
+
+def count_spans() -> tuple[int, int]:
+    """Run on one rank: spans of three noted steps of two sections, without calls; and calls that profiling made."""
+    with recorded() as seen:
+        profiler = Profiler(skip=0)
+        for _ in profiler.steps(range(3)):
+            with profiler.section("forward"), profiler.section("sync"):
+                pass
+        spans = len(profiler.trace())
+    return spans, len(seen.records)
+
+
+def test_a_step_costs_a_span_per_section_and_no_call(ranks):
+    assert ranks(1).run(count_spans) == [(3 * (1 + 1 + 2), 0)]  # the step, its data, two sections

@@ -1,0 +1,233 @@
+"""Traces of other programs are read, their clocks aligned; what cannot be read is told in one line."""
+
+import gzip
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_traces import seeded_gpu
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.cli import main
+from distlab.profile import read_files
+from distlab.trace import Trace, rank_file, save_clocks, save_trace, write_chrome
+
+HEALTHY = 0  # numbers of made-up runs: without marks
+MARKED = 3  # with "## forward ##" around the passes
+
+
+def written(folder, number):
+    """Write a made-up GPU run, every second file gzipped, and return the paths."""
+    documents, paths = seeded_gpu(number).documents, []
+    for rank, document in enumerate(documents):
+        data = json.dumps(document).encode()
+        paths.append(folder / (f"rank{rank}.json.gz" if rank % 2 else f"rank{rank}.json"))
+        paths[-1].write_bytes(gzip.compress(data) if rank % 2 else data)
+    return paths
+
+
+@pytest.mark.parametrize("number", [HEALTHY, MARKED])
+def test_gpu_traces_of_several_ranks_come_on_one_clock(tmp_path, number):
+    """Kernels are in the section of their launch, nccl's are calls with bytes, and clocks seconds apart are aligned."""
+    documents = seeded_gpu(number).documents
+    profile = read_files(written(tmp_path, number)).measured
+    assert profile.ranks == tuple(range(len(documents)))
+    steps = [event for event in documents[0]["traceEvents"] if event["name"].startswith("ProfilerStep")]
+    assert profile.num_steps == len(steps)
+    for rank, row in profile.mean_s().items():
+        events = documents[rank]["traceEvents"]
+        kernels = [event for event in events if event["cat"] == "kernel"]
+        for section, name in (("forward", "gemm_kernel"), ("backward", "gemm_backward_kernel")):
+            lasts_us = sum(event["dur"] for event in kernels if event["name"] == name)
+            assert row[section] == pytest.approx(lasts_us / 1e6 / len(steps), rel=0.01)
+        assert row["optimizer"] > 0
+        assert "other" not in row
+    calls = profile.calls
+    assert (calls.number >= 0).all()
+    assert set(calls.spans.num_bytes.tolist()) == {4_000_000}
+    assert len(profile.notes) == len(documents) - 1
+    assert "it was aligned on" in profile.notes[0]
+
+
+def test_a_folder_of_gpu_traces_is_their_files(tmp_path):
+    paths = written(tmp_path, HEALTHY)
+    assert read_files([tmp_path]).measured.trace == read_files(paths).measured.trace
+
+
+def write_kineto(folder: str) -> None:
+    """Run on each rank: three steps of torch's DDP under torch.profiler, without any mark."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    from torch.profiler import profile, schedule
+
+    path = f"{folder}/rank{dist.get_rank()}.json"
+    with profile(
+        schedule=schedule(wait=0, warmup=1, active=3),
+        record_shapes=True,
+        on_trace_ready=lambda made: made.export_chrome_trace(path),
+    ) as running:
+        for _ in range(4):
+            model(torch.ones(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            running.step()
+
+
+def test_torch_profilers_traces_of_ddp_are_taken_apart_without_marks(ranks, tmp_path):
+    ranks(2).run(write_kineto, str(tmp_path))
+    profile = read_files([tmp_path]).measured
+    assert profile.ranks == (0, 1)
+    assert profile.num_steps == 3
+    for row in profile.mean_s().values():
+        assert min(row["forward"], row["backward"], row["optimizer"]) > 0
+    sums = profile.calls.spans.is_word("kind", "all_reduce")
+    assert sums.sum() == 2 * 3, "one bucket per step and rank"
+    assert set(profile.calls.spans.num_bytes[sums].tolist()) == {4 * (64 * 64 + 64) * 4}
+    assert (profile.calls.number[sums] >= 0).all()
+
+
+def two_ranks(**more):
+    """A trace of two ranks in this project's words, and another clock for the second."""
+    times = {"start_ns": [0, 100, 200, 5_000_000_000_000, 5_000_000_000_100, 5_000_000_000_200]}
+    times["end_ns"] = [100, 200, 300, 5_000_000_000_100, 5_000_000_000_200, 5_000_000_000_300]
+    kinds = ["F", "B", "optimizer"] * 2
+    return Trace.from_columns(rank=[0] * 3 + [1] * 3, lane="compute", name=kinds, kind=kinds, **times)
+
+
+def cut_off(folder):
+    path = written(folder, HEALTHY)[0]
+    path.write_bytes(path.read_bytes()[:-2000])
+    return [path]
+
+
+def cut_off_gz(folder):
+    path = written(folder, HEALTHY)[1]
+    path.write_bytes(path.read_bytes()[:-2000])
+    return [path]
+
+
+def damaged_gz(folder):
+    path = written(folder, HEALTHY)[1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    path.write_bytes(bytes(data))
+    return [path]
+
+
+def same_rank_twice(folder):
+    path = written(folder, HEALTHY)[0]
+    other = folder / "copy.json"
+    other.write_bytes(path.read_bytes())
+    return [path, other]
+
+
+def other_clock_without_calls(folder):
+    paths = []
+    for rank in (0, 1):
+        trace = two_ranks()
+        paths.append(write_chrome(folder / f"{rank}.json", measured=trace.select(trace.rank == rank)))
+        document = json.loads(paths[-1].read_text())
+        del document["otherData"]  # as another program writes it
+        document["traceEvents"] = [event | {"pid": rank} for event in document["traceEvents"] if event["ph"] == "X"]
+        for event in document["traceEvents"]:
+            event["ts"] += rank * 5e9
+            event["name"] = {"F": "forward", "B": "backward"}.get(event["name"], event["name"])
+        paths[-1].write_text(json.dumps(document["traceEvents"]))
+    return paths
+
+
+def other_run(folder):
+    """Rank 1's collectives take place in another order of magnitude of time: no clock explains both."""
+    paths = written(folder, HEALTHY)[:2]
+    document = json.loads(gzip.decompress(paths[1].read_bytes()))
+    for event in document["traceEvents"]:
+        event["ts"] = 5e12 + (event["ts"] - 5e12) * 3
+    paths[1].write_text(json.dumps(document))
+    return paths
+
+
+def text(content, folder):
+    path = folder / "trace.json"
+    path.write_bytes(content)
+    return [path]
+
+
+def folder_without_a_rank(folder):
+    save_clocks([0, 0], folder)
+    trace = two_ranks()
+    save_trace(trace.select(trace.rank == 0), rank_file(folder, 0))
+    return [folder]
+
+
+BAD = {
+    "a file that is cut off": (cut_off, "is no JSON, or is cut off"),
+    "a gzipped file that is cut off": (cut_off_gz, "is no JSON, or is cut off"),
+    "a gzipped file that is damaged": (damaged_gz, "is no JSON, or is cut off"),
+    "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
+    "an empty folder": (lambda folder: [folder], "there is no trace to read"),
+    "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, operator or call"),
+    "no rank of another program": (partial(text, b"[]"), "holds no spans of any rank"),
+    "two files of one rank": (same_rank_twice, "are both of rank 0; give one trace per rank"),
+    "another clock, no collective": (other_clock_without_calls, "has another clock than rank 0's"),
+    "another run": (other_run, "contradict each other"),
+    "Perfetto's own format": (partial(text, b"\n\x0b\x08\x01\x12\x07"), "make one with `traceconv json`"),
+    "no trace": (partial(text, b'{"a": 1}'), "is no Chrome trace"),
+    "nothing that is understood": (
+        partial(text, b'[{"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 5, "name": "draw"}]'),
+        "names no section of a step",
+    ),
+    "an event that is none": (partial(text, b'{"distributedInfo": {}, "traceEvents": [7]}'), "an event is 7"),
+    "a time that is none": (
+        partial(text, b'{"distributedInfo": {}, "traceEvents": [{"ph": "X", "ts": "soon", "name": "x"}]}'),
+        "ts is 'soon'; expected a number",
+    ),
+    "a missing rank": (folder_without_a_rank, "has no trace of rank 1, of 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line(tmp_path, capsys, case):
+    make, expected = BAD[case]
+    status = main(["profile", *map(str, make(tmp_path))])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith("distlab profile: ")
+    assert error.count("\n") == 1
+    assert expected in error
+
+
+def test_one_rank_alone_is_read_and_what_is_not_known_is_said(tmp_path, capsys):
+    paths = written(tmp_path, HEALTHY)
+    assert main(["profile", str(paths[0])]) == 0
+    said = capsys.readouterr().out
+    assert "1 rank)" in said
+    assert "rank 0 alone: whether it waits for bytes or for other ranks cannot be told" in said
+    assert "have no trace here and have not been looked at" in said or "has no trace here" in said
+
+
+def test_the_command_lays_a_prediction_beside_and_saves_pictures(tmp_path, capsys):
+    """What `--save` writes holds both, and read back it says the same without the plan."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[workload]\nmodel = "gpt-2-124m"\nsequence_length = 128\n[cluster]\nname = "dgx-a100"\n[plan]\ndata = 2\n'
+    )
+    flags = [
+        f"--{name}={tmp_path / name}.{kind}"
+        for name, kind in (("sections", "png"), ("timeline", "png"), ("save", "json"))
+    ]
+    paths = written(tmp_path, HEALTHY)
+    assert main(["profile", *map(str, paths), "--plan", str(plan), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "\npredicted" in said
+    assert (tmp_path / "sections.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["profile", str(tmp_path / "save.json")]) == 0
+    assert "\npredicted" in capsys.readouterr().out
+    assert main(["profile", *map(str, paths), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"step_s", "sections_s", "findings", "notes"}
