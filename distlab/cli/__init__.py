@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate
+from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate, where
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -27,6 +27,7 @@ COMMANDS = {
     "lab": lab,
     "lesson": lesson,
     "check": check,
+    "where": where,
 }
 
 
