@@ -3,6 +3,7 @@
 `recorder.py` has the cost of a recorded call on gloo. Here: what the first call from a line costs (its description, its
 fingerprint, its texts), what the launcher spends on looking five times a second, and what watching the numbers of a
 training step takes: `ReplicaVotes` as a share of the step, `AnomalyWatch` as steps with it against steps without.
+All times are processor time of the rank, which programs beside it lengthen little.
 
     python benchmarks/diagnosis.py            # a minute or two
     python benchmarks/diagnosis.py --quick
@@ -51,10 +52,10 @@ def call_times(blocks: int, calls: int) -> dict[str, list[float]]:
                 if new:
                     recorder.reset()
                 tensors = [torch.ones(1, 1 + index) if new else tensor for index in range(calls)]
-                start = time.perf_counter()
+                start = time.thread_time()
                 for one in tensors:
                     dist.all_reduce(one)
-                return (time.perf_counter() - start) / calls
+                return (time.thread_time() - start) / calls
 
         programs = {
             "off": lambda: block(False),
@@ -98,16 +99,16 @@ def step_times(blocks: int, steps: int) -> dict[str, list[float]]:
 
     def train(watch: Any = None) -> float:
         dist.barrier()
-        start = time.perf_counter()
+        start = time.process_time()
         for step in range(steps):
             optimizer.zero_grad()
-            loss = GPT.loss(replicas(tokens[:, :-1]), tokens[:, 1:])
+            loss = GPT.loss(model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
             replicas.synchronize()
             if watch is not None:
                 watch.look(step, loss)
             optimizer.step()
-        return (time.perf_counter() - start) / steps
+        return (time.process_time() - start) / steps
 
     def watched() -> float:
         with AnomalyWatch(model, every=10) as watch:
@@ -115,14 +116,14 @@ def step_times(blocks: int, steps: int) -> dict[str, list[float]]:
 
     def voted() -> float:
         votes = ReplicaVotes(every=10**6)
-        start = time.perf_counter()
+        start = time.process_time()
         for step in range(EVERY):
             votes.look(step, model)
-        looks.append((time.perf_counter() - start) / EVERY)
+        looks.append((time.process_time() - start) / EVERY)
         dist.barrier()
-        start = time.perf_counter()
+        start = time.process_time()
         votes.vote()
-        votes_s.append(time.perf_counter() - start)
+        votes_s.append(time.process_time() - start)
         return 0.0
 
     train()

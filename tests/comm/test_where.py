@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import distlab
 from distlab.cli import main
 from distlab.comm import Ranks
 from distlab.comm.where import stacks
@@ -52,6 +54,12 @@ finally:
     dist.destroy_process_group()
 print("the end")
 """
+
+# The same as a script of distlab: its process_group answers.
+OURS = FOREIGN.replace(
+    'dist.init_process_group("gloo")\ntry:\n', "from distlab.comm import process_group\nwith process_group():\n"
+)
+OURS = OURS.replace("finally:\n    dist.destroy_process_group()\n", "")
 
 
 def wait_for(what, limit_s=60):
@@ -141,11 +149,13 @@ def test_a_launcher_is_as_good_as_a_rank_and_ranks_that_wait_for_nothing_are_wel
 
 
 @pytest.fixture
-def foreign(tmp_path):
+def foreign(tmp_path, request):
     """A job of torchrun that knows nothing of distlab; yields (process, folder) and ends it well."""
     script = tmp_path / "train.py"
-    script.write_text(FOREIGN)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TORCH_FR_BUFFER_SIZE": "100"}
+    is_ours = "process_group" in request.node.name
+    script.write_text(OURS if is_ours else FOREIGN)
+    path = {"PYTHONPATH": str(Path(distlab.__file__).parents[1])} if is_ours else {}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TORCH_FR_BUFFER_SIZE": "100"} | path
     flags = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     flags += ["--local-addr", "127.0.0.1"]
     process = subprocess.Popen(
@@ -196,6 +206,15 @@ def test_without_py_spy_a_foreign_rank_gets_no_signal_and_the_reader_is_told(for
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     text = said(foreign[0].pid)
     assert "py-spy is not installed: pip install 'distlab[where]'" in text
+
+
+def test_without_py_spy_ranks_of_process_group_answer_and_live_on(foreign, monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    text = said(foreign[0].pid)
+    assert "--- rank 1 stands here (innermost call last) ---" in text
+    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
+    assert "rank 0 waits for rank 1 in all_reduce at " in verdict, text
+    assert verdict.endswith(" in load")
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):
