@@ -34,9 +34,9 @@ every rank that has a part in it with file and line; `tests/comm/test_faults_tol
 """
 UNSEEN = """
 Not seen by any record: **two calls that are alike** (operation, shape, dtype, root, reduction) **in swapped order**.
-They meet, and every rank gets right sums in the wrong tensors. `ReplicaVotes` (`distlab.votes`) tells at its next vote
-that replicas differ, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once,
-and learns at its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
+They meet, and different tensors are added up. `ReplicaVotes` (`distlab.votes`) tells at its next vote which rank
+differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and learns at
+its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
 """
 
 
@@ -64,12 +64,16 @@ def faults() -> Iterator[str]:
 
 def costs() -> str:
     """Return the section of costs, measured now."""
-    lines = [COSTS, "", "| what | cost | 95 % | bar | |", "|---|---|---|---|---|"]
+    lines = [COSTS, "", "Processor time of a rank, medians.", ""]
+    lines += ["| holds | what | cost | 95 % | bar | |", "|---|---|---|---|---|---|"]
     for row in rows():
         print(row, flush=True)
         value, unit = (row.ratio, "x") if row.ratio is not None else (row.ours, f" {row.unit}")
         low, high = row.interval
-        lines.append(f"| {row.claim} | {value:.3g}{unit} | {low:.3g} to {high:.3g} | {row.bar} | {row.note} |")
+        verdict = {True: "yes", False: "**no**", None: ""}[row.holds]
+        lines.append(
+            f"| {verdict} | {row.claim} | {value:.3g}{unit} | {low:.3g} to {high:.3g} | {row.bar} | {row.note} |"
+        )
     lines += ["", "A recorded call on gloo stands in [RESULTS.md](RESULTS.md) (`recorder`)."]
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,6 @@
 """`distlab where` from outside: jobs of run and of a plain torchrun, and nothing is disturbed."""
 
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from distlab.cli import main
 from distlab.comm import Ranks
 from distlab.comm.where import stacks
 from distlab.comm.where.find import find_jobs, status
-from distlab.comm.where.flight import read_dump, read_dumps
+from distlab.comm.where.flight import read_dumps
 from distlab.comm.where.say import report
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
@@ -229,75 +227,3 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     assert main(["where", "--dumps", str(tmp_path / "none")]) == 2
     assert "there are no files" in capsys.readouterr().err
     assert main(["where", "1", "--dumps", "x"]) == 2
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/distlab-bomb-went-off",)
-
-
-def dump_of(rank, *, shape=(4,), last=3, state="scheduled"):
-    """A dump as torch writes it, of a rank that has come to collective number `last`."""
-    entries = [
-        {
-            "record_id": number - 1,
-            "process_group": ("0", "default_pg"),
-            "collective_seq_id": number,
-            "p2p_seq_id": 0,
-            "profiling_name": "nccl:all_reduce",
-            "time_created_ns": time.time_ns(),
-            "input_sizes": [list(shape)],
-            "input_dtypes": ["Float"],
-            "state": "completed" if number < last else state,
-            "retired": number < last,
-            "frames": [{"filename": "/home/me/train.py", "line": 10 * number, "name": "step"}],
-        }
-        for number in range(1, last + 1)
-    ]
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
-    return {"version": "2.5", "pg_config": config, "entries": entries}
-
-
-def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
-    for rank, dump in enumerate([dump_of(0), dump_of(1, last=2, state="completed")]):
-        (tmp_path / f"fr_{rank}").write_bytes(pickle.dumps(dump))
-    assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
-    assert (
-        "rank 0 waits for rank 1 in all_reduce #3 (float[4], group [0, 1]) at /home/me/train.py:30"
-        in capsys.readouterr().out
-    )
-    (tmp_path / "fr_1").write_text(json.dumps(dump_of(1, shape=(5,))))
-    assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
-    text = capsys.readouterr().out
-    assert "do not make the same call: rank 0: all_reduce #1 (float[4]" in text
-    assert "rank 1: all_reduce #1 (float[5]" in text
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(Bomb()),
-        pickle.dumps({"pg_config": {}, "entries": [Bomb()]}),
-        b"",
-        b"{",
-        b"\x80\x04.",
-        pickle.dumps([1]),
-    ],
-)
-def test_no_code_of_a_dump_runs_and_damage_is_told(data):
-    with pytest.raises(ValueError, match="f is no dump of torch's flight recorder"):
-        read_dump(data, "f")
-    assert not os.path.exists("/tmp/distlab-bomb-went-off")
-
-
-def test_a_dump_with_odd_entries_loses_those_alone(tmp_path):
-    good = dump_of(0)
-    good["entries"] += [
-        {},
-        None,
-        7,
-        {"profiling_name": "nccl:unheard_of"},
-        good["entries"][0] | {"process_group": ("9", "")},
-    ]
-    (tmp_path / "d0").write_bytes(pickle.dumps(good))
-    assert [call.group for call in read_dumps(tmp_path / "d")] == [(0, 1)] * 3 + [(0,)]

@@ -132,10 +132,20 @@ def _from_file(process: RankProcess) -> bytes:
         pipe = os.open(f"{process.environment[_PIPE]}{process.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as file:
             file.write(b"1\n")
-        while time.time() < asked + ASK_S and not (path.exists() and path.stat().st_mtime >= asked):
-            time.sleep(0.05)
+        size = -1
+        while time.time() < asked + ASK_S and not (_size_since(path, asked) == size >= 0):  # whole: it grows no more
+            size = _size_since(path, asked)
+            time.sleep(0.1)
     began = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.started / os.sysconf("SC_CLK_TCK")
     return _bytes(path) if path.stat().st_mtime >= began - 1 else b""
+
+
+def _size_since(path: Path, asked: float) -> int:
+    """Return the bytes of a file that was written after a moment, or -1."""
+    with contextlib.suppress(OSError):
+        now = path.stat()
+        return now.st_size if now.st_mtime >= asked - 0.1 else -1
+    return -1
 
 
 def records_of(dumps: Mapping[int, Mapping[str, Any]]) -> Records:
