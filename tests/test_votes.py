@@ -96,6 +96,26 @@ def test_a_vote_is_one_gather_and_a_look_sends_nothing(ranks):
         assert calls[1][1] == 8 * 3 * 4 or calls[1][1] == 3 * 8 * 3 * 4, calls
 
 
+def test_two_calls_that_are_alike_in_swapped_order_are_told_by_a_vote(ranks):
+    def run():
+        model, votes = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), ReplicaVotes(every=9)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.5)
+        model(torch.randn(4, 3, generator=generator(0, dist.get_rank(), "data"))).square().sum().backward()
+        order = [model[0].weight, model[1].weight]
+        for parameter in reversed(order) if dist.get_rank() == 1 else order:
+            dist.all_reduce(parameter.grad)
+        for bias in (model[0].bias, model[1].bias):
+            dist.all_reduce(bias.grad)
+        votes.look(4, model)
+        with pytest.raises(CorruptionError) as caught:
+            votes.vote()
+        return str(caught.value)
+
+    for text in ranks(3).run(run):
+        assert text.startswith("step 4: the gradient of 0.weight and 1 more: rank 1 differs from the 2 others")
+
+
 def test_ranks_that_look_at_other_steps_are_told(ranks):
     def drift():
         votes = ReplicaVotes(every=9)

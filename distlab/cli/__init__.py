@@ -28,6 +28,7 @@ from distlab.cli import (
     simulate,
     tour,
     validate,
+    where,
 )
 from distlab.comm.command import runnable
 
@@ -48,6 +49,7 @@ COMMANDS = {
     "check": check,
     "release": release,
     "grade": grade,
+    "where": where,
 }
 
 

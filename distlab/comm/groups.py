@@ -34,6 +34,7 @@ from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
+from distlab.comm.where.answer import answering
 from distlab.plan import Mesh
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
@@ -111,7 +112,7 @@ def process_group(
         shared_memory.register()
     if address.has_parent:
         _follow_parent()
-    with network_interface(address):
+    with network_interface(address), answering(address.rank):
         dist.init_process_group(
             chosen,
             store=make_store(address, timeout_s),

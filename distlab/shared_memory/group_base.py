@@ -121,6 +121,9 @@ class GroupBase(dist.ProcessGroup):
     def _message(self, tensor: torch.Tensor, memory: torch.Tensor, peer: int, tag: int, op: str) -> Message:
         if not -1 <= peer < self._meeting.size:
             raise ValueError(f"{self._who(op)}: there is no rank {peer}: the group has ranks 0 to {self.size() - 1}")
+        if peer == self._meeting.rank:
+            towards = "to" if op == "send" else "from"
+            raise ValueError(f"{self._who(op)} {towards} this rank itself: a message needs two ranks; keep the tensor")
         self._meeting.require_usable(op)
         meets = (tensor.numel(), tensor.dtype)
         mark = self._records.of(meets, lambda: f"{tensor.numel()} {tensor.dtype}").mark

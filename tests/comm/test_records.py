@@ -3,8 +3,9 @@ import os
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter, known_call
+from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter
 from distlab.comm.record.file_reader import RecordReader
+from distlab.comm.record.matching import known_call
 
 
 def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):

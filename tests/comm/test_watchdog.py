@@ -8,8 +8,8 @@ import pytest
 
 from distlab.comm import read_records
 from distlab.comm.record import watchdog as module
-from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter, known_call
-from distlab.comm.record.matching import channel_of, fingerprint_of, ledger_of
+from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
+from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.record.watchdog import Watchdog, describe, find_deadlock, standings_of
 
 

@@ -2,8 +2,11 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from distlab.comm import Ranks
 
 
 def tags_in_another_order():
@@ -122,3 +125,18 @@ def between_collectives():
 
 def test_messages_and_collectives_of_one_group_do_not_disturb_each_other(shared_ranks):
     assert shared_ranks(2).run(between_collectives) == [True] * 2
+
+
+def to_itself():
+    if dist.get_rank() == 1:
+        for post in (dist.isend, dist.irecv):
+            with pytest.raises(
+                ValueError, match=r"rank 1: (send to|recv from) this rank itself: a message needs two ranks"
+            ):
+                post(torch.ones(2), 1)
+    dist.barrier()
+
+
+def test_a_message_to_itself_is_refused_where_no_recorder_does():
+    with Ranks(2, timeout_s=20, backend="shared", record=False) as ranks:
+        ranks.run(to_itself)

@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
@@ -18,7 +18,13 @@ PEER_NOISE = re.compile(
 
 
 _LISTENERS = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py")
+_FRAME = 'File "'
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
+
+LEFT = (
+    "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
+    "after the last call, or leave it; `run` ends it"
+)
 
 
 class Failure(NamedTuple):
@@ -68,6 +74,19 @@ def text_of(error: BaseException) -> str:
 def well_formed(text: str) -> str:
     """Return text that can be printed: half of a surrogate pair becomes its number."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def who_left(left: Collection[int], destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
+    """Blame ranks that left a group which others used.
+
+    Args:
+        left: those that left the process group.
+        destroyed: members and line of the group that a rank destroyed, where that is known.
+        time_ns: of the failures that followed.
+    """
+    told = dict.fromkeys(destroyed, "destroyed a group that the other ranks still used") | dict.fromkeys(left, LEFT)
+    where = {rank: f" (group {destroyed[rank]})" if rank in destroyed else "" for rank in told}
+    return [Failure(rank, what + where[rank], "", False, time_ns) for rank, what in sorted(told.items())]
 
 
 def by_cause(failures: Sequence[Failure]) -> list[Failure]:
@@ -131,7 +150,8 @@ def error_of(
         lines += ["", "--- the other ranks ---"]
     for failure in ordered[1:]:
         why = " (a consequence)" if failure.is_noise else ""
-        lines.append(f"rank {failure.rank} {_first_line(failure.summary)}{why}")
+        place = _place(failure.traceback) if _FRAME in failure.traceback else ""
+        lines.append(f"rank {failure.rank} {_first_line(failure.summary)}{why}{place}")
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was still running{_place(stack)}")
     if finished:
@@ -186,7 +206,8 @@ def _place(stack: str) -> str:
     """The innermost line of a stack that is not torch's, as " in NAME (FILE:LINE)"; or the stack's own words."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
     if frames:
-        own = [frame for frame in frames if "/torch/" not in frame[0]]
+        own = [one for one in frames if "/torch/" not in one[0] and not one[0].endswith(_LISTENERS)]
+        own = [one for one in own if not _is_backend(one[0])]
         file, line, name = (own or frames)[-1]
         return f" in {name} ({file}:{line})"
     return f": {_first_line(stack)}" if stack else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
+from distlab.comm.launch import failures
 from distlab.comm.launch.failures import Failure, RankError, error_of, noting_interrupt, standing, timeout_of
 from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
@@ -20,10 +21,6 @@ from distlab.comm.record.watchdog import Watchdog, describe
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
-LEFT = (
-    "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
-    "after the last call, or leave it; `run` ends it"
-)
 NOISE_GRACE_S = 2.0  # how long to look for the cause when ranks report only that another one has gone
 
 
@@ -216,15 +213,19 @@ class _Round:
             raise error_of(self.failures, self._stacks(), sorted(self.replies), self.pool.world_size, explanation)
         if self.waiting:
             raise timeout_of(self._stacks(), self.owner.timeout_s, self.pool.world_size, self._words())
-        if self.watchdog is not None and self.has_calls and (mismatch := self.watchdog.mismatch()):
-            raise RankError(mismatch)  # every rank returned, with numbers that are wrong
+        if (dog := self.watchdog) is not None and self.has_calls and (wrong := dog.mismatch() or self._groups(dog)):
+            raise RankError(wrong)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
 
     def _blame_who_left(self) -> None:
-        """Put a rank that left the group first, where the others saw only that it had gone."""
+        """Put a rank that left a group first, where the others saw only that it had gone."""
         if all(failure.is_noise for failure in self.failures):
-            now = min(failure.time_ns for failure in self.failures)
-            self.failures += [Failure(rank, LEFT, "", False, now) for rank in sorted(self.left)]
+            destroyed = {} if self.watchdog is None else self.watchdog.left()
+            self.failures += failures.who_left(self.left, destroyed, min(failure.time_ns for failure in self.failures))
+
+    def _groups(self, watchdog: Watchdog) -> str:
+        """Return which ranks made groups that others did not; a job of some ranks may."""
+        return watchdog.groups(is_over=len(self.ranks) == self.pool.world_size)
 
     def can_go_on(self, records: Records | None) -> bool:
         """Tell whether every rank is back, by its own doing, and nothing between them is half said."""
@@ -269,7 +270,7 @@ class _Round:
         idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         message = self.watchdog.check(idle | set(self.replies))
         if message is not None:
-            heads = [f"rank {rank} of {self.pool.world_size} {LEFT}\n" for rank in sorted(self.left)]
+            heads = [f"rank {rank} of {self.pool.world_size} {failures.LEFT}\n" for rank in sorted(self.left)]
             blamed = min(self.left, default=None)
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)
 

@@ -32,6 +32,7 @@ from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
 from distlab.comm.plain import pack
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
+from distlab.comm.where.answer import answer
 
 MAX_TEXT = 20_000
 
@@ -106,6 +107,7 @@ def prepare_process(settings: Settings) -> TextIO:
     stack_file = stack_path(settings.folder, settings.rank).open("w")
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+    answer(settings.rank)
     return stack_file
 
 

@@ -9,8 +9,12 @@ When more calls are made than there are slots, old rows are overwritten; the tot
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
+import os
 import struct
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -26,6 +30,8 @@ SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 # Life of a call. WAITING: the rank is blocked in it; ASIDE: a thread that need not block the rank is.
 ISSUED, WAITING, DONE, FAILED, ASIDE = 1, 2, 3, 4, 5
+STOPPED = 2  # a bit beside the header's `aside`
+CHUNK_BYTES = 1 << 16  # made ready at a time: to write where a full disk has no room would end the process
 
 ROW = np.dtype(
     [
@@ -51,17 +57,19 @@ ROW = np.dtype(
     ]
 )
 ROW_BYTES = ROW.itemsize
-_KNOWN = struct.Struct("<QQQIIIIIiHHI")
-_PACK = struct.Struct(f"<QqqqqQ{_KNOWN.size}sQ")
+KNOWN = struct.Struct("<QQQIIIIIiHHI")
+_PACK = struct.Struct(f"<QqqqqQ{KNOWN.size}sQ")
 _TIMES = struct.Struct("<qq")
 _COUNT = struct.Struct("<q")
+_GROUPS = struct.Struct("<qqq")
 _KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
 # a magic text, then what Header holds
-HEADER = struct.Struct("<8sQQQQqQQQQ")
-MAGIC = b"distrec3"
-_COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (6, 4, 3, 2))
+HEADER = struct.Struct("<8sQQQQqQQQQQ")
+MAGIC = b"distrec4"
+GROUP = "new_group"  # begins the text of a group: number of the job, and of the group in it
+_COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (7, 5, 4, 3))
 TOTALS_AT = 128
 TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
 ROWS_AT = 1024
@@ -79,32 +87,6 @@ class Known(NamedTuple):
     packed: bytes
 
 
-def known_call(
-    channel: int,
-    fingerprint: int,
-    *,
-    op: str,
-    num_bytes: tuple[int, int],
-    texts: tuple[int, int, int, int],
-    peer: int,
-    parties: int,
-) -> Known:
-    """Pack what calls have in common.
-
-    Args:
-        channel: where the call meets others.
-        fingerprint: what must agree.
-        op: plain name of the operation.
-        num_bytes: payload, and what a ring would have sent.
-        texts: numbers of the texts of site, via, what and group.
-        peer: global rank of the root or the other end, or -1.
-        parties: how many calls meet.
-    """
-    code = OPS.index(op)
-    packed = _KNOWN.pack(*num_bytes, channel, fingerprint, *texts, peer, parties, code, 0)
-    return Known(channel ^ code if code == RECV else channel, packed)
-
-
 def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
     """Add the calls and bytes of rows to totals, one entry per operation."""
     for code in np.unique(rows["op"]).tolist():
@@ -119,13 +101,14 @@ class Header(NamedTuple):
 
     Attributes:
         slots: rows that the ring holds.
-        job: how many times the record was begun: rows of different jobs never meet.
+        job: how many times the record was begun; rows of different jobs never meet.
         first: number of the job's first row.
         newest: number of the newest row; first - 1 where there is none.
         start_ns: start of the job.
-        aside: whether a thread that need not block the rank made a call.
+        aside: 1 where a thread that need not block the rank made a call; STOPPED where the rank records no more.
         counted: number of the first row that is not in the totals.
         groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
+        left_text: members and line of the last group that it destroyed; 0: none.
     """
 
     slots: int
@@ -133,50 +116,100 @@ class Header(NamedTuple):
     first: int
     newest: int
     start_ns: int
-    aside: bool
+    aside: int
     counted: int
     groups_begun: int
     groups_made: int
+    left_text: int = 0
+
+    @property
+    def making(self) -> int:
+        """Number of the group that the rank is making, from 1; 0: none."""
+        return self.groups_begun if self.groups_begun > self.groups_made else 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the rank makes calls that it does not record."""
+        return bool(self.aside & STOPPED)
 
 
 class RecordWriter:
-    """Write a rank's rows; called only by that rank, on any of its threads."""
+    """Write a rank's rows; called only by that rank, on any of its threads.
+
+    On a full disk it says so once, records no more, and lets the rank go on.
+    """
 
     def __init__(self, folder: str | Path, rank: int, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"rank {rank}: a recorder with {slots} slots can hold no call; pass slots >= 1")
         path = Path(folder) / f"rank{rank}.rec"
         size = ROWS_AT + slots * ROW.itemsize
-        with open(path, "w+b") as file:
-            file.truncate(size)
-            self._map = mmap.mmap(file.fileno(), size)
+        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 (open until the rank ends)
+        self._file.truncate(size)
+        self._map = mmap.mmap(self._file.fileno(), size)
         self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
-        self.reset()
+        self._groups = [0, 0, 0]  # begun, made; text of the last one destroyed
+        self._ready, self._is_stopped = 0, False  # bytes of the file that the disk has room for
+        if self._make_ready(ROWS_AT):
+            self.reset()
+
+    def _make_ready(self, end: int) -> bool:
+        """Have the disk hold the file's first bytes; return whether it can."""
+        try:
+            while self._ready < end:
+                os.posix_fallocate(self._file.fileno(), self._ready, min(CHUNK_BYTES, len(self._map) - self._ready))
+                self._ready += CHUNK_BYTES
+        except (OSError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._stop(error)
+            else:  # a system, a file system or a limit that does not let us ask
+                self._ready = len(self._map)
+        return not self._is_stopped
+
+    def _stop(self, error: OSError) -> None:
+        """Record no more, say so once, and let readers know that calls are missing."""
+        self._first, self._is_stopped = 1 << 62, True
+        if self._ready:
+            self._map[_ASIDE_AT] |= STOPPED
+        why = f"{error.strerror} in {Path(self._file.name).parent}; make room there, or set TMPDIR"
+        with contextlib.suppress(Exception):
+            print(f"rank {self.rank} goes on, but its calls are recorded no more ({why})", file=sys.stderr, flush=True)
 
     def reset(self) -> None:
         """Begin a new job: no rows, no totals, numbers from 1."""
         with self._lock:
+            if not self._ready:
+                return
             self._first = self._counted = self._newest + 1
             self._job += 1
             self._numbers: defaultdict[int, int] = defaultdict(int)
             self._map[TOTALS_AT:ROWS_AT] = bytes(ROWS_AT - TOTALS_AT)
             now = time.monotonic_ns()
-            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted, 0, 0)
-            self._groups = [0, 0]
+            aside = STOPPED if self._is_stopped else 0
+            numbers = (self.slots, self._job, self._first, self._newest, now, aside, self._counted, 0, 0, 0)
+            self._groups = [0, 0, 0]
             HEADER.pack_into(self._map, 0, MAGIC, *numbers)
+            if self._is_stopped:
+                self._first = 1 << 62
 
     def text(self, text: str) -> int:
         """Return the number of a text; the text reaches the file before any row that names it."""
         with self._lock:
             number = self._ids.get(text)
-            if self._names.closed:
+            if self._names.closed or self._is_stopped:
                 return 0
             if number is None:
                 number = len(self._ids) + 1
-                self._names.write(" ".join(text.splitlines()).encode("utf-8", "replace") + b"\n")
+                line = " ".join(text.splitlines()).encode("utf-8", "replace") + b"\n"
+                try:
+                    if self._names.write(line) != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError as error:
+                    self._stop(error)
+                    return 0
                 self._ids[text] = number
         return number
 
@@ -187,14 +220,16 @@ class RecordWriter:
             self._newest = n = self._newest + 1
             if n < self._first:  # closed while the call was on its way
                 return n
-            self._numbers[key] = sequence = self._numbers[key] + 1
             at = ROWS_AT + n % self.slots * ROW_BYTES
+            if at + ROW_BYTES > self._ready and not self._make_ready(at + ROW_BYTES):
+                return n
+            self._numbers[key] = sequence = self._numbers[key] + 1
             if n - self._counted >= self.slots:
                 self._drop()
             _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, 0, sequence, packed, ISSUED)
             _COUNT.pack_into(self._map, _COUNT_AT, n)
             if aside:
-                self._map[_ASIDE_AT] = 1
+                self._map[_ASIDE_AT] |= 1
         return n
 
     def _drop(self) -> None:
@@ -221,13 +256,17 @@ class RecordWriter:
 
     @property
     def has_rows(self) -> bool:
-        """Whether a row was written since the last reset."""
-        return self._newest >= self._first
+        """Whether the job has made a call, or a group."""
+        return self._newest >= self._first or self._groups[0] > 0
 
-    def making_group(self, *, is_made: bool) -> None:
-        """Note that the rank begins to make a group, or that it has made it."""
-        self._groups[is_made] += 1
-        _TIMES.pack_into(self._map, _GROUPS_AT, *self._groups)
+    def group(self, event: str, what: str = "") -> None:
+        """Note that a group is "begun", "made" or "left" (destroyed); `what`: its members and the line."""
+        self._groups[0] += event == "begun"
+        self._groups[1] += event == "made"
+        number = self.text(what if event == "left" else f"{GROUP} {self._job}.{self._groups[0]}: {what}") if what else 0
+        self._groups[2] = number if event == "left" else self._groups[2]
+        if self._ready:
+            _GROUPS.pack_into(self._map, _GROUPS_AT, *self._groups)
 
     def wait(self, n: int, state: int) -> None:
         """Note that the rank waits for call n from now on."""
@@ -254,4 +293,5 @@ class RecordWriter:
         """Close the files; what they hold stays readable. Calls that are still under way end unrecorded."""
         with self._lock:
             self._first = 1 << 62
+            self._file.close()
             self._names.close()  # the mapping goes with its last user: a call may be on its way in another thread

@@ -11,13 +11,13 @@ import hashlib
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import RECV, ROW
+from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
@@ -49,6 +49,32 @@ def fingerprint_of(op: str, root: int, shapes: Sequence[tuple[Sequence[int], str
     return zlib.crc32(repr(meets).encode())
 
 
+def known_call(
+    channel: int,
+    fingerprint: int,
+    *,
+    op: str,
+    num_bytes: tuple[int, int],
+    texts: tuple[int, int, int, int],
+    peer: int,
+    parties: int,
+) -> Known:
+    """Pack what calls have in common.
+
+    Args:
+        channel: where the call meets others.
+        fingerprint: what must agree.
+        op: plain name of the operation.
+        num_bytes: payload, and what a ring would have sent.
+        texts: numbers of the texts of site, via, what and group.
+        peer: global rank of the root or the other end, or -1.
+        parties: how many calls meet.
+    """
+    code = OPS.index(op)
+    packed = KNOWN.pack(*num_bytes, channel, fingerprint, *texts, peer, parties, code, 0)
+    return Known(channel ^ code if code == RECV else channel, packed)
+
+
 class Ledger:
     """Calls of all ranks of one job; feed it rows as they appear."""
 
@@ -56,13 +82,26 @@ class Ledger:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
+        self._stopped: set[int] = set()
         self._rows: NDArray[Any] = np.empty(0, ROW)
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
         self._open_ends: set[tuple[str, int]] = set()
 
-    def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
-        """Enter a rank's next rows, oldest first; `dropped`: rows before them were overwritten unread."""
+    def add(
+        self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False, stopped: bool = False
+    ) -> None:
+        """Enter a rank's next rows, oldest first.
+
+        Args:
+            rank: whose they are.
+            rows: as they stand in the file.
+            names: the texts that they name.
+            dropped: rows before them were overwritten unread.
+            stopped: the rank makes calls that it does not record.
+        """
         self.names[rank] = names
+        if stopped:
+            self._stopped.add(rank)
         if dropped:
             self._incomplete.add(rank)
         if not len(rows):
@@ -77,6 +116,8 @@ class Ledger:
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
+        if rank in self._stopped:
+            return True
         number = self._numbers[rank].get((int(row["channel"]), receive))
         if number is None:
             return rank in self._incomplete
@@ -131,5 +172,47 @@ def ledger_of(records: Records) -> Ledger:
     job = max((record.header.job for record in records.by_rank.values()), default=0)
     for rank, record in records.by_rank.items():
         rows = record.rows if record.header.job == job else record.rows[:0]
-        ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0)
+        ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0, stopped=record.header.is_stopped)
     return ledger
+
+
+def absences(absent: Collection[int], finished: Collection[int]) -> list[str]:
+    """Say of each rank that it has not made a call, or never will."""
+    return [f"rank {r} {'has returned without it' if r in finished else 'has not called it'}" for r in absent]
+
+
+def groups_of(header: Header, names: Sequence[str]) -> list[str]:
+    """Return members and line of each group that a rank has begun to make in its job."""
+    start = f"{GROUP} {header.job}."
+    return [name.partition(": ")[2] for name in names if name.startswith(start)]
+
+
+def groups_differ(groups: Mapping[int, Sequence[str]], *, is_over: bool = False) -> str:
+    """Return where ranks do not make the same groups, or "".
+
+    Args:
+        groups: members and line of each group, by rank.
+        is_over: whether the job has ended, so that a group which one rank lacks will not come.
+    """
+    counts = [len(own) for own in groups.values()] or [0]
+    for index in range(max(counts) if is_over else sorted(counts)[-2:][0]):
+        made = {own[index].partition(" at ")[0] if index < len(own) else None for own in groups.values()}
+        if len(made - {None}) > 1 or (is_over and len(made) > 1):
+            lines = [f"  rank {rank}: {own[index] if index < len(own) else 'none'}" for rank, own in groups.items()]
+            head = f"the ranks do not make the same groups, at their dist.new_group #{index + 1}:"
+            rule = (
+                "every rank must call new_group for the same groups in the same order, also for one that it is not in"
+            )
+            return "\n".join([head, *lines, rule])
+    return ""
+
+
+def left_by_some(left: Mapping[int, str]) -> dict[int, str]:
+    """Keep the ranks that destroyed a group which not all of its members destroyed; members and line by rank."""
+    members = {rank: text.partition(" at ")[0] for rank, text in left.items() if text}
+    found = {}
+    for rank, group in members.items():
+        others = group_ranks(group) if group.startswith("[") else tuple(left)
+        if any(members.get(other) != group for other in others):
+            found[rank] = left[rank]
+    return found

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.record.call_site import Site
-from distlab.comm.record.file import Known, RecordWriter, known_call
+from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
-from distlab.comm.record.matching import channel_of, fingerprint_of
+from distlab.comm.record.matching import channel_of, fingerprint_of, known_call
 from distlab.comm.record.operations import Operation, Terms, describe_shapes, num_bytes_of, ring_bytes, tensors_in
 from distlab.comm.record.read import Records, read_records
 
@@ -98,9 +98,9 @@ class Recorder:
             known = self._known[key] = self._describe(operation, group, list(tensors_in(data)), terms, site)
         return self._writer, self._writer.begin(known, aside)
 
-    def making_group(self, *, is_made: bool) -> None:
-        """Write down that the rank begins to make a group, or that it has made it (called by the front end)."""
-        self._writer.making_group(is_made=is_made)
+    def group(self, event: str, what: str = "") -> None:
+        """Write down that a group is "begun", "made" or "left" (called by the front end)."""
+        self._writer.group(event, what)
 
     def _describe(self, operation: Operation, group: Any, tensors: list[Tensor], terms: Terms, site: Site) -> Known:
         op, name, size, peer = operation.op, group.group_name, group.size(), terms.peer

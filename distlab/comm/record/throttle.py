@@ -92,7 +92,7 @@ class ThrottledLink:
             # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
             return cast(RecordWriter, self), self.num_calls
 
-    def making_group(self, *, is_made: bool) -> None:
+    def group(self, event: str, what: str = "") -> None:
         """Do nothing: the link carries calls only."""
 
     def is_over(self, number: int) -> bool:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.matching import Ledger, explain, ledger_of
+from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, ledger_of, left_by_some
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
+_ALL_MAKE = "every rank must call new_group, also a rank outside the group"
 _NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
@@ -32,9 +33,12 @@ class Standing(NamedTuple):
     names: list[str]
     unfinished: NDArray[Any]
     last: Any
-    aside: bool
-    making: int = 0  # number of the group that it is making (dist.new_group), from 1; 0: none
-    num_groups: int = 0  # how many it has begun to make
+    header: Header
+
+    @property
+    def group(self) -> str:
+        """Members and line of the last group that it has begun to make."""
+        return (groups_of(self.header, self.names) or [""])[-1]
 
     @property
     def blocked_in(self) -> Any:
@@ -49,14 +53,8 @@ def standings_of(records: Records) -> dict[int, Standing]:
     for rank, record in records.by_rank.items():
         unfinished = record.rows[(record.rows["end"] == 0)]
         last = record.rows[-1] if len(record.rows) else None
-        found[rank] = Standing(record.names, unfinished, last, record.header.aside, *_groups_of(record.header))
+        found[rank] = Standing(record.names, unfinished, last, record.header)
     return found
-
-
-def _groups_of(header: Header) -> tuple[int, int]:
-    """Return the number of the group that a rank is making (0: none), and how many it has begun to make."""
-    begun, made = header.groups_begun, header.groups_made
-    return begun if begun > made else 0, begun
 
 
 def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int]:
@@ -87,8 +85,8 @@ def describe(records: Records, world_size: int) -> list[str]:
 
 def _line(rank: int, standings: Mapping[int, Standing], ledger: Ledger, now: int) -> str:
     standing = standings.get(rank)
-    if standing is not None and standing.making:
-        return f"rank {rank} waits in dist.new_group #{standing.making}, which every rank must call"
+    if standing is not None and (number := standing.header.making):
+        return f"rank {rank} waits in dist.new_group #{number} {standing.group}, which every rank must call"
     if standing is None or standing.last is None:
         return f"rank {rank} has made no call to torch.distributed"
     row, names = standing.blocked_in, standing.names
@@ -126,22 +124,23 @@ def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: C
     for rank, standing in sorted(standings.items()):
         if rank in finished:
             continue
-        if standing.making:
-            absent = [r for r, other in sorted(standings.items()) if other.num_groups < standing.making]
+        if number := standing.header.making:
+            absent = [r for r, other in sorted(standings.items()) if other.header.groups_begun < number]
             if not absent:
                 return None
-            lines.append(_making_line(rank, standing.making, absent, finished))
+            why = ", ".join(absences(absent, finished))
+            lines.append(f"  rank {rank} waits in dist.new_group #{number} {standing.group}: {why}; {_ALL_MAKE}")
             continue
         row = standing.blocked_in
         if row is None:
             row = _never_met(rank, standing, ledger, finished, now)
-        if row is None or standing.aside or _may_be_served(rank, row, standings):
+        if row is None or standing.header.aside or _may_be_served(rank, row, standings):
             return None
         absent = waits_for(rank, row, standing.names, ledger)
         if not absent:
             return None
         call, since = call_of(rank, row, standing.names), (now - int(row["wait"] or row["start"])) / 1e9
-        reasons = _absences(absent, finished)
+        reasons = absences(absent, finished)
         if row["op"] in (SEND, RECV):
             other = "recv" if row["op"] == SEND else "send"
             reasons = [reason.replace("called it", f"called the {other}") for reason in reasons]
@@ -150,17 +149,6 @@ def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: C
         return None
     done = f"; finished: ranks {sorted(finished)}" if finished else ""
     return "\n".join([f"deadlock: every rank that has not finished waits, and none can go on{done}", *lines])
-
-
-def _absences(absent: Collection[int], finished: Collection[int]) -> list[str]:
-    return [f"rank {r} {'has returned without it' if r in finished else 'has not called it'}" for r in absent]
-
-
-def _making_line(rank: int, number: int, absent: Collection[int], finished: Collection[int]) -> str:
-    return (
-        f"  rank {rank} waits in dist.new_group #{number}: {', '.join(_absences(absent, finished))}; every rank must "
-        "call new_group, also a rank outside the group"
-    )
 
 
 def _may_be_served(rank: int, row: Any, standings: Mapping[int, Standing]) -> bool:
@@ -211,13 +199,13 @@ class _Follower:
         unfinished = self.unfinished()
         last = self.reader.rows(self.header, self.header.newest - 1)
         row = last[-1] if len(last) else None
-        return Standing(self.reader.names, unfinished, row, self.header.aside, *_groups_of(self.header))
+        return Standing(self.reader.read_names(), unfinished, row, self.header)
 
 
 class Watchdog:
     """Look at the ranks' records again and again; reads only what is new (about 0.2 ms per look for four ranks).
 
-    Make one for each job. A rank counts once its record was begun after `since_ns` (time.monotonic_ns before the job
+    One for each job. A rank counts once its record was begun after `since_ns` (time.monotonic_ns before the job
     was handed out).
     """
 
@@ -227,6 +215,7 @@ class Watchdog:
         self._followers: dict[int, _Follower] = {}
         self._ledger = Ledger()
         self._mismatch_at: float | None = None
+        self._num_groups = 0
         self._still: tuple[object, float] = (None, 0.0)
 
     def check(self, finished_ranks: Collection[int] = ()) -> str | None:
@@ -242,7 +231,7 @@ class Watchdog:
         followers = self._followers
         if not followers or any(r not in followers and r not in finished for r in range(self.world_size)):
             return None
-        read = tuple((rank, f.read, *_groups_of(f.header)) for rank, f in sorted(followers.items()))
+        read = tuple((r, f.read, f.header.groups_begun, f.header.groups_made) for r, f in sorted(followers.items()))
         signature = (frozenset(finished), read, self._waits())
         now = time.monotonic()
         if signature != self._still[0]:
@@ -261,16 +250,30 @@ class Watchdog:
             if header.job != follower.header.job:  # it began another job while we looked; next time
                 continue
             rows, lost = follower.new_rows(header)
-            if len(rows) or lost:
-                self._ledger.add(rank, rows, follower.reader.read_names(), dropped=lost)
+            if len(rows) or lost or header.is_stopped:
+                names = follower.reader.read_names()
+                self._ledger.add(rank, rows, names, dropped=lost, stopped=header.is_stopped)
         found = self._ledger.disagreement()
         if found is None:
-            return None
+            before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
+            return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()
         self._mismatch_at = self._mismatch_at or now
         if patient and len(found[0]) < found[0][0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
             return None
         return explain(self._ledger, *found)
+
+    def groups(self, *, is_over: bool = False) -> str:
+        """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make another."""
+        self._follow()
+        headers = {rank: follower.reader.header() for rank, follower in sorted(self._followers.items())}
+        begun = {rank: groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
+        return groups_differ(begun, is_over=is_over and not any(header.is_stopped for header in headers.values()))
+
+    def left(self) -> dict[int, str]:
+        """Return which ranks destroyed a group that others still had: members and line, by rank."""
+        self._follow()
+        return left_by_some({r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()})
 
     def _follow(self) -> None:
         """Find the ranks that have begun this job; begin anew when they have begun another."""

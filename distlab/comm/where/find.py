@@ -1,0 +1,202 @@
+"""Find the ranks of jobs among this user's processes (Linux): what `distlab where` looks at.
+
+A rank of `run`, of `Ranks` or of a notebook holds the file of its stacks open, in the folder of its job. Any other rank
+has RANK and WORLD_SIZE in its environment, as torchrun, Slurm's scripts and people set them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.comm.where.answer import signal_number
+
+PROC = Path("/proc")
+_ANSWER = re.compile(r"^/memfd:distlab-rank(\d+)\.stack")
+_OF_RUN = re.compile(r"^(/.*/distlab-\w+)/rank(\d+)\.stack$")
+_RECORD = re.compile(r"^(/.*)/rank(\d+)\.names$")
+_ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+
+
+class RankProcess(NamedTuple):
+    """A process that is a rank.
+
+    Attributes:
+        rank: its rank.
+        pid: its process number.
+        started: when, in the kernel's ticks: a number that is given away again has another one.
+        state: the kernel's letter: R runs, S and D wait, T is stopped, Z has ended.
+        stack: where it writes its stacks when it is asked (`answer`), or None.
+        folder: where its calls are recorded, or None.
+        environment: what it was started with.
+    """
+
+    rank: int
+    pid: int
+    started: int
+    state: str
+    stack: Path | None
+    folder: Path | None
+    environment: Mapping[str, str]
+
+
+class Job(NamedTuple):
+    """The ranks of one job on this machine.
+
+    Attributes:
+        name: what its ranks have in common.
+        launcher: process number and command of what started it, in words.
+        world_size: how many ranks it has, also on other machines.
+        ranks: its processes here, ascending.
+        parents: process numbers of all that its ranks come from.
+    """
+
+    name: tuple[str, ...]
+    launcher: str
+    world_size: int
+    ranks: tuple[RankProcess, ...]
+    parents: frozenset[int]
+
+
+def find_jobs(pid: int | None = None) -> list[Job]:
+    """Return the jobs of this user on this machine, or the one that a process belongs to or has started.
+
+    Raises:
+        ValueError: there is no such process, or it has no ranks; or this is no Linux.
+    """
+    if sys.platform != "linux":
+        raise ValueError("where reads /proc, which Linux alone has; on this system use py-spy on each rank")
+    jobs = sorted(_jobs(), key=lambda job: job.ranks[0].started)
+    if pid is None:
+        return jobs
+    if not (PROC / str(pid)).exists():
+        raise ValueError(f"there is no process {pid}; pass the number of a launcher or of a rank, or none for all jobs")
+    found = [job for job in jobs if pid in job.parents or any(rank.pid == pid for rank in job.ranks)]
+    if not found:
+        raise ValueError(
+            f"process {pid} is no rank of yours and has started none: a rank has RANK and WORLD_SIZE in its "
+            "environment, or comes from distlab's run; call where without a number to see all jobs"
+        )
+    return found
+
+
+def _jobs() -> Iterator[Job]:
+    me = {os.getpid(), *ancestors(os.getpid())}
+    found: dict[tuple[str, ...], dict[int, list[tuple[RankProcess, int]]]] = {}
+    for path in PROC.iterdir():
+        if path.name.isdigit() and int(path.name) not in me:
+            try:
+                read = _read(path)
+            except (OSError, ValueError, IndexError):  # it has ended, or belongs to somebody else
+                continue
+            if read is not None:
+                name, size, process = read
+                found.setdefault(name, {}).setdefault(process.rank, []).append((process, size))
+    for name, by_rank in found.items():
+        # What a rank has started, such as a loader's workers, inherits all of this: the first of the line is the rank.
+        firsts = [min(same, key=lambda one: (one[0].started, one[0].pid)) for _, same in sorted(by_rank.items())]
+        lines = [ancestors(process.pid) for process, _ in firsts]
+        ranks = tuple(process for process, _ in firsts)
+        yield Job(name, _launcher(lines[0]), max(size for _, size in firsts), ranks, frozenset().union(*lines))
+
+
+def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
+    """Return a process's job, its number of ranks and its place in it; None where it is no rank."""
+    if path.stat().st_uid != os.geteuid():
+        return None
+    command = (path / "cmdline").read_bytes()
+    if b"python" not in command.lower() and "python" not in os.readlink(path / "exe").lower():
+        return None
+    environment = _environment(path)
+    stack, folder, rank = _files(path)
+    state, _, started = status(int(path.name))
+    if state == "Z":
+        return None
+    if rank >= 0 and folder is not None:  # of run, Ranks or a notebook
+        process = RankProcess(rank, int(path.name), started, state, stack, folder, environment)
+        return (str(folder),), len(list(folder.glob("rank*.stack"))), process
+    try:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    name = tuple(environment.get(part, "") for part in _ELASTIC)
+    return name, size, RankProcess(rank, int(path.name), started, state, stack, folder, environment)
+
+
+def _environment(path: Path) -> dict[str, str]:
+    entries = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _files(path: Path) -> tuple[Path | None, Path | None, int]:
+    """Return through which file a process shows its stacks, the folder of its records, and its rank of `run` or -1."""
+    stack, folder, rank = None, None, -1
+    for link in (path / "fd").iterdir():
+        target = _target(link)
+        if _ANSWER.match(target):
+            stack = link
+        elif (found := _OF_RUN.match(target)) is not None:
+            folder, rank = Path(found[1]), int(found[2])
+        elif (found := _RECORD.match(target)) is not None and rank < 0:
+            folder = Path(found[1])
+    return stack, folder, rank
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def status(pid: int) -> tuple[str, int, int]:
+    """Return a process's state (one letter), its parent, and when it started.
+
+    Raises:
+        OSError: it has ended.
+    """
+    words = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return words[0], int(words[1]), int(words[19])
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return what a process comes from, the nearest first, without the first process of all."""
+    line: list[int] = []
+    while pid > 1:
+        try:
+            pid = status(pid)[1]
+        except OSError:
+            break
+        if pid > 1:
+            line.append(pid)
+    return line
+
+
+def _launcher(line: list[int]) -> str:
+    """Return the command of the first ancestor that is no part of distlab's or torchrun's own machinery."""
+    for pid in line:
+        try:
+            words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        except OSError:
+            continue
+        if not any("distlab.comm.launch" in word for word in words):
+            text = " ".join(" ".join(words).split())
+            return f"{text if len(text) <= 80 else text[:77] + '...'} (process {pid})"
+    return "a process that has ended"
+
+
+def answers(process: RankProcess) -> bool:
+    """Tell whether the signal makes the process write its stacks: it catches it; else the signal would end it."""
+    if process.stack is None:
+        return False
+    try:
+        lines = (PROC / str(process.pid) / "status").read_text().splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        same = status(process.pid)[2] == process.started
+    except (OSError, StopIteration):
+        return False
+    return same and bool(caught >> (signal_number() - 1) & 1)

@@ -1,0 +1,250 @@
+"""Say where each rank of a job stands, who waits for whom, and in one sentence what is wrong."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distlab.comm.record.file import OPS
+from distlab.comm.record.matching import Ledger, ledger_of
+from distlab.comm.record.read import RankRecord, Records, call_of, group_ranks, is_pair, read_records, short
+from distlab.comm.record.watchdog import Standing, describe, standings_of, waits_for
+from distlab.comm.where.find import Job
+from distlab.comm.where.flight import ask
+from distlab.comm.where.stacks import Frame, Stack, is_torch, stacks_of
+
+_PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+_WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
+_IDLE, _BACKWARD = ("serve_rank",), "_engine_run_backward"
+
+
+class Place(NamedTuple):
+    """Where a rank stands, from its stack: its own line, and the call of torch.distributed that it is in.
+
+    Attributes:
+        site: file:line of the program's own code, or "".
+        function: the function there.
+        call: such as "all_reduce", "recv" or "backward"; "" where it is in none.
+        peer: the rank at the other end of a message, or -1.
+        why: why nothing is known.
+    """
+
+    site: str
+    function: str
+    call: str
+    peer: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        if not self.site:
+            return self.why or "it has finished its function"
+        return f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
+
+
+class Wait(NamedTuple):
+    """A rank that waits: in which call, and for which ranks."""
+
+    words: str
+    absent: Sequence[int]
+
+
+def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
+    """Yield lines about a job: each rank, the stacks, one sentence. Nothing is disturbed; it takes a second or two."""
+    stacks = stacks_of(job.ranks)
+    places = {rank: place_of(stack) for rank, stack in stacks.items()}
+    records, is_exact = records_of(job)
+    waits = waits_of(records, places, is_exact=is_exact)
+    size = len(job.ranks)
+    yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {_source(records, is_exact=is_exact)}"
+    words = describe(records, job.world_size) if len(records) else []
+    for process in job.ranks:
+        rank, place = process.rank, places[process.rank]
+        known = words[rank].partition(f"rank {rank} ")[2] if rank in records.by_rank and words else ""
+        yield f"rank {rank} (process {process.pid}): {'; '.join(filter(None, [known, str(place)]))}"
+    yield f"=> {sentence(job, records, places, waits)}"
+    if with_stacks:
+        yield from _stack_lines(stacks)
+
+
+def report_dumps(records: Records) -> Iterator[str]:
+    """Yield lines about dumps of the flight recorder alone."""
+    size = max(records.ranks, default=-1) + 1
+    yield from describe(records, size)
+    found = mismatch(ledger_of(records))
+    lost = [rank for rank in range(size) if rank not in records.by_rank]
+    waits = waits_of(records, {}, is_exact=False)
+    yield f"=> {found or _chain(waits, {}) or 'no calls that differ, and none that waits for a rank'}"
+    if lost:
+        yield f"there is no dump of {_names(lost)}"
+
+
+def records_of(job: Job) -> tuple[Records, bool]:
+    """Return the calls of a job's ranks, and whether our recorder wrote them (else torch's flight recorder)."""
+    found: dict[int, RankRecord] = {}
+    for folder in {process.folder for process in job.ranks if process.folder is not None}:
+        try:
+            found.update(read_records(folder).by_rank)
+        except (OSError, RuntimeError, ValueError):  # just being made, or just removed
+            continue
+    if found:
+        return Records(found), True
+    return ask(job.ranks), False
+
+
+def _source(records: Records, *, is_exact: bool) -> str:
+    if not len(records):
+        return "are not recorded"
+    return "from distlab's recorder" if is_exact else "from torch's flight recorder"
+
+
+def place_of(stack: Stack) -> Place:
+    """Find in a stack the program's own line and the call that it is in."""
+    call, peer = "", -1
+    for frame in stack.frames:
+        if frame.is_learners:
+            return Place(f"{frame.file}:{frame.line}", frame.function, call, peer)
+        name = frame.function
+        if "/torch/distributed/" in frame.file and _is_call(name):
+            call, peer = name, _peer(frame)
+        elif frame.file.endswith("distlab/comm/record/intercept.py") and name == "wait":
+            call = call or "wait"
+        elif is_torch(frame.file) and name == _BACKWARD:
+            call = call or "backward"
+    if stack.frames and not any(frame.function in _IDLE for frame in stack.frames):
+        last = next((frame for frame in stack.frames if not is_torch(frame.file)), stack.frames[0])
+        return Place(f"{last.file}:{last.line}", last.function, call, peer)
+    return Place("", "", "", -1, stack.why)
+
+
+def _is_call(name: str) -> bool:
+    return name in _PAIRS or name in _WITH_ALL or (name.startswith(OPS[1:-2]) and not name.startswith("_"))
+
+
+def _peer(frame: Frame) -> int:
+    value = frame.values.get(_PAIRS.get(frame.function, ""), "")
+    return int(value) if value.isdigit() else -1
+
+
+def waits_of(records: Records, places: Mapping[int, Place], *, is_exact: bool) -> dict[int, Wait]:
+    """Return which ranks wait, and for whom: from their calls, and from their stacks where those are not recorded."""
+    standings, ledger = standings_of(records), ledger_of(records)
+    waits = {}
+    for rank, standing in standings.items():
+        place = places.get(rank)
+        is_waiting = is_exact or place is None or bool(place.call)
+        if number := standing.header.making:
+            absent = [other for other, one in standings.items() if one.header.groups_begun < number]
+            waits[rank] = Wait(f"dist.new_group #{number} {standing.group}", absent)
+        elif is_waiting and (row := _row(standing, is_exact=is_exact)) is not None:
+            words = str(call_of(rank, row, standing.names))
+            waits[rank] = Wait(words, waits_for(rank, row, standing.names, ledger))
+    for rank, place in places.items():
+        if rank not in standings and place.call not in ("", "wait", "backward"):
+            waits[rank] = Wait(f"{place.call} at {short(place.site)}", _absent(rank, place, places))
+    return waits
+
+
+def _row(standing: Standing, *, is_exact: bool) -> Any:
+    """Return the call that a rank waits in."""
+    if is_exact:
+        return standing.blocked_in
+    rows = standing.unfinished[~is_pair(standing.unfinished)]
+    return rows[-1] if len(rows) else None
+
+
+def _absent(rank: int, place: Place, places: Mapping[int, Place]) -> list[int]:
+    """Return for whom a rank waits, as far as stacks tell: for a message's other end, else for who is elsewhere."""
+    if place.call in _PAIRS:
+        if place.peer not in places:
+            return []
+        other = places[place.peer]
+        meets = {"send": "recv", "isend": "recv", "recv": "send", "irecv": "send"}[place.call]
+        is_met = other.call.lstrip("i") == meets and other.peer in (rank, -1)
+        return [] if is_met else [place.peer]
+    return [other for other, one in places.items() if other != rank and one.call != place.call]
+
+
+def mismatch(ledger: Ledger) -> str:
+    """Return in one sentence which calls meet and do not fit, or ""."""
+    found = ledger.disagreement()
+    if found is None:
+        return ""
+    rows, ranks = found
+    calls: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        calls.setdefault(int(row["fp"]), []).append(index)
+    said = []
+    for same in calls.values():
+        rank = int(ranks[same[0]])
+        names = ledger.names[rank]
+        said.append(f"{_names([int(ranks[i]) for i in same])}: {call_of(rank, rows[same[0]], names)}")
+    members = list(group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]]))
+    return f"the ranks of group {members} do not make the same call: {'; '.join(said)}"
+
+
+def sentence(job: Job, records: Records, places: Mapping[int, Place], waits: Mapping[int, Wait]) -> str:
+    """Say in one sentence what is wrong."""
+    here = {process.rank: process for process in job.ranks}
+    all_here = here[min(here)].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size)
+    lost = [rank for rank in range(job.world_size) if rank not in here]
+    if (found := mismatch(ledger_of(records))) != "":
+        return found
+    if lost and all_here:
+        return f"{_names(lost)} of {job.world_size} have no process: ended, or not begun; {_who_waits(waits)}"
+    stopped = [rank for rank, process in here.items() if process.state in "Tt"]
+    if stopped:
+        return f"{_names(stopped)} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}".replace(
+            " stopped", f" {'is' if len(stopped) == 1 else 'are'} stopped", 1
+        )
+    elsewhere = f"; {_names(lost)} run on other machines and are not seen from here" if lost else ""
+    return (_chain(waits, places) or "nothing is wrong: no rank waits for one that does not come") + elsewhere
+
+
+def _who_waits(waits: Mapping[int, Wait]) -> str:
+    if not waits:
+        return "no rank waits in a call"
+    rank = min(waits)
+    return f"{_names(sorted(waits))} wait{'s' if len(waits) == 1 else ''}, rank {rank} in {waits[rank].words}"
+
+
+def _chain(waits: Mapping[int, Wait], places: Mapping[int, Place]) -> str:
+    """Follow who waits for whom to its end: a rank that does not wait, or a circle."""
+    for start in sorted(waits):
+        line = [start]
+        while (here := waits.get(line[-1])) is not None and here.absent:
+            following = here.absent[0]
+            if following in line:
+                circle = line[line.index(following) :]
+                steps = [
+                    f"rank {rank} waits for rank {waits[rank].absent[0]} in {waits[rank].words}" for rank in circle
+                ]
+                return f"deadlock: {', and '.join(steps)}"
+            line.append(following)
+        if len(line) > 1 and line[-1] not in waits:
+            last, first = line[-1], waits[line[-2]].words
+            waiting = sorted(rank for rank, wait in waits.items() if wait.absent)
+            who = f"{_names(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {last} in {first}"
+            return f"{who}; rank {last} has not called it" + (f": {places[last]}" if last in places else "")
+    return ""
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
+    """Yield each different stack once, innermost call last, with its ranks."""
+    same: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
+    for rank, stack in stacks.items():
+        shown = [f for f in stack.frames if f.is_learners or is_torch(f.file)] or list(stack.frames)
+        if shown:
+            same.setdefault(tuple((f.file, f.line, f.function) for f in shown), []).append(rank)
+    for frames, ranks in same.items():
+        yield f"\n--- {_names(ranks)} stand{'s' if len(ranks) == 1 else ''} here (innermost call last) ---"
+        for file, line, function in reversed(frames):
+            yield f'  File "{file}", line {line}, in {function}'
+            source = linecache.getline(file, line).strip()
+            if source:
+                yield f"    {source}"

@@ -1,0 +1,133 @@
+"""Where processes stand: their frames, read from outside by py-spy, or written by a rank that is asked.
+
+py-spy reads the memory of a process that goes on meanwhile; it works for any Python program and also tells the numbers
+that functions were called with. Where it is missing or may not read, ranks of distlab answer a signal (faulthandler).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.comm.where.answer import signal_number
+from distlab.comm.where.find import RankProcess, answers
+
+WAIT_S = 1.0
+_TRIES = 5  # a process that runs changes its frames while they are read
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_TORCH = re.compile(r"/torch/(?!.*/site-packages/)")
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<frozen|^<string>$")
+
+
+class Frame(NamedTuple):
+    """A function under way: its file, its line, and the plain values that it was called with."""
+
+    function: str
+    file: str
+    line: int
+    values: Mapping[str, str]
+
+    @property
+    def is_learners(self) -> bool:
+        """Whether the code is the program's own, not torch's, distlab's or Python's."""
+        return not (is_torch(self.file) or self.file.startswith(_OURS) or _LIBRARY.search(self.file))
+
+
+class Stack(NamedTuple):
+    """Where a process stands: the frames of its main thread, innermost first; or, in words, why they are not known."""
+
+    frames: tuple[Frame, ...]
+    why: str = ""
+
+
+def is_torch(file: str) -> bool:
+    """Tell whether a file is part of torch."""
+    return _TORCH.search(file) is not None
+
+
+def stacks_of(processes: Sequence[RankProcess]) -> dict[int, Stack]:
+    """Return where each process stands, by rank; takes a second or so, whatever the ranks do."""
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(_stack_of, processes)
+    return {process.rank: stack for process, stack in zip(processes, found, strict=True)}
+
+
+def _stack_of(process: RankProcess) -> Stack:
+    if process.state in "Tt":
+        return Stack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
+    spy = find_py_spy()
+    stack = Stack((), "py-spy is not installed: pip install 'distlab[where]'") if spy is None else _spied(spy, process)
+    return stack if stack.frames or not answers(process) else _asked(process)
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy: beside this Python, or on the path."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _spied(spy: str, process: RankProcess) -> Stack:
+    command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json", "--locals"]
+    why = ""
+    for _ in range(_TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=10 * WAIT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Stack((), f"py-spy: {error}")
+        if done.returncode == 0:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                threads: list[dict[str, Any]] = json.loads(done.stdout)
+                chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
+                frames = tuple(_frame(frame) for frame in chosen["frames"])
+                if frames:
+                    return Stack(frames)
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = " ".join(line.strip() for line in lines[:2])
+        time.sleep(0.02)
+    return Stack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
+
+
+def _frame(read: Mapping[str, Any]) -> Frame:
+    values = {one["name"]: str(one["repr"]) for one in read.get("locals") or () if one.get("arg")}
+    return Frame(str(read["name"]).rpartition(".")[2], str(read["filename"]), int(read["line"]), values)
+
+
+def _asked(process: RankProcess) -> Stack:
+    """Ask a rank to write its stacks, and read what it writes."""
+    assert process.stack is not None, "answers() has seen it"
+    try:
+        with process.stack.open("rb") as file:
+            start = file.seek(0, os.SEEK_END)
+            _send(process)
+            deadline, text = time.monotonic() + WAIT_S, ""
+            while time.monotonic() < deadline and not text.endswith((" in <module>\n", "in _bootstrap\n")):
+                time.sleep(0.01)
+                file.seek(start)
+                text = file.read().decode(errors="replace")
+    except OSError:
+        return Stack((), "it has just ended")
+    blocks = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", text.strip())
+    frames = [Frame(name, file, int(line), {}) for file, line, name in _FRAME.findall(blocks[-1])]  # main comes last
+    return Stack(tuple(frames), "" if frames else "it does not answer: it starts, ends, or gets no time to run")
+
+
+def _send(process: RankProcess) -> None:
+    """Send the signal, to this process and to no other that got its number since."""
+    handle = os.pidfd_open(process.pid)
+    try:
+        if answers(process):
+            signal.pidfd_send_signal(handle, signal_number())
+    finally:
+        os.close(handle)

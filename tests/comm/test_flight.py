@@ -1,0 +1,135 @@
+"""Dumps of torch's flight recorder: read whoever wrote them, asked of running ranks, and no code of them runs."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from distlab.cli import main
+from distlab.comm.where.find import RankProcess, status
+from distlab.comm.where.flight import ask, read_dump, read_dumps
+
+SERVED = """
+import os, sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _WorkerServer
+from distlab.comm.where.find import RankProcess
+from distlab.comm.where.flight import ask
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dist.broadcast(torch.ones(2, 2), 0)
+server = _WorkerServer(sys.argv[1])
+process = RankProcess(0, os.getpid(), 0, "R", None, None, {"TORCH_WORKER_SERVER_SOCKET": sys.argv[1]})
+print([str(call).partition(" at ")[0] for call in ask([process])])
+server.shutdown()
+dist.destroy_process_group()
+"""
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/distlab-bomb-went-off",)
+
+
+def dump_of(rank, *, shape=(4,), last=3, state="scheduled"):
+    """A dump as torch writes it, of a rank that has come to collective number `last`."""
+    entries = [
+        {
+            "record_id": number - 1,
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": number,
+            "p2p_seq_id": 0,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": time.time_ns(),
+            "input_sizes": [list(shape)],
+            "input_dtypes": ["Float"],
+            "state": "completed" if number < last else state,
+            "retired": number < last,
+            "frames": [{"filename": "/home/me/train.py", "line": 10 * number, "name": "step"}],
+        }
+        for number in range(1, last + 1)
+    ]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    return {"version": "2.5", "pg_config": config, "entries": entries}
+
+
+def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
+    for rank, dump in enumerate([dump_of(0), dump_of(1, last=2, state="completed")]):
+        (tmp_path / f"fr_{rank}").write_bytes(pickle.dumps(dump))
+    assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
+    assert (
+        "rank 0 waits for rank 1 in all_reduce #3 (float[4], group [0, 1]) at /home/me/train.py:30"
+        in capsys.readouterr().out
+    )
+    (tmp_path / "fr_1").write_text(json.dumps(dump_of(1, shape=(5,))))
+    assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
+    text = capsys.readouterr().out
+    assert "do not make the same call: rank 0: all_reduce #1 (float[4]" in text
+    assert "rank 1: all_reduce #1 (float[5]" in text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Bomb()),
+        pickle.dumps({"pg_config": {}, "entries": [Bomb()]}),
+        b"",
+        b"{",
+        b"\x80\x04.",
+        pickle.dumps([1]),
+    ],
+)
+def test_no_code_of_a_dump_runs_and_damage_is_told(data):
+    with pytest.raises(ValueError, match="f is no dump of torch's flight recorder"):
+        read_dump(data, "f")
+    assert not os.path.exists("/tmp/distlab-bomb-went-off")
+
+
+def test_a_dump_with_odd_entries_loses_those_alone(tmp_path):
+    good = dump_of(0)
+    good["entries"] += [
+        {},
+        None,
+        7,
+        {"profiling_name": "nccl:unheard_of"},
+        good["entries"][0] | {"process_group": ("9", "")},
+    ]
+    (tmp_path / "d0").write_bytes(pickle.dumps(good))
+    assert [call.group for call in read_dumps(tmp_path / "d")] == [(0, 1)] * 3 + [(0,)]
+
+
+def test_a_rank_with_torchs_worker_server_is_asked_over_its_socket(tmp_path):
+    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
+    command = [sys.executable, "-c", SERVED, str(tmp_path / "socket")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    said = "['all_reduce #1 (float[3], group [0])', 'broadcast #2 (float[2, 2], group [0])']"
+    assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_a_rank_of_nccl_is_asked_through_its_pipe_and_an_old_dump_is_not_taken_for_its_own(tmp_path):
+    prefix, pipe = tmp_path / "fr_", tmp_path / "ask_"
+    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}
+    process = RankProcess(0, os.getpid(), status(os.getpid())[2], "R", None, None, environment)
+    assert len(ask([process])) == 0, "no dump"
+    (tmp_path / "fr_0").write_bytes(pickle.dumps(dump_of(0)))
+    assert len(ask([process])) == 3
+    os.utime(tmp_path / "fr_0", (1, 1))
+    assert len(ask([process])) == 0, "an earlier process wrote it"
+    os.mkfifo(tmp_path / "ask_0.pipe")
+
+    def answer():  # as torch's monitor does
+        with open(tmp_path / "ask_0.pipe", "rb") as file:
+            if file.read(1) == b"1":
+                (tmp_path / "fr_0").write_bytes(pickle.dumps(dump_of(0, last=5)))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert len(ask([process._replace(environment=environment | {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(pipe)})])) == 5
+    thread.join(10)

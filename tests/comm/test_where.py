@@ -1,0 +1,229 @@
+"""`distlab where` from outside: jobs of run and of a plain torchrun, and nothing is disturbed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import distlab
+from distlab.cli import main
+from distlab.comm import Ranks
+from distlab.comm.where import stacks
+from distlab.comm.where.find import find_jobs, status
+from distlab.comm.where.flight import read_dumps
+from distlab.comm.where.say import report
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
+SPY = stacks.find_py_spy()
+FOREIGN = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+go = pathlib.Path(sys.argv[1])
+
+def load():
+    (go.parent / "late").touch()
+    while not go.exists():
+        time.sleep(0.05)
+
+def train():
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        load()
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        dist.recv(x, src=1)
+    else:
+        load()
+        dist.send(x, dst=0)
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:
+        data = torch._C._distributed_c10d._dump_fr_trace()
+        (go.parent / f"dump{dist.get_rank()}").write_bytes(data)
+
+dist.init_process_group("gloo")
+try:
+    train()
+finally:
+    dist.destroy_process_group()
+print("the end")
+"""
+
+# The same as a script of distlab: its process_group answers.
+OURS = FOREIGN.replace(
+    'dist.init_process_group("gloo")\ntry:\n', "from distlab.comm import process_group\nwith process_group():\n"
+)
+OURS = OURS.replace("finally:\n    dist.destroy_process_group()\n", "")
+
+
+def wait_for(what, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def busy(tmp_path):
+    """Ranks of which one sleeps until told, while the others wait for it; yields (ranks, results)."""
+    go, here = tmp_path / "go", tmp_path / "here"
+
+    def program(go, here):
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        def sleeping():
+            here.touch()
+            while not go.exists():
+                time.sleep(0.05)
+
+        x = torch.ones(4)
+        if dist.get_rank() == 1:
+            sleeping()
+        dist.all_reduce(x)
+        return x[0].item()
+
+    results = []
+    with Ranks(3, timeout_s=60) as ranks:
+        thread = threading.Thread(target=lambda: results.append(ranks.run(program, go, here)))
+        thread.start()
+        wait_for(here.exists)
+        time.sleep(0.3)  # the others reach their call
+        yield ranks, results
+        go.touch()
+        thread.join()
+        assert results == [[3.0] * 3], "nobody was disturbed"
+
+
+def said(pid, **named):
+    (job,) = find_jobs(pid)
+    return "\n".join(report(job, **named))
+
+
+@pytest.mark.parametrize("spies", [True, False])
+def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, spies, monkeypatch):
+    if not spies:
+        monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    elif SPY is None:
+        pytest.skip("py-spy is not installed (pip install 'distlab[where]')")
+    text = said(busy[0].pids[0])
+    assert "3 of 3 ranks are here; calls from distlab's recorder" in text
+    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
+    assert verdict.startswith("=> ranks 0, 2 wait for rank 1 in all_reduce #1 (float32[4], group [0, 1, 2]) at "), text
+    assert "test_where.py:" in verdict
+    assert verdict.endswith(" in sleeping")
+    assert "--- rank 1 stands here (innermost call last) ---" in text
+    assert ", in sleeping" in text
+    assert "--- ranks 0, 2 stand here" in text
+    assert "---" not in said(busy[0].pids[2], with_stacks=False)
+
+
+def test_a_stopped_rank_is_named(busy):
+    pid = busy[0].pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: status(pid)[0] == "T")
+        text = said(pid)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "=> rank 1 is stopped by a signal, until it gets SIGCONT; ranks 0, 2 wait, rank 0 in all_reduce #1" in text
+
+
+def test_a_launcher_is_as_good_as_a_rank_and_ranks_that_wait_for_nothing_are_well(ranks):
+    ranks(2).run(os.getpid)
+    jobs = find_jobs(os.getpid())
+    assert any(len(job.ranks) == 2 for job in jobs)
+    pid = ranks(2).pids[0]
+    assert "=> nothing is wrong" in said(pid)
+    assert "it has finished its function" in said(pid)
+    assert ranks(2).run(os.getpid) == list(ranks(2).pids), "they live on"
+
+
+@pytest.fixture
+def foreign(tmp_path, request):
+    """A job of torchrun that knows nothing of distlab; yields (process, folder) and ends it well."""
+    script = tmp_path / "train.py"
+    is_ours = "process_group" in request.node.name
+    script.write_text(OURS if is_ours else FOREIGN)
+    path = {"PYTHONPATH": str(Path(distlab.__file__).parents[1])} if is_ours else {}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TORCH_FR_BUFFER_SIZE": "100"} | path
+    flags = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    flags += ["--local-addr", "127.0.0.1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(script), str(tmp_path / "go")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for((tmp_path / "late").exists)
+        time.sleep(0.3)
+        yield process, tmp_path
+        (tmp_path / "go").touch()
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, out
+        assert out.count("the end") == 2
+        assert_dumps_are_read(tmp_path / "dump")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_dumps_are_read(prefix):
+    records = read_dumps(prefix)
+    assert records.ranks == (0, 1)
+    for rank in records.ranks:
+        calls = [call for call in records.calls(rank) if call.op == "all_reduce"]
+        assert [(call.number, call.group) for call in calls] == [(1, (0, 1)), (2, (0, 1))]
+        assert calls[0].what == "float[4]"
+        assert "train.py:" in calls[0].site
+
+
+def test_a_torchrun_job_that_distlab_did_not_start(foreign, capsys):
+    if SPY is None:
+        pytest.skip("py-spy is not installed (pip install 'distlab[where]')")
+    process, folder = foreign
+    assert main(["where", str(process.pid)]) == 0
+    text = capsys.readouterr().out
+    assert "2 of 2 ranks are here" in text
+    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
+    assert "rank 0 waits for rank 1 in all_reduce at " in verdict, text
+    assert "train.py:16" in verdict
+    assert verdict.endswith(" in load")
+
+
+def test_without_py_spy_a_foreign_rank_gets_no_signal_and_the_reader_is_told(foreign, monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    text = said(foreign[0].pid)
+    assert "py-spy is not installed: pip install 'distlab[where]'" in text
+
+
+def test_without_py_spy_ranks_of_process_group_answer_and_live_on(foreign, monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    text = said(foreign[0].pid)
+    assert "--- rank 1 stands here (innermost call last) ---" in text
+    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
+    assert "rank 0 waits for rank 1 in all_reduce at " in verdict, text
+    assert verdict.endswith(" in load")
+
+
+def test_mistakes_are_one_line(capsys, tmp_path):
+    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert main(["where", str(idle.pid)]) == 2
+        assert f"process {idle.pid} is no rank of yours and has started none" in capsys.readouterr().err
+    finally:
+        idle.communicate()
+    assert main(["where", str(idle.pid)]) == 2
+    assert f"there is no process {idle.pid}" in capsys.readouterr().err
+    assert main(["where", "--dumps", str(tmp_path / "none")]) == 2
+    assert "there are no files" in capsys.readouterr().err
+    assert main(["where", "1", "--dumps", "x"]) == 2
