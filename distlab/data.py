@@ -65,6 +65,36 @@ def read_text(path: str | Path, context: int = 1) -> bytes:
     return data
 
 
+class SampleOrder:
+    """The order in which a run takes its samples: a new shuffle each epoch, a function of (seed, epoch) alone.
+
+    Samples are counted from the begin of the run: a position is one number, over all epochs.
+    """
+
+    def __init__(self, num_samples: int, seed: int = 0) -> None:
+        self.num_samples, self.seed = num_samples, seed
+        self._kept: tuple[int, np.ndarray] | None = None
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Return an epoch's order; that of the last one asked for is kept."""
+        if self._kept is None or self._kept[0] != epoch:
+            shuffle = np.random.default_rng(derive_seed(self.seed, 0, f"order of epoch {epoch}"))
+            self._kept = epoch, shuffle.permutation(self.num_samples)
+        return self._kept[1]
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Return the samples of positions start to stop - 1, which may lie in several epochs.
+
+        Shapes: -> [stop - start], int64
+        """
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            epoch, index = divmod(start, self.num_samples)
+            parts.append(self.epoch(epoch)[index : index + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts)
+
+
 class ByteCorpus:
     """Samples of `context` bytes from a text, in a new shuffled order each epoch.
 
@@ -86,7 +116,7 @@ class ByteCorpus:
         self.context = context
         self.num_samples = (len(data) - 1) // context
         self._bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None
+        self._order = SampleOrder(self.num_samples)
 
     def batch(
         self, step: int, batch_size: int, seed: int = 0, *, rank: int = 0, world_size: int = 1
@@ -104,17 +134,12 @@ class ByteCorpus:
         start, stop = rank_slice(batch_size, rank, world_size)
         if step < 0:
             raise ValueError(f"step is {step}; pass 0 or more")
-        positions = range(step * batch_size + start, step * batch_size + stop)
-        windows = [self._window(*divmod(position, self.num_samples), seed) for position in positions]
-        starts = torch.tensor(windows) * self.context
+        if self._order.seed != seed:
+            self._order = SampleOrder(self.num_samples, seed)
+        windows = self._order.samples(step * batch_size + start, step * batch_size + stop)
+        starts = torch.from_numpy(windows) * self.context
         chunk = self._bytes[starts[:, None] + torch.arange(self.context + 1)].long()
         return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
-
-    def _window(self, epoch: int, index: int, seed: int) -> int:
-        if self._order is None or self._order[0] != (seed, epoch):  # one epoch's order is kept
-            shuffle = np.random.default_rng(derive_seed(seed, 0, f"order of epoch {epoch}"))
-            self._order = (seed, epoch), shuffle.permutation(self.num_samples)
-        return int(self._order[1][index])
 
 
 def rank_slice(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -53,14 +53,16 @@ class ReplicaVotes:
         self._names: list[list[str]] = []  # of the tensors of each step
         self._sums: list[Tensor] = []
 
-    def look(self, step: int, model: nn.Module) -> None:
-        """Add up the bits of a model's parameters and gradients; every k-th call votes.
+    def look(self, step: int, model: nn.Module, *, gradients: bool = True) -> None:
+        """Add up the bits of a model's parameters and, where they are equal on all replicas, gradients.
+
+        Every k-th call votes.
 
         Raises:
             CorruptionError: on every rank, at a vote: as `vote`.
             ValueError: on every rank, at a vote: as `vote`.
         """
-        found = dict(_tensors_of(model))
+        found = dict(_tensors_of(model) if gradients else model.named_parameters())
         names = list(found)
         self._steps.append(step)
         self._names.append(self._names[-1] if self._names and self._names[-1] == names else names)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
 from distlab.comm import agree
-from distlab.rng import derive_seed
+from distlab.data import SampleOrder
 
 TAILS = ("drop", "pad", "keep")
 FACTS = ("num_samples", "seed", "shuffle")
@@ -115,9 +115,7 @@ class DistributedSampler(Sampler[int]):
         """Return the whole epoch's order, the same on every rank."""
         if not self.shuffle:
             return np.arange(self.num_samples)
-        return np.random.default_rng(derive_seed(self.seed, 0, f"order of epoch {self.epoch}")).permutation(
-            self.num_samples
-        )
+        return SampleOrder(self.num_samples, self.seed).epoch(self.epoch)
 
     def share(self, rank: int) -> int:
         """Return how many samples a rank takes in the pass that begins (or began) here."""

@@ -1,0 +1,199 @@
+"""Ranks of torchrun that are forked from a process which stands by: like any others, and nothing of it stays."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+STANDBY = ["-m", "distlab.comm.standby"]
+pytestmark = pytest.mark.gloo("the scripts ask for no backend, or make no group")
+
+
+@contextmanager
+def started(folder, source, command, *arguments, **environment):
+    """Write a script and start it; end what is left of it."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(
+            [*command, *STANDBY, str(script), str(folder), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory):
+    """Make `rank(folder, source, ...)` start one rank, as torchrun would: this process is the agent."""
+    asked = tmp_path_factory.mktemp("asked")
+    environment = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "1"}
+    source = "import os, pathlib, sys; pathlib.Path(sys.argv[1], 'server').write_text(str(os.getppid()))"
+    yield lambda *arguments, **more: started(
+        arguments[0], arguments[1], [sys.executable], *arguments[2:], **environment | more
+    )
+    with started(asked, source, [sys.executable], **environment) as process:
+        process.wait(60)
+    os.kill(int((asked / "server").read_text()), signal.SIGKILL)
+    for folder in standby_folders(os.getpid()):
+        shutil.rmtree(folder)
+
+
+def standby_folders(agent):
+    return list(Path(tempfile.gettempdir()).glob(f"distlab-standby-*-{agent}"))
+
+
+def output(folder):
+    return (folder / "output.txt").read_text()
+
+
+def wait_for(path, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.02)
+
+
+def assert_gone(pids):
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_script_finds_what_it_would_find_without(rank, tmp_path):
+    """Arguments, environment, folders, streams; __main__ is the script, and random numbers are each rank's own."""
+    source = """
+        import json, os, pathlib, sys, numpy, torch
+        import neighbour
+        class Thing: pass
+        rank = os.environ["RANK"]
+        facts = {"argv": sys.argv[2:], "cwd": os.getcwd(), "main": __name__, "file": __file__,
+                 "thing": Thing.__module__, "session": os.getsid(0) == os.getpid(), "world": os.environ["WORLD_SIZE"],
+                 "found": sys.modules["__main__"].__dict__.get("Thing") is Thing,
+                 "number": float(numpy.random.rand()), "seed": torch.initial_seed()}
+        pathlib.Path(sys.argv[1], f"facts{rank}").write_text(json.dumps(facts))
+        print("out of", rank); print("err of", rank, file=sys.stderr)
+    """
+    (tmp_path / "neighbour.py").write_text("")
+    for number in range(2):
+        with rank(tmp_path, source, "--flag", "two words", RANK=str(number), WORLD_SIZE="2") as process:
+            assert process.wait(60) == 0, output(tmp_path)
+        assert output(tmp_path) == f"out of {number}\nerr of {number}\n"
+    facts = [json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(2)]
+    for one in facts:
+        assert one["argv"] == ["--flag", "two words"]
+        assert (one["cwd"], one["main"], one["thing"]) == (os.getcwd(), "__main__", "__main__")
+        assert one["file"] == str(tmp_path / "script.py")
+        assert (one["found"], one["world"], one["session"]) == (True, "2", True)
+    assert facts[0]["number"] != facts[1]["number"]
+    assert facts[0]["seed"] == facts[1]["seed"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "words"),
+    [
+        ("print('done')", 0, "done"),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('the data is gone')", 1, "the data is gone"),
+        ("raise KeyError('lost')", 1, "KeyError: 'lost'"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+        ("os.abort()", -6, ""),
+        ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
+    ],
+)
+def test_it_ends_as_the_script_ends(rank, tmp_path, ending, status, words):
+    with rank(tmp_path, f"import os, sys\n{ending}") as process:
+        assert process.wait(60) == status
+    assert words in output(tmp_path)
+
+
+def test_signals_reach_the_rank_and_what_it_has_started_goes_with_it(rank, tmp_path):
+    source = """
+        import os, pathlib, signal, subprocess, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        signal.signal(signal.SIGTERM, lambda *_: ((folder / "heard").touch(), sys.exit(0)))
+        child = subprocess.Popen(["sleep", "1000"])
+        (folder / "new").write_text(f"{os.getpid()} {child.pid}")
+        os.rename(folder / "new", folder / "pids")
+        while True: time.sleep(0.01)
+    """
+    with rank(tmp_path, source) as process:
+        wait_for(tmp_path / "pids")
+        pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(25) == 0
+    assert (tmp_path / "heard").exists()
+    assert_gone(pids)
+
+
+HOLD = """
+    import os, pathlib, sys, time
+    folder, start = pathlib.Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / "new").write_text(f"{os.getpid()} {os.getppid()}")
+    os.rename(folder / "new", folder / f"pids{start}")
+    while True: time.sleep(0.01)
+"""
+
+
+def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_stays(tmp_path):
+    flags = ["--nproc-per-node", "1", "--max-restarts", "3"]
+    with started(tmp_path, HOLD, [*RUN, *flags]) as process:
+        seen = []
+        for start, victim in enumerate(("rank", "torchrun's child", "server", "torchrun")):
+            wait_for(tmp_path / f"pids{start}")
+            rank, server = (int(word) for word in (tmp_path / f"pids{start}").read_text().split())
+            seen.append((rank, server))
+            (child,) = psutil.Process(process.pid).children()
+            pids = {"rank": rank, "torchrun's child": child.pid, "server": server, "torchrun": process.pid}
+            os.kill(pids[victim], signal.SIGKILL)
+        process.wait()
+        assert len({rank for rank, _ in seen}) == 4
+        assert [server == seen[0][1] for _, server in seen] == [True, True, True, False]
+        assert_gone([pid for pair in seen for pid in pair])
+        deadline = time.monotonic() + 5
+        while standby_folders(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not standby_folders(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no script was named; pass the path of a Python file"),
+        (["missing.py"], "there is no script missing.py; pass the path of a Python file"),
+        ([__file__], "this is no rank of torchrun; write torchrun before -m"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments, words):
+    command = [sys.executable, "-m", "distlab.comm.standby", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"distlab.comm.standby: {words}")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_folder_of_another_user_is_not_trusted(tmp_path, monkeypatch):
+    from distlab.comm.standby.__main__ import _connect
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"distlab-standby-{os.getuid()}-1").mkdir(mode=0o777)
+    os.chmod(tmp_path / f"distlab-standby-{os.getuid()}-1", 0o777)
+    with pytest.raises(PermissionError, match="is not a folder of this user alone; remove it"):
+        _connect(1)

@@ -1,0 +1,228 @@
+"""What tests of elastic runs share: a small training, as a script for torchrun and as a function for ranks.
+
+    torchrun ... elastic_job.py FOLDER '{"optimizer": "adam", ...}'
+
+Every rank notes each finished step in FOLDER/steps-*.jsonl; rank 0 leaves the final weights in FOLDER/final.pt.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from distlab.comm import entry, process_group
+from distlab.data_parallel import DataParallel
+from distlab.elastic import BatchRule, ElasticRun, Fault, Faults, Saves, Work, plain_train
+from distlab.large_batch import LearningRateSchedule
+from distlab.rng import generator, seed_rank
+
+USUAL = {
+    "optimizer": "adam",
+    "dtype": "float32",
+    "dropout": 0.2,
+    "num_samples": 101,
+    "num_epochs": 4,
+    "rule": [12, None, "same"],
+    "save_every": 3,
+    "beside": False,
+    "pause_s": 0.0,
+    "faults": [],
+    "leave_within_s": 20.0,
+    "hang_at": None,
+}
+SCHEDULE = LearningRateSchedule(0.05, 40, 5, "cosine")
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+def work_of(options):
+    lr = SCHEDULE if options["rule"][1] else None
+    return Work(BatchRule(*options["rule"]), options["num_samples"], options["num_epochs"], seed=5, lr=lr)
+
+
+def build(options):
+    rank = dist.get_rank()
+    dtype = getattr(torch, options["dtype"])
+    seed_rank(7, rank)
+    drawn = generator(7, 0, "data")
+    inputs = torch.randn(options["num_samples"], 6, generator=drawn).to(dtype)
+    targets = torch.randint(3, (options["num_samples"],), generator=drawn)
+    layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(options["dropout"]), torch.nn.Linear(16, 3)]
+    model = torch.nn.Sequential(*layers).to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=drawn)
+    replicas = DataParallel(model, bucket_bytes=400, first_bucket_bytes=100)
+    return inputs, targets, model, replicas, OPTIMIZERS[options["optimizer"]](model.parameters())
+
+
+def train(folder, **changes):
+    """Train on each rank; return the weights, the optimizer's state, and (position, batch, rate) of each step."""
+    options, folder = USUAL | changes, Path(folder)
+    inputs, targets, model, replicas, optimizer = build(options)
+    parts = {"model": model, "optimizer": optimizer}
+    token = token_of_start()
+    rates, faults = [], Faults([Fault(*fault) for fault in options["faults"]], folder / "marks")
+    saves = Saves(options["save_every"], beside=options["beside"])
+    leave = options["leave_within_s"]
+    with ElasticRun(
+        folder / "saved", parts, work=work_of(options), saves=saves, leave_within_s=leave, faults=faults
+    ) as run:
+        for step in run:
+            while step.number == options["hang_at"]:
+                time.sleep(0.01)
+            loss = torch.nn.functional.cross_entropy(model(inputs[step.samples]), targets[step.samples])
+            (loss * step.weight).backward()
+            replicas.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.append((step.position, step.batch, optimizer.param_groups[0]["lr"]))
+            time.sleep(options["pause_s"])
+            note(folder, token, step.number, step.samples.tolist())
+    return model.state_dict(), optimizer.state_dict()["state"], rates
+
+
+def token_of_start():
+    """Return a number that the ranks of one start have in common."""
+    box = [os.getpid()]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def note(folder, token, number, samples):
+    with open(folder / f"steps-{dist.get_rank()}.jsonl", "a") as file:
+        file.write(f"{json.dumps([time.time(), token, number, samples, os.getpid()])}\n")
+
+
+def notes(folder):
+    """Return (time, token of the start, number, samples, pid) of every step that a rank finished, by time."""
+    found = []
+    for path in Path(folder).glob("steps-*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # a rank was killed while it wrote
+                continue
+    return sorted(found)
+
+
+def used(folder):
+    """Count how often each sample was used; what a later start made again counts once."""
+    counted, current = {}, None
+    for _, token, number, samples, _ in notes(folder):
+        if token != current:
+            counted = {step: lists for step, lists in counted.items() if step < number}
+        current = token
+        counted.setdefault(number, []).append(samples)
+    return Counter(sample for lists in counted.values() for samples in lists for sample in samples)
+
+
+@contextmanager
+def torchrun(folder, num_ranks=4, *, max_restarts=1000, before=(), standby=False, **changes):
+    """Start this script under torchrun, as a user would; end all of it afterwards."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*before, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--local-addr", "127.0.0.1", *(["-m", "distlab.comm.standby"] if standby else [])]
+    command += [__file__, str(folder), json.dumps(changes)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    with open(folder / "output.txt", "a") as output:
+        job = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                    process.kill()
+            job.wait()
+
+
+def wait_for(condition, job, limit_s=60.0):
+    """Wait until a condition holds and return what it returned; say what the job printed where it does not."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        if job.poll() is not None and not (found := condition()):
+            break
+        time.sleep(0.02)
+    raise AssertionError(f"it did not come to that; the job's status is {job.poll()}")
+
+
+def ranks_of(job, folder=None):
+    """Return the numbers of the processes that torchrun started, and with a folder of those that train."""
+    children = psutil.Process(job.pid).children()
+    started = [process.pid for process in children if process.status() != psutil.STATUS_ZOMBIE]
+    found = notes(folder) if folder else []
+    training = {pid for _, token, _, _, pid in found if token == found[-1][1] and psutil.pid_exists(pid)}
+    return sorted({*started, *training})
+
+
+def kill_and_time(folder, job, chance):
+    """Kill a random rank, and return the seconds until new ranks have made a step that was not made before."""
+    before = max(number for _, _, number, *_ in notes(folder))
+    tokens = {token for _, token, *_ in notes(folder)}
+    victim = chance.choice(ranks_of(job, folder))
+    killed_s = time.time()
+    os.kill(victim, signal.SIGKILL)
+
+    def first_new():
+        return [when for when, token, number, *_ in notes(folder) if number > before and token not in tokens]
+
+    return min(wait_for(first_new, job)) - killed_s
+
+
+def random_kills(folder, job, count, seed=0):
+    """Kill random ranks at random moments; return the seconds that each recovery took."""
+    chance, times = random.Random(seed), []
+    for _ in range(count):
+        wait_for(lambda: notes(folder), job)
+        time.sleep(chance.uniform(0, 0.5))
+        times.append(kill_and_time(folder, job, chance))
+    return times
+
+
+@entry
+def main():
+    folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    with process_group(timeout_s=changes.pop("timeout_s", 60)) as member:
+        final = plainly(folder, **changes) if changes.pop("plain", False) else train(folder, **changes)[:2]
+        if member.rank == 0:
+            torch.save(final, folder / "final.pt")
+
+
+def plainly(folder, **changes):
+    """Train by the plainest loop; the order of samples is the step's number alone."""
+    options = USUAL | changes
+    inputs, targets, model, replicas, optimizer = build(options)
+    token = token_of_start()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def step(number):
+        first = 4 * (4 * number + dist.get_rank()) % 96
+        loss = torch.nn.functional.cross_entropy(model(inputs[first : first + 4]), targets[first : first + 4])
+        loss.backward()
+        replicas.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(options["pause_s"])
+        note(folder, token, number, [])
+
+    plain_train(step, 40, directory=folder / "saved", parts={"model": model, "optimizer": optimizer}, save_every=3)
+    return model.state_dict(), optimizer.state_dict()["state"]
+
+
+if __name__ == "__main__":
+    main()
