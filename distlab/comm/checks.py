@@ -54,12 +54,20 @@ def check_timeout(timeout_s: object) -> float:
     return float(timeout_s)
 
 
-def check_backend(backend: object, world_size: int) -> str | None:
+def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str | None:
     """Return the backend.
 
     Raises:
-        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux.
+        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux;
+            or there are nodes, which have a backend of their own.
     """
+    if num_nodes > 1:
+        if backend not in (None, "shared"):
+            raise ValueError(
+                f"backend is {backend!r} and the ranks make {num_nodes} nodes, which have a backend of their own "
+                "(shared memory inside, sockets between); leave backend out"
+            )
+        backend = "shared"
     if backend is None:
         return None
     if not isinstance(backend, str) or backend not in BACKENDS:
