@@ -11,8 +11,10 @@ a block is some steps after a barrier, and its time is that of the slowest rank.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import cloudpickle
@@ -28,7 +30,6 @@ from shared_memory import groups, timed
 from distlab.comm import Ranks
 from distlab.measure import MIN_BLOCKS, interleave
 
-PROGRAMS = (("torch", "gloo"), ("ours", "shared"), ("torch", "shared"), ("ours", "gloo"), ("torch", "gloo"))
 STEPS = 3
 
 
@@ -44,18 +45,44 @@ def tensor(whose: str, model: str, group: dist.ProcessGroup) -> Callable[[], tor
     return tensor_parallel.step_of("distlab" if whose == "ours" else "DTensor", make)
 
 
-# technique: what makes a step, torch's name, its models, and the bars over gloo and where both are on shared
+@dataclass(frozen=True)
+class Technique:
+    """A technique beside torch's.
+
+    Attributes:
+        make: what makes a step from whose it is, a model and a group.
+        peer: torch's name of it.
+        models: names of the models.
+        bar: over torch on gloo.
+        on_shared: the bar where both are on shared; None: torch's is not run there. DTensor keeps what it worked out
+            for one mesh for all meshes of equal ranks, so in one process it cannot be on two backends.
+    """
+
+    make: Callable[[str, str, dist.ProcessGroup], Callable[[], torch.Tensor]]
+    peer: str
+    models: tuple[str, ...]
+    bar: float
+    on_shared: float | None
+
+    @property
+    def programs(self) -> list[tuple[str, str]]:
+        """Whose step, on which backend."""
+        both = [("torch", "shared")] if self.on_shared is not None else []
+        return [("torch", "gloo"), ("ours", "shared"), ("ours", "gloo"), ("torch", "gloo"), *both]
+
+
 TECHNIQUES = {
-    "FullyShard": (sharding, "FSDP2", tuple(sharding_units.MODELS), 0.5, 0.8),
-    "tensor parallel": (tensor, "DTensor", tuple(tensor_parallel.MODELS), 0.6, None),
+    "FullyShard": Technique(sharding, "FSDP2", tuple(sharding_units.MODELS), 0.5, 0.8),
+    "tensor parallel": Technique(tensor, "DTensor", tuple(tensor_parallel.MODELS), 0.6, None),
 }
 
 
-def time_programs(technique: str, model: str, blocks: int) -> list[list[float]]:
+def time_programs(name: str, model: str, blocks: int) -> list[list[float]]:
     """Run on each rank: time a step of every program, in interleaved blocks."""
     torch.set_num_threads(1)
+    technique = TECHNIQUES[name]
     with groups() as made:
-        steps = [TECHNIQUES[technique][0](whose, model, made[backend]) for whose, backend in PROGRAMS]
+        steps = [technique.make(whose, model, made[backend]) for whose, backend in technique.programs]
         for step in steps:
             for _ in range(3):
                 step()
@@ -69,21 +96,20 @@ def rows(quick: bool = False) -> Iterator[Row]:
     for module in (sharding_units, tensor_parallel, sys.modules["shared_memory"], sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     blocks = 3 if quick else MIN_BLOCKS
-    for num_ranks in (2, 4):
-        with Ranks(num_ranks, timeout_s=600, backend="shared", record=False) as ranks:
-            for technique, (_, peer, models, bar, on_shared) in TECHNIQUES.items():
-                for model in models:
-                    times = slowest(ranks.run(time_programs, technique, model, blocks))
-                    what = f"a step of {technique}, {model}, on {num_ranks} ranks"
-                    yield from rows_of(times, what, peer, bar, on_shared)
+    for num_ranks, (name, technique) in itertools.product((2, 4), TECHNIQUES.items()):
+        for model in technique.models:
+            with Ranks(num_ranks, timeout_s=600, backend="shared", record=False) as ranks:  # new ones: see on_shared
+                times = slowest(ranks.run(time_programs, name, model, blocks))
+            yield from rows_of(times, f"a step of {name}, {model}, on {num_ranks} ranks", technique)
 
 
-def rows_of(times: list[list[float]], what: str, peer: str, bar: float, on_shared: float | None) -> Iterator[Row]:
+def rows_of(times: list[list[float]], what: str, technique: Technique) -> Iterator[Row]:
     """Yield the rows of one technique with one model."""
-    over_gloo, ours, over_shared, ours_on_gloo, again = times
-    yield compare(f"{what}: on shared against torch's {peer} on gloo", ours, over_gloo, bar=bar)
-    row = compare(f"{what}: against torch's {peer}, both on shared", ours, over_shared, bar=on_shared or 1.0)
-    yield row if on_shared else without_bar(row)
+    over_gloo, ours, ours_on_gloo, again, *both = times
+    peer = technique.peer
+    yield compare(f"{what}: on shared against torch's {peer} on gloo", ours, over_gloo, bar=technique.bar)
+    if technique.on_shared is not None:
+        yield compare(f"{what}: against torch's {peer}, both on shared", ours, both[0], bar=technique.on_shared)
     yield without_bar(compare(f"{what}: on shared against on gloo", ours, ours_on_gloo))
     yield noise(f"torch's {peer} on gloo, {what}", again, over_gloo)
 
