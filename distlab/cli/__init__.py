@@ -11,7 +11,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate
+from distlab.cli import (
+    bench,
+    calibrate,
+    check,
+    doctor,
+    export,
+    gpu,
+    grade,
+    lab,
+    lesson,
+    plan,
+    release,
+    simulate,
+    tour,
+    validate,
+)
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -27,6 +42,8 @@ COMMANDS = {
     "lab": lab,
     "lesson": lesson,
     "check": check,
+    "release": release,
+    "grade": grade,
 }
 
 
