@@ -26,6 +26,7 @@ import torch.distributed as dist
 from _rows import Row, compare, compare_counts, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -67,8 +68,10 @@ def small_gpt(device: torch.device) -> tuple[nn.Module, list[str], torch.Tensor,
 MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
 
 
-def step_of(program: str, model_name: str, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Build a program's model and return one training step of it."""
+def step_of(
+    program: str, model_name: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Callable[[], torch.Tensor]:
+    """Build a program's model over a group, of all ranks by default, and return one training step of it."""
     torch.manual_seed(0)
     module, units, inputs, targets, loss_fn = MODELS[model_name](device)
     torch.manual_seed(dist.get_rank())
@@ -76,13 +79,17 @@ def step_of(program: str, model_name: str, device: torch.device) -> Callable[[],
     model: nn.Module
     synchronize: Callable[[], None] | None = None
     if program.startswith("torch FSDP2"):
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = DeviceMesh.from_group(group or dist.group.WORLD, device.type)
         for name in units:
             fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=not whole)
         model = fully_shard(module, mesh=mesh, reshard_after_forward=not whole)
     else:
         model = sharded = FullyShard(
-            module, units=units, reshard_after_forward=not whole, prefetch=0 if program.endswith("no prefetch") else 1
+            module,
+            group=group,
+            units=units,
+            reshard_after_forward=not whole,
+            prefetch=0 if program.endswith("no prefetch") else 1,
         )
         synchronize = sharded.synchronize
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

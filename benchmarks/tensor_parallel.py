@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _rows import Row, compare, compare_counts, noise, without_bar
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -109,14 +110,17 @@ class FeedForwards(nn.Module):
         return x
 
 
-def gpt_step(program: str, setup: Setup = SMALL) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Return a program's model and the loss of a batch."""
+def gpt_step(
+    program: str, setup: Setup = SMALL, group: dist.ProcessGroup | None = None
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return a program's model over a group, of all ranks by default, and the loss of a batch."""
     model = GPT(setup.config).to(setup.device, setup.dtype)
     batch = ByteCorpus(python_documentation(), setup.config.context).batch(0, setup.samples)
     inputs, targets = (tensor.to(setup.device) for tensor in batch)
     if program.startswith("distlab"):
         parallel = parallelize(
             model,
+            group,
             sequence_parallel=program.endswith("sequence parallel"),
             num_parts=2 if program.endswith("two parts") else 1,
         )
@@ -134,19 +138,19 @@ def gpt_step(program: str, setup: Setup = SMALL) -> tuple[nn.Module, Callable[[]
             plan[f"blocks.{index}.{name}"] = ColwiseParallel()
         for name in ("attention.output", "feed_forward.output"):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel()
-    parallelize_module(model, dist.init_device_mesh(setup.device, (dist.get_world_size(),)), plan)
+    parallelize_module(model, DeviceMesh.from_group(group or dist.group.WORLD, setup.device), plan)
     return model, lambda: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def feed_forward_step(program: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Return a program's model and the loss of a batch."""
+def feed_forward_step(program: str, group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return a program's model over a group, of all ranks by default, and the loss of a batch."""
     model, x = FeedForwards(), torch.randn(ROWS, WIDE.hidden_size)
     if program.startswith("distlab"):
         for layer in model.layers:
             sequence = program.endswith("sequence parallel")
-            layer.widen = ColumnParallelLinear.from_full(layer.widen, sequence_parallel=sequence)
+            layer.widen = ColumnParallelLinear.from_full(layer.widen, group, sequence_parallel=sequence)
             layer.output = RowParallelLinear.from_full(
-                layer.output, sequence_parallel=sequence, num_parts=2 if program.endswith("two parts") else 1
+                layer.output, group, sequence_parallel=sequence, num_parts=2 if program.endswith("two parts") else 1
             )
         if program.endswith("sequence parallel"):
             x = x.chunk(dist.get_world_size())[dist.get_rank()]
@@ -155,7 +159,7 @@ def feed_forward_step(program: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     else:
         plan = {f"layers.{index}.widen": ColwiseParallel() for index in range(WIDE.num_layers)}
         plan |= {f"layers.{index}.output": RowwiseParallel() for index in range(WIDE.num_layers)}
-        parallelize_module(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        parallelize_module(model, DeviceMesh.from_group(group or dist.group.WORLD, "cpu"), plan)
     return model, lambda: model(x).square().mean()
 
 

@@ -25,20 +25,28 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     ranks = whole_number(most=MAX_RANKS)
     command.add_argument("--ranks", type=ranks, default=4, metavar="N", help="ranks at work at once (default 4)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
+    command.add_argument("--nodes", type=ranks, default=1, metavar="N", help="nodes that the ranks make (default 1)")
+    command.add_argument("--between", metavar="WIRE", help="each rank's wire to other nodes, such as 40MB/s,200us")
     command.add_argument("--output", type=Path, metavar="FILE", help="where to keep it (default: ~/.cache/distlab)")
     command.add_argument("--json", action="store_true", help="print the fit as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, print and keep."""
+    from distlab.comm import Nodes
     from distlab.measure import DEFAULT_PATH, calibrate, device_of
 
+    nodes = Nodes.for_ranks(Nodes(arguments.nodes, arguments.between), arguments.ranks)
     device_of(arguments.device, 0)
     path = arguments.output or DEFAULT_PATH
     check_output("--output", path)
     with progress_file(SECONDS, "calibrating") as file:
         result = calibrate(
-            arguments.ranks, device=arguments.device, seconds=SECONDS, progress=functools.partial(report, file)
+            arguments.ranks,
+            device=arguments.device,
+            nodes=nodes,
+            seconds=SECONDS,
+            progress=functools.partial(report, file),
         )
     result.save(path)
     print(json.dumps(result.as_dict(), indent=2) if arguments.json else f"{table(result)}\nKept in {path}.")
@@ -51,14 +59,18 @@ def table(result: Calibration) -> str:
 
     cluster = result.cluster
     device, contention = cluster.device, cluster.contention
+    links = {"a message": cluster.intra_node}
+    if cluster.num_devices > cluster.devices_per_node:
+        links |= {"a message to another node": cluster.inter_node}
     worst = max(result.errors, key=lambda name: abs(result.errors[name]))
     rows = [
         ("a kernel", format_s(device.kernel_s)),
         ("matrix products", format_flops_per_s(device.matmul_flops_per_s)),
         ("other kernels", format_bytes_per_s(device.memory_bytes_per_s)),
         *(
-            ("a message", f"{format_s(protocol.latency_s)} and {format_bytes_per_s(protocol.bytes_per_s)}")
-            for protocol in cluster.intra_node.protocols
+            (name, f"{format_s(protocol.latency_s)} and {format_bytes_per_s(protocol.bytes_per_s)}")
+            for name, link in links.items()
+            for protocol in link.protocols
         ),
         ("computing while communicating", f"{contention.compute_slowdown:.2f}x slower"),
         ("communicating while computing", f"{contention.communication_slowdown:.2f}x slower"),

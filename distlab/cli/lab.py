@@ -106,6 +106,7 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
             _tell_unpassed(number, copy.parent)
         settings = kind(**values)
         _check(settings)
+        settings.nodes_of(num_ranks)
         settings.check_ranks(num_ranks)
     except ValueError as error:
         parser.error(str(error))

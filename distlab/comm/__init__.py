@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from distlab.comm.agree import agree  # first, or the name would come to mean the submodule of the same name
 
 if TYPE_CHECKING:
-    from distlab.comm.groups import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group
+    from distlab.comm.groups import (
+        Nodes,
+        choose_backend,
+        clock_offsets_ns,
+        entry,
+        mesh_groups,
+        node_groups,
+        process_group,
+    )
     from distlab.comm.launch.failures import RankError, RankTimeout
     from distlab.comm.launch.launch import run, warm
     from distlab.comm.launch.ranks import Ranks
@@ -34,6 +42,8 @@ _HOMES = {
     "process_group": "groups",
     "entry": "groups",
     "mesh_groups": "groups",
+    "node_groups": "groups",
+    "Nodes": "groups",
     "clock_offsets_ns": "groups",
     "choose_backend": "groups",
     "Recorder": "record.recorder",
@@ -43,6 +53,7 @@ _HOMES = {
     "throttled": "record.throttle",
 }
 __all__ = [
+    "Nodes",
     "RankError",
     "RankTimeout",
     "Ranks",
@@ -53,6 +64,7 @@ __all__ = [
     "clock_offsets_ns",
     "entry",
     "mesh_groups",
+    "node_groups",
     "process_group",
     "read_records",
     "recorded",

@@ -15,6 +15,7 @@ from typing import SupportsIndex
 from distlab.shared_memory.futex import why_not_here
 
 BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl")
+BACKEND_VARIABLE = "DISTLAB_BACKEND"
 MAX_RANKS = 1024
 FDS_PER_RANK = 3
 
@@ -54,16 +55,27 @@ def check_timeout(timeout_s: object) -> float:
     return float(timeout_s)
 
 
-def check_backend(backend: object, world_size: int) -> str | None:
-    """Return the backend.
+def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str | None:
+    """Return the backend; where none is named, that of the environment variable DISTLAB_BACKEND; None: to be chosen.
 
     Raises:
-        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux.
+        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux;
+            or there are nodes, which have a backend of their own.
     """
+    if num_nodes > 1:
+        if backend not in (None, "shared"):
+            raise ValueError(
+                f"backend is {backend!r} and the ranks make {num_nodes} nodes, which have a backend of their own "
+                "(shared memory inside, sockets between); leave backend out"
+            )
+        backend = "shared"
+    what = "backend"
+    if backend is None:
+        backend, what = os.environ.get(BACKEND_VARIABLE) or None, BACKEND_VARIABLE
     if backend is None:
         return None
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}, or None to choose")
+        raise ValueError(f"{what} is {backend!r}; pass one of {', '.join(BACKENDS)}, or None to choose")
     if backend == "shared" and (reason := why_not_here()):
         raise ValueError(f"backend shared does not work here: {reason}; pass 'gloo'")
     if "nccl" in backend:

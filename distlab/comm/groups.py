@@ -27,14 +27,16 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from distlab import nodes as crossing_nodes
 from distlab import shared_memory
 from distlab.comm import device as gpus
 from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
 from distlab.comm.record.recorder import Recorder
-from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment
+from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
 from distlab.comm.where.answer import answering
+from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
@@ -80,11 +82,23 @@ def choose_backend(local_world_size: int) -> str:
     return "gloo"
 
 
+def backend_of(backend: str | None, local_world_size: int, nodes: Nodes) -> tuple[str, Nodes | None]:
+    """Return the backend for `init_process_group` and its options; one of this project's is registered first."""
+    if nodes.count > 1:
+        crossing_nodes.register()
+        return crossing_nodes.NAME, nodes
+    chosen = backend or choose_backend(local_world_size)
+    if chosen == shared_memory.NAME:
+        shared_memory.register()
+    return chosen, None
+
+
 @contextlib.contextmanager
 def process_group(
     backend: str | None = None,
     device: torch.device | str | None = None,
     *,
+    nodes: Nodes | int = 1,
     timeout_s: float = 600.0,
     trace_dir: str | Path | None = None,
 ) -> Iterator[Member]:
@@ -93,6 +107,7 @@ def process_group(
     Args:
         backend: "gloo", "shared" (CPU ranks of one Linux host, through shared memory), "nccl", or None: nccl when each
             rank of this machine has its own GPU, else gloo.
+        nodes: how many nodes the ranks of this machine make (see `run`); LOCAL_RANK and the rest say so inside.
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.
         trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
@@ -104,31 +119,49 @@ def process_group(
     """
     timeout_s = check_timeout(timeout_s)
     address = read_environment()
-    chosen = check_backend(backend, address.local_world_size) or choose_backend(address.local_world_size)
+    made = _check_nodes(nodes, address)
+    backend = check_backend(backend, address.local_world_size, made.count)
+    chosen, options = backend_of(backend, address.local_world_size, made)
     place = _device(device, chosen, address)
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
-    if chosen == shared_memory.NAME:
-        shared_memory.register()
     if address.has_parent:
         _follow_parent()
-    with network_interface(address), answering(address.rank):
+    local = made.environment(address.rank, address.world_size) if options else {}
+    with network_interface(address), variables(local), answering(address.rank):
         dist.init_process_group(
             chosen,
             store=make_store(address, timeout_s),
             rank=address.rank,
             world_size=address.world_size,
             timeout=timedelta(seconds=timeout_s),
+            pg_options=options,
         )
         try:
             world = dist.group.WORLD
             assert world is not None, "init_process_group makes the group of all ranks"
             spans = gpus.span_writer(address.rank, place)
-            member = Member(address.rank, address.world_size, address.local_rank, place, world, spans)
+            local_rank = int(local.get("LOCAL_RANK", address.local_rank))
+            member = Member(address.rank, address.world_size, local_rank, place, world, spans)
             with _tracing(member, trace_dir):
                 yield member
         finally:
             dist.destroy_process_group()  # no barrier before it: a rank that failed would make the others wait
+
+
+def _check_nodes(nodes: Nodes | int, address: Address) -> Nodes:
+    """Return the nodes that the ranks of this machine make.
+
+    Raises:
+        ValueError: the ranks do not fill them evenly, or the job has other machines too.
+    """
+    made = Nodes.for_ranks(nodes, address.world_size)
+    if made.count > 1 and address.local_world_size != address.world_size:
+        raise ValueError(
+            f"nodes is {made.count} and the job has {address.local_world_size} of its {address.world_size} ranks on "
+            "this machine; make nodes of one machine's ranks, or leave nodes out"
+        )
+    return made
 
 
 def _device(device: torch.device | str | None, backend: str, address: Address) -> torch.device:
@@ -141,8 +174,10 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
         except RuntimeError as error:
             raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
     if gpus.is_gpu(place):
-        if backend == shared_memory.NAME:
-            raise ValueError(f"device is {str(place)!r} and backend 'shared' moves CPU tensors; pass 'cpu', or 'gloo'")
+        if backend in (shared_memory.NAME, crossing_nodes.NAME):
+            raise ValueError(
+                f"device is {str(place)!r} and backend {backend!r} moves CPU tensors; pass 'cpu', or 'gloo'"
+            )
         count = gpus.num_gpus()
         if count == 0:
             raise ValueError(f"device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
@@ -184,6 +219,22 @@ def _follow_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def node_groups() -> dict[str, dist.ProcessGroup]:
+    """Make this rank's two groups: "local", the ranks of its node, and "node", those of its place in all nodes.
+
+    What `hierarchical_all_reduce` wants. Every rank calls this. The nodes are those of LOCAL_WORLD_SIZE, as torchrun,
+    `run` and `process_group` set it.
+
+    Raises:
+        ValueError: nodes of that size do not hold all ranks.
+    """
+    world_size = dist.get_world_size()
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if each < 1 or world_size % each:
+        raise ValueError(f"LOCAL_WORLD_SIZE={each} does not divide {world_size} ranks into equal nodes")
+    return mesh_groups(Mesh({"node": world_size // each, "local": each}))
 
 
 def mesh_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:

@@ -232,7 +232,8 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
 def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member]:
     device = None if settings.device == "auto" else settings.device
     backend = None if settings.backend == "auto" else settings.backend
-    return process_group(backend, device, timeout_s=settings.limit_s + 60, trace_dir=settings.trace)
+    nodes = settings.nodes_of(read_environment().world_size)
+    return process_group(backend, device, nodes=nodes, timeout_s=settings.limit_s + 60, trace_dir=settings.trace)
 
 
 def load_functions(impl: str, number: str) -> Mapping[str, Function]:
@@ -254,7 +255,8 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
     kind, count = member.device.type, member.world_size
     what = what_is_run(settings)
     ranks = f"{count} rank{'s' if count > 1 else ''}"
-    place = f"{kind}, {ranks}" if dist.get_backend() != "shared" else f"{kind}, {ranks}, shared"
+    backend = {"shared": "shared", "nodes": f"{settings.nodes} nodes {settings.between}".rstrip()}
+    place = ", ".join(filter(None, [kind, ranks, backend.get(dist.get_backend())]))
     known, note = read_reference(beside / "lab_reference.md", place, what)
     title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
     return Report(title, what, known, note)

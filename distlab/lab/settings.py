@@ -1,4 +1,4 @@
-"""A lab's settings: one frozen dataclass of at most 13 fields, turned into flags with their help from its docstring."""
+"""A lab's settings: one frozen dataclass with few fields of its own, turned into flags with help from its docstring."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from distlab.comm.command import runnable
+from distlab.nodes import Nodes
 
-MAX_FIELDS = 13
+MAX_FIELDS = 7  # of a lab's own
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -35,6 +36,8 @@ class CommonSettings:
         trace: folder for each rank's trace, all of them merged (timeline.json) and a picture (timeline.png).
         device: cpu or cuda; auto takes GPUs when every rank has its own.
         backend: gloo, or shared (CPU ranks of one Linux host meet in memory); auto takes nccl on GPUs, else gloo.
+        nodes: nodes that the ranks make: shared memory inside each, sockets between them.
+        between: the wire of each rank to other nodes, such as 40MB/s,200us; empty: the sockets as they are.
         limit_s: seconds after which a lab that hangs is ended.
         json: print the results as JSON.
     """
@@ -43,8 +46,18 @@ class CommonSettings:
     trace: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "shared"] = "auto"
+    nodes: int = flag(1, least=1)
+    between: str = ""
     limit_s: float = flag(300.0, least=1, most=1_000_000)
     json: bool = False
+
+    def nodes_of(self, num_ranks: int) -> Nodes:
+        """Return the nodes that so many ranks make.
+
+        Raises:
+            ValueError: the ranks do not fill them, or the wire is none.
+        """
+        return Nodes.for_ranks(Nodes(self.nodes, self.between or None), num_ranks)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that these settings do not fit; every rank asks before the lab begins.
@@ -66,8 +79,9 @@ def parser_of(settings: type[CommonSettings], prog: str) -> argparse.ArgumentPar
         ValueError: the dataclass has too many fields, or one of a type that no flag can have.
     """
     described = _described(settings)
-    if len(fields(settings)) > MAX_FIELDS:
-        raise ValueError(f"{settings.__name__} has {len(fields(settings))} fields; a lab has at most {MAX_FIELDS}")
+    own = len(fields(settings)) - len(fields(CommonSettings))
+    if own > MAX_FIELDS:
+        raise ValueError(f"{settings.__name__} has {own} fields of its own; a lab has at most {MAX_FIELDS}")
     parser = _Parser(prog=prog, description=(settings.__doc__ or "").splitlines()[0], allow_abbrev=False)
     hints = typing.get_type_hints(settings)
     for entry in fields(settings):

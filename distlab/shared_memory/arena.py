@@ -13,6 +13,7 @@ Only pages that are used take memory.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ import platform
 import time
 import weakref
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ NUM_PIECES = 8  # of a lane
 MAX_LANE_BYTES = 2 << 20
 MAX_LANES_BYTES = 64 << 20
 MIN_PIECE_BYTES = 8 << 10
+TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
 NUM_LETTERS, LETTER_BYTES = 64, 256
 LETTERS = 256  # where a lane's letters begin
 LANE_HEAD_BYTES = 5 * PAGE
@@ -183,7 +186,7 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float) -> Arena:
     store.set(f"place{rank}", json.dumps(_own_place()))
     if rank == 0:
         return _make(store, members, timeout_s)
-    told = json.loads(store.get("arena"))
+    told = _told(store, "arena", rank, members, 0, timeout_s)
     if isinstance(told, str):
         raise RuntimeError(told)
     try:
@@ -197,6 +200,8 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float) -> Arena:
             f"backend 'shared': rank {members[rank]} may not map the memory of rank {members[0]} (process "
             f"{told['pid']}): {error.strerror}; run both as one user in one container, or pass backend='gloo'"
         )
+        if error.errno in TOO_LITTLE:
+            text = _too_little(members[rank], size, error)
         store.set("refused", text)
         raise RuntimeError(text) from error
     arena.change_state(PRESENT)
@@ -207,7 +212,7 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float) -> Arena:
 def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
     """Make the arena, hand it to the others and wait until all have it."""
     size = len(members)
-    places = [json.loads(store.get(f"place{rank}")) for rank in range(size)]
+    places = [_told(store, f"place{rank}", 0, members, rank, timeout_s) for rank in range(size)]
     different = next((r for r in range(size) if places[r]["place"] != places[0]["place"]), None)
     if different is not None:
         text = (
@@ -219,15 +224,44 @@ def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
         raise RuntimeError(text)
     file = os.memfd_create("distlab", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(file, Layout(size).num_bytes)
         pids = [(place["pid"], place["start"]) for place in places]
-        arena = Arena(file, 0, size, pids)
+        try:
+            os.ftruncate(file, Layout(size).num_bytes)
+            arena = Arena(file, 0, size, pids)
+        except OSError as error:
+            text = _too_little(members[0], size, error)
+            store.set("arena", json.dumps(text))
+            raise RuntimeError(text) from error
         store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
         _await_all(arena, store, members, timeout_s, range(1, size))
     finally:
         os.close(file)
     arena.change_state(PRESENT)
     return arena
+
+
+def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeout_s: float) -> Any:
+    """Return what another rank has said through the store.
+
+    Raises:
+        RuntimeError: it says nothing in time.
+    """
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {members[rank]}: timed out waiting {timeout_s * 1000:.0f} ms for rank {members[other]} to make the "
+            f"group of ranks {members}; every rank must make all groups, in the same order"
+        ) from error
+    return json.loads(store.get(key))
+
+
+def _too_little(rank: int, size: int, error: OSError) -> str:
+    return (
+        f"backend 'shared': rank {rank} cannot map {Layout(size).num_bytes >> 20} MiB of addresses, of which a group "
+        f"of {size} ranks uses what its calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or pass "
+        "backend='gloo'"
+    )
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -213,14 +213,8 @@ class Collectives:
             ValueError: two ranks do not agree on how much one sends to the other; on every rank, with all numbers.
         """
         meeting, me, share = self.meeting, self.rank, self._share_bytes
-        counts = [length for _, length in inputs] + [length for _, length in outputs]
-        table = (ctypes.c_int64 * len(counts))(*counts)
-        copy(meeting.open(), table, 8 * len(counts))
-        meeting.post()
-        shown = [list((ctypes.c_int64 * len(counts)).from_address(address)) for address in meeting.read_all()]
-        self._agree(shown)
+        most = self.agree_on_sizes(outputs, inputs)
         copy(outputs[me][0], inputs[me][0], inputs[me][1])
-        most = max(max(row[: self.size]) for row in shown)
         for start, _ in pieces(most, share):
             slot = meeting.open()
             for rank in self.others:
@@ -230,6 +224,22 @@ class Collectives:
             for rank in self.others:
                 address, length = outputs[rank]
                 copy(address + start, meeting.read(rank) + me * share, max(0, min(share, length - start)))
+
+    def agree_on_sizes(self, outputs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]) -> int:
+        """Compare what ranks send to one another with what each expects; return the most that one sends to one.
+
+        Raises:
+            ValueError: two ranks do not agree.
+        """
+        meeting = self.meeting
+        counts = [length for _, length in inputs] + [length for _, length in outputs]
+        table = (ctypes.c_int64 * len(counts))(*counts)
+        copy(meeting.open(), table, 8 * len(counts))
+        meeting.post()
+        shown = [list((ctypes.c_int64 * len(counts)).from_address(address)) for address in meeting.read_all()]
+        self._agree(shown)
+        most: int = max(max(row[: self.size]) for row in shown)
+        return most
 
     def _agree(self, shown: Sequence[Sequence[int]]) -> None:
         members, size = self.meeting.members, self.size

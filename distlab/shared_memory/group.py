@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.shared_memory.collectives import Collectives
 from distlab.shared_memory.dense import (
     Landings,
     bytes_of,
@@ -28,6 +29,8 @@ from distlab.shared_memory.dense import (
     split_bytes,
 )
 from distlab.shared_memory.group_base import GroupBase
+from distlab.shared_memory.meeting import Meeting, meet
+from distlab.shared_memory.messages import Messages
 from distlab.shared_memory.reductions import reduction_of
 from distlab.shared_memory.work import Tensors
 
@@ -267,4 +270,9 @@ class SharedGroup(GroupBase):
 def make(options: Any, _: object) -> SharedGroup:
     """Make a group, as torch asks for one."""
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return SharedGroup(options.store, members, options.group_rank, options.timeout.total_seconds())
+    return shared_group(meet(options.store, options.group_rank, members, options.timeout.total_seconds()))
+
+
+def shared_group(meeting: Meeting) -> SharedGroup:
+    """Return a group that does all through the memory of a meeting."""
+    return SharedGroup(Collectives(meeting), Messages(meeting, f"shared-messages-{meeting.members}"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.shared_memory.arena import LEFT, join
+from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
 from distlab.shared_memory.dense import Landings, check, flat_of
 from distlab.shared_memory.lanes import Message
@@ -25,19 +25,16 @@ class GroupBase(dist.ProcessGroup):
     """A process group that can name, start and end calls; `SharedGroup` adds the collectives.
 
     Args:
-        store: through which the members find each other.
-        members: global rank of each member.
-        rank: this process's number among them.
-        timeout_s: how long a call may wait for another rank.
+        collectives: this rank's part in them; their meeting says who the members are.
+        messages: this rank's messages, in the same meeting.
     """
 
-    def __init__(self, store: Any, members: list[int], rank: int, timeout_s: float) -> None:
-        super().__init__(rank, len(members))  # type: ignore[call-arg]
+    def __init__(self, collectives: Collectives, messages: Messages) -> None:
+        self._meeting = meeting = collectives.meeting
+        super().__init__(meeting.rank, meeting.size)  # type: ignore[call-arg]
         self._name = self._description = ""
-        self._members = members
-        self._meeting = Meeting(join(store, rank, members, timeout_s), members, timeout_s)
-        self._collectives = Collectives(self._meeting)
-        self._messages = Messages(self._meeting, f"shared-messages-{members}")
+        self._members = members = meeting.members
+        self._collectives, self._messages = collectives, messages
         self._queue = CallQueue(f"shared-calls-{members}")
         self._records = Records()
         self._coalesced: list[SharedWork] | None = None

@@ -15,11 +15,12 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena, join
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16
@@ -82,6 +83,7 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
+        self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
         self.record = Record("")
         self._posted = self.record  # the record shown with the last step
         self._all_came = True
@@ -197,6 +199,8 @@ class Meeting:
         if not self.failure:
             self.failure = f"{type(error).__name__}: {error}"
             self.arena.change_state(FAILED, self.failure)
+        if self.tied is not None:
+            self.tied.fail(error)
 
     def leave(self, state: int) -> None:
         """Say that this rank makes no calls any more."""
@@ -204,6 +208,20 @@ class Meeting:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
                 self.arena.change_state(state)
+        if self.tied is not None:
+            self.tied.leave(state)
+
+
+def meet(store: Any, rank: int, members: list[int], timeout_s: float) -> Meeting:
+    """Make or map the memory of a group and meet there; every member calls this.
+
+    Args:
+        store: through which the members find each other.
+        rank: this process's number among the members.
+        members: global rank of each.
+        timeout_s: how long a call may wait for another rank.
+    """
+    return Meeting(join(store, rank, members, timeout_s), members, timeout_s)
 
 
 def why_gone(arena: Arena, rank: int, members: list[int]) -> str:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ class SharedWork(dist.Work):
         super().__init__()
         self.end = End(is_over=is_over)
         self.source = -1
+        self.under_way: Any = None  # of a message to another node: what is waited for
         self._results = results
         self._future: Future[Tensors] | None = None
 

@@ -697,6 +697,97 @@ show(
 # for small messages, with a short latency, to the one for large messages.)
 
 # %% [markdown]
+# ## 9. Run: three wires of one machine
+#
+# The race of part 6 went over **loopback**: sockets that never leave the machine. Two more wires are at hand.
+#
+# - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map.
+# - **Throttled.** `nodes=4` puts each rank into a node of its own, with sockets between the nodes, and
+#   `between="40MB/s,200us"` slows them down: a rank's message waits until those before it are through its wire.
+#
+# The last one does what its label says, so you need no fit to predict it. Of several turns the calmest counts here:
+# other programs can only add time. Commit to a number first.
+
+# %%
+slow_guess = predict("4 ranks, 64 kB, 40 MB/s and 200 us: tree time divided by ring time?", unit="x")
+slow_guess
+
+# %%
+from distlab.comm import Nodes
+
+WIRES = {
+    "memory": {"backend": "shared"},
+    "loopback": {"backend": "gloo"},
+    "throttled": {"nodes": Nodes(4, between="40MB/s,200us")},
+}
+short = sizes[:3]
+on_wire = {}
+for name, options in WIRES.items():
+    with Ranks(4, record=False, **options) as ranks:
+        times = np.array(ranks.run(time_all, programs[:3], short, 15))
+    on_wire[name] = times.max(axis=0).min(axis=-1)  # [size, program]: the slowest rank in the calmest turn
+
+# %%
+print(slow_guess.compare(on_wire["throttled"][1, 1] / on_wire["throttled"][1, 0]))
+
+# %% [markdown]
+# The latency and the bandwidth of each wire, fitted to the ring's times, and the fastest program at each size:
+
+# %%
+for name, measured in on_wire.items():
+    wire = fit_link(short, measured[:, 0], 4, "ring").protocols[-1]
+    best = [f"{size // 1024} kB {names[row.argmin()]}" for size, row in zip(short, measured, strict=True)]
+    print(f"{name:10} {wire.latency_s * 1e6:5.0f} us {wire.bytes_per_s / 1e6:8.1f} MB/s   {', '.join(best)}")
+
+# %% [markdown]
+# And the throttled wire against its label: the lines know 200 us and 40 MB/s, and no measurement at all.
+
+# %%
+from distlab.plan import Link, Protocol
+
+label = Link("40 MB/s, 200 us", (Protocol(200e-6, 40e6),))
+points = {name: (short, on_wire["throttled"][:, i]) for i, name in enumerate(shown)}
+title = "Lines: from the wire's label alone. Points: measured here"
+show(draw_race(label, 4, shown, measured=points, title=title), describe_race(label, 4, shown, measured=points))
+
+# %% [markdown]
+# On the throttled wire each rank has a wire of its own and sleeps while its bytes travel. So the first model is right
+# here: the order at each size is that of `all_reduce_times`, and what is left over is the time to copy and to wake up.
+# On the other two wires what counts is the work of the cores, which all ranks share.
+#
+# Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 40 MB/s between. Your
+# `hierarchical_all_reduce` takes the two groups of `node_groups()`.
+
+# %%
+from distlab.comm import node_groups
+
+
+def time_levels(num_bytes, blocks):
+    """Run on each rank: seconds of a flat ring and of two levels, by block."""
+    groups = node_groups()
+
+    def two_levels(tensor):
+        hierarchical_all_reduce(tensor, groups["local"], groups["node"])
+
+    return time_all([ring_all_reduce, two_levels], [num_bytes], blocks)[0]
+
+
+# %%
+with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
+    flat_s, two_s = np.array(ranks.run(time_levels, 2_097_152, 9)).max(axis=0).min(axis=-1)
+memory = fit_link(short, on_wire["memory"][:, 0], 4, "ring")
+for name, measured, expected in (
+    ("flat ring", flat_s, all_reduce_s(2_097_152, 4, label)),
+    ("two levels", two_s, hierarchical_all_reduce_s(2_097_152, 2, 2, intra_node=memory, inter_node=label)),
+):
+    print(f"{name:10} of 2 MiB: measured {measured * 1e3:5.1f} ms, predicted {expected * 1e3:5.1f} ms")
+print(f"two levels take {two_s / flat_s:.2f} of the flat ring's time")
+
+# %% [markdown]
+# A flat ring pushes 1.5 S over the slow wire of each rank at a border, two levels S/2: a third. That is no matter of
+# this machine; on 8 machines of 8 GPUs the same sum gave the factor of five above.
+
+# %% [markdown]
 # ## Production
 #
 # In a program you call `dist.all_reduce`. Is its sum the same? And how far apart are the two in time? (From the race

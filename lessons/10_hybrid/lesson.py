@@ -550,6 +550,82 @@ show(placement_figure(orders), "time of a step by order of axes; tensor across m
 # outermost" is the common recipe. It is a result, though, and not a law: another wire or another model, another order.
 
 # %% [markdown]
+# ### By the clock
+#
+# The same choice on real ranks. Your machine becomes two nodes of two ranks: memory inside a node, and between nodes a
+# wire of 40 MB/s and 200 us for each rank. On data 2 x tensor 2 one axis must cross. Which one? First what each sends,
+# and what your `place_axes` says.
+
+# %%
+from distlab.comm import Nodes
+
+MIDDLE = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=128, tied=False)
+PLACED = Plan(data=2, tensor=2)
+ORDERS = {"tensor inside a node": GOOD, "tensor across nodes": BAD}
+two_nodes = Ranks(4, timeout_s=120, nodes=Nodes(2, between="40MB/s,200us"), record=False)
+sent = {"tensor": 16 * 16 * 32 * 128 * 4, "data": GPT(MIDDLE).num_parameters / 2 * 4}  # 16 sums; half of the model
+print("bytes:", {axis: f"{number / 1e6:.1f} MB" for axis, number in sent.items()}, end="; ")
+print("yours, slowest to fastest:", ", ".join(place_axes({"data": 2, "tensor": 2}, sent, 2)))
+
+# %%
+guess_3 = predict("How many times longer is the step with tensor across the two nodes?", unit="x")
+guess_3
+
+# %% [markdown]
+# Then the simulator's word. A calibration measures both wires, inside the nodes and between them, and how fast the
+# ranks compute. It sees neither this model nor this plan.
+
+# %%
+from distlab.comm import node_groups
+from distlab.measure import fit_cluster, measure_round, median_round
+
+
+def calibrate_nodes():
+    groups = node_groups()
+    return [measure_round(torch.device("cpu"), nodes=groups) for _ in range(3)]
+
+
+machine = fit_cluster(median_round(two_nodes.run(calibrate_nodes)[0]), 4, num_nodes=2)
+for words, wire in (("inside", machine.intra_node), ("between", machine.inter_node)):
+    line = wire.protocols[-1]
+    print(f"{words:8} {line.latency_s * 1e6:6.0f} us {line.bytes_per_s / 1e6:8.1f} MB/s")
+
+
+# %%
+def step_seconds(order, num_steps=6):
+    import time
+
+    generator = torch.Generator().manual_seed(0)
+    hybrid = Hybrid(GPT(MIDDLE, generator), PLACED, lambda own: torch.optim.SGD(own, lr=0.1), order=order)
+    times = []
+    for step in range(num_steps):
+        dist.barrier()
+        start = time.perf_counter()
+        hybrid.train_step(*CORPUS.batch(step, 32))
+        times.append(time.perf_counter() - start)
+    hybrid.close()
+    return min(times[1:])  # the calmest, after one that compares shapes
+
+
+# %%
+counted = TrainingRun(model=MIDDLE, plan=PLACED, batch_size=32).count()
+measured = {words: max(two_nodes.run(step_seconds, order)) for words, order in ORDERS.items()}
+foretold = {words: simulate(counted, machine, PLACED, order=order).duration_s for words, order in ORDERS.items()}
+two_nodes.close()
+guess_3.default(2)  # assumed if you gave no number above
+print(guess_3.compare(measured["tensor across nodes"] / measured["tensor inside a node"]))
+for words in ORDERS:
+    print(f"{words:22} measured {measured[words] * 1e3:4.0f} ms, predicted {foretold[words] * 1e3:4.0f} ms")
+
+# %%
+shown = {words: {"measured": 1e3 * measured[words], "predicted": 1e3 * foretold[words]} for words in ORDERS}
+show_bars(shown, "ms", "The axis that may not wait belongs inside the node", "a step on 2 x 2 ranks, 40 MB/s between")
+
+# %% [markdown]
+# The clock agrees on who wins. Both orders compute the same, and both send over the slow wire. Tensor's sums are more
+# bytes here, and each of them is waited for; data's gradients travel once a step, while backward goes on.
+
+# %% [markdown]
 # ## Which degrees?
 #
 # 64 is a product of three numbers in 28 ways. The batch is fixed: 64 samples of 2,048 tokens. More data ranks have

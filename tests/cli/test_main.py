@@ -21,6 +21,8 @@ MISTAKES = {
     "unknown device": ["tour", "--device", "abacus"],
     "no GPU here": ["tour", "--device", "cuda"],
     "calibrate no ranks": ["calibrate", "--ranks", "0"],
+    "nodes that the ranks do not fill": ["calibrate", "--ranks", "4", "--nodes", "3"],
+    "a wire between nodes of which there is one": ["calibrate", "--between", "1MB/s"],
     "a folder for a calibration": ["calibrate", "--output", "/"],
     "a file as the folder of a calibration": ["calibrate", "--output", f"{__file__}/a/b.json"],
     "a file as the tour's folder": ["tour", "--output", __file__],

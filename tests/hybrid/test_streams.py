@@ -6,6 +6,8 @@ from hybrid_gpt import UNTIED, batch_of, make_hybrid
 
 from distlab.plan import Plan
 
+pytestmark = pytest.mark.gloo("its GPU is a double; backend shared moves CPU tensors alone")
+
 # name: (ranks, plan, other options, calls of c10d: without their waits the plan must be seen to race)
 CASES = {
     "tensor": (2, {"tensor": 2}, {}, "allreduce_"),

@@ -57,3 +57,16 @@ def test_rounds_combine_by_median_and_fit_to_a_cluster():
 def test_one_rank_has_no_link_to_fit():
     measured = Round(tuple(observed(1e-5, 2e10, 5e9)), (1e-5,) * len(MESSAGE_BYTES), Contention())
     assert fit_cluster(measured, 1).num_devices == 1
+
+
+def test_nodes_are_fitted_to_two_links():
+    inside = tuple(1e-5 + size / 5e9 for size in MESSAGE_BYTES)
+    between = tuple(2 * (2e-4 + size / 2 / 4e7) for size in MESSAGE_BYTES)  # a ring of two ranks
+    measured = Round(tuple(observed(1e-5, 2e10, 5e9)), inside, Contention(), between)
+    cluster = fit_cluster(measured, 4, num_nodes=2)
+    assert (cluster.num_devices, cluster.devices_per_node) == (4, 2)
+    assert cluster.intra_node.protocols[-1].bytes_per_s == pytest.approx(5e9, rel=1e-3)
+    assert cluster.inter_node.protocols[-1].bytes_per_s == pytest.approx(4e7, rel=1e-3)
+    assert cluster.inter_node.protocols[-1].latency_s == pytest.approx(2e-4, rel=1e-3)
+    alone = fit_cluster(measured, 2, num_nodes=2)  # a rank in each node: nothing is inside
+    assert alone.intra_node.protocols == alone.inter_node.protocols == cluster.inter_node.protocols

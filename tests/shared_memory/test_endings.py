@@ -1,6 +1,7 @@
 """What goes wrong: calls that do not agree, ranks that end, leave or stand still, places where it cannot work."""
 
 import datetime
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, run
-from distlab.shared_memory import futex
+from distlab.shared_memory import arena, futex
 from distlab.shared_memory.arena import join
 
 
@@ -215,16 +216,46 @@ def test_elsewhere_there_is_one_clear_line(monkeypatch):
         run(hangs, 2, backend="shared")
 
 
-def test_ranks_of_two_hosts_are_told_which(monkeypatch):
-    import json
-
-    from distlab.shared_memory import arena
-
+@pytest.mark.parametrize(
+    ("difference", "what"),
+    [
+        ({"boot": "another"}, "kernel"),
+        ({"user": 12345}, "user"),
+        ({"processes": "pid:[1]"}, r"container \(process namespace\)"),
+        ({"boot": "another", "user": 12345}, "kernel and user"),
+    ],
+)
+def test_ranks_of_two_hosts_users_or_containers_are_told_which(difference, what):
     store, here = dist.HashStore(), arena._own_place()
-    store.set("place1", json.dumps(here | {"host": "other", "place": here["place"] | {"boot": "another"}}))
-    with pytest.raises(RuntimeError, match="rank 1 runs on other and rank 0 on .*, which differ in kernel; pass"):
+    store.set("place1", json.dumps(here | {"host": "other", "place": here["place"] | difference}))
+    with pytest.raises(RuntimeError, match=f"rank 1 runs on other and rank 0 on .*, which differ in {what}; pass"):
         join(store, 0, [0, 1], 1.0)
     assert "needs all ranks on one host" in json.loads(store.get("arena")), "the others get the same line"
+
+
+def some_make_a_group():
+    """Rank 1 does not make the group that rank 0 makes."""
+    dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        return raised(dist.new_group, [0, 1], timeout=datetime.timedelta(seconds=0.5))
+    time.sleep(2)
+    return ""
+
+
+def test_a_group_that_some_ranks_do_not_make_is_named_after_its_timeout():
+    text = run(some_make_a_group, 2, backend="shared", record=False)[0]
+    assert "rank 0: timed out waiting 500 ms for rank 1 to make the group of ranks [0, 1]" in text
+    assert "every rank must make all groups, in the same order" in text
+
+
+def some_make_a_group_and_others_call():
+    dist.new_group([0, 1]) if dist.get_rank() == 0 else dist.all_reduce(torch.ones(3))
+
+
+def test_a_group_that_some_ranks_do_not_make_is_explained_before():
+    with pytest.raises(RankError, match="rank 0 .*new_group") as error:
+        run(some_make_a_group_and_others_call, 2, backend="shared", timeout_s=30)
+    assert "all_reduce" in str(error.value)
 
 
 SCRIPT = """

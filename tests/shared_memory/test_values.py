@@ -3,41 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from collective_programs import bits, moved_wrongly, reduced_differently, scattered_in_memory
 
 WORLD_SIZES = (1, 2, 3, 4)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 BEYOND_A_SLOT = 2_300_001  # of float32; a slot holds 1,048,576
-
-
-def own(shape, dtype=torch.float32, salt=0):
-    """Return small whole numbers, different on each rank: exact in each type, whatever the order of a sum."""
-    generator = torch.Generator().manual_seed(1000 * salt + dist.get_rank())
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.7
-    return torch.randint(0, 4, shape, generator=generator).to(dtype)
-
-
-def reduced_differently():
-    """Return which all-reduces and reduces differ from gloo's."""
-    gloo, wrong, n = dist.new_group(backend="gloo"), [], dist.get_world_size()
-    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-    for dtype in (*FLOATS, *WHOLE, torch.bool):
-        for name in names:
-            if (name[0] == "B") and dtype.is_floating_point or (name == "AVG" and not dtype.is_floating_point):
-                continue  # gloo refuses bits of floats; its mean of whole numbers is tested by itself
-            op = getattr(dist.ReduceOp, name)
-            for shape in ((), (0,), (1,), (7, 3), (20_011,)):
-                mine = own(shape, dtype)
-                there, here = mine.clone(), mine.clone()
-                dist.all_reduce(there, op, group=gloo)
-                dist.all_reduce(here, op)
-                to_last = mine.clone()
-                dist.reduce(to_last, n - 1, op)
-                at_root = torch.equal(to_last, there if dist.get_rank() == n - 1 else mine)
-                if not (torch.equal(there, here) and at_root):
-                    wrong.append((name, dtype, shape, there.tolist()[:3] if shape else there, here))
-    return wrong
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -53,46 +22,6 @@ def means_of_whole_numbers():
 
 def test_a_mean_of_whole_numbers_loses_what_is_behind_the_point(shared_ranks):
     assert shared_ranks(2).run(means_of_whole_numbers) == [[1, 3, -7]] * 2
-
-
-def moved_wrongly(numel):
-    """Return which of the other collectives do not bring what they should."""
-    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
-
-    def of(rank, part=0):
-        return torch.arange(numel) + 1000 * rank + 7 * part
-
-    def check(what, found, expected):
-        if not torch.equal(found, expected):
-            wrong.append(what)
-
-    x = of(me)
-    dist.all_reduce(x)
-    check("all_reduce", x, sum(of(r) for r in range(n)))
-    x = of(me)
-    dist.broadcast(x, n - 1)
-    check("broadcast", x, of(n - 1))
-    parts = [torch.empty(numel, dtype=torch.int64) for _ in range(n)]
-    dist.all_gather(parts, of(me))
-    check("all_gather", torch.cat(parts), torch.cat([of(r) for r in range(n)]))
-    whole = torch.empty(n * numel, dtype=torch.int64)
-    dist.all_gather_into_tensor(whole, of(me))
-    check("all_gather_into_tensor", whole, torch.cat(parts))
-    x = torch.empty(numel, dtype=torch.int64)
-    dist.reduce_scatter(x, [of(me, part) for part in range(n)])
-    check("reduce_scatter", x, sum(of(r, me) for r in range(n)))
-    y = torch.empty(numel, dtype=torch.int64)
-    dist.reduce_scatter_tensor(y, torch.cat([of(me, part) for part in range(n)]))
-    check("reduce_scatter_tensor", y, x)
-    dist.all_to_all(parts, [of(me, part) for part in range(n)])
-    check("all_to_all", torch.cat(parts), torch.cat([of(r, me) for r in range(n)]))
-    dist.all_to_all_single(whole, torch.cat([of(me, part) for part in range(n)]))
-    check("all_to_all_single", whole, torch.cat(parts))
-    dist.gather(of(me), parts if me == 0 else None, 0)
-    check("gather", torch.cat(parts), torch.cat([of(r) if me == 0 else of(r, me) for r in range(n)]))
-    dist.scatter(x, [of(n - 1, r) for r in range(n)] if me == n - 1 else None, n - 1)
-    check("scatter", x, of(n - 1, me))
-    return wrong
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -118,33 +47,6 @@ def uneven_exchange():
 def test_an_uneven_exchange(shared_ranks):
     for found, expected in shared_ranks(3).run(uneven_exchange):
         assert found == expected
-
-
-def scattered_in_memory():
-    """Each collective on tensors that are no block, beside the same on blocks."""
-    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
-
-    def both(what, call, *shapes):
-        blocks = [own(shape, salt=i) for i, shape in enumerate(shapes)]
-        strided = [torch.stack([b, b], -1).transpose(0, 1)[..., 0].transpose(0, 1) for b in blocks]
-        assert not any(t.is_contiguous() for t in strided)
-        call(*blocks)
-        call(*strided)
-        if not all(torch.equal(a, b) for a, b in zip(blocks, strided, strict=True)):
-            wrong.append(what)
-
-    both("all_reduce", dist.all_reduce, (4, 3))
-    both("broadcast", lambda x: dist.broadcast(x, 0), (4, 3))
-    both("reduce", lambda x: dist.reduce(x, 0), (4, 3))
-    both("all_gather", lambda x, *out: dist.all_gather(list(out), x), *[(4, 3)] * (n + 1))
-    both("reduce_scatter", lambda x, *parts: dist.reduce_scatter(x, list(parts)), *[(4, 3)] * (n + 1))
-    both("into_tensor", dist.all_gather_into_tensor, (n * 4, 3), (4, 3))
-    both("scatter_tensor", dist.reduce_scatter_tensor, (4, 3), (n * 4, 3))
-    both("scatter", lambda x, *parts: dist.scatter(x, list(parts) if me == 0 else None), *[(4, 3)] * (n + 1))
-    both("gather", lambda x, *out: dist.gather(x, list(out) if me == 0 else None), *[(4, 3)] * (n + 1))
-    both("exchange", lambda *t: dist.all_to_all(list(t[:n]), list(t[n:])), *[(4, 3)] * (2 * n))
-    both("message", lambda x: dist.send(x, 1) if me == 0 else dist.recv(x, 0) if me == 1 else None, (4, 3))
-    return wrong
 
 
 def test_tensors_that_lie_scattered_in_memory(shared_ranks):
@@ -173,19 +75,6 @@ def sparse_sum():
 
 def test_sparse_tensors_are_summed(shared_ranks):
     assert shared_ranks(2).run(sparse_sum) == [[[12.0, 4.0], [3.0, 0.0], [3.0, 1.0], [0.0, 0.0]]] * 2
-
-
-def bits(seed):
-    """Return the bits of a sum whose rounding depends on the order, small and in pieces."""
-    found = []
-    for numel in (50, 20_000, 400_000):
-        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-        x = torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
-        y = x.clone()
-        dist.all_reduce(x)
-        dist.all_reduce(y)
-        found += [x.view(torch.int32), y.view(torch.int32)]
-    return found
 
 
 def test_bits_repeat_and_are_equal_on_all_ranks(shared_ranks):

@@ -17,10 +17,18 @@ them) -> `worker` (inside a rank).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.ranks import Ranks
+from distlab.nodes import Nodes
+
+
+class Watching(TypedDict, total=False):
+    """What `run` may leave out."""
+
+    record: bool
+    echo: bool
 
 
 def run(
@@ -30,8 +38,8 @@ def run(
     args: Sequence[Any] = (),
     timeout_s: float = 60.0,
     backend: str | None = None,
-    record: bool = True,
-    echo: bool = True,
+    nodes: Nodes | int = 1,
+    **watching: Unpack[Watching],
 ) -> list[Any]:
     """Call fn(*args) on world_size new ranks and return their results in the order of ranks.
 
@@ -44,8 +52,10 @@ def run(
         timeout_s: how long the call may take.
         backend: "gloo", "shared" (ranks meet in shared memory: Linux, CPU tensors), "nccl", or None: nccl when each
             rank has its own GPU, else gloo.
-        record: whether calls of torch.distributed are recorded, so that a hang is explained in words and ended early.
-        echo: whether what ranks print is shown.
+        nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`. Ranks of a node meet in shared
+            memory, those of different nodes through sockets, or a wire of that speed.
+        watching: `record` (True): whether calls of torch.distributed are recorded, so that a hang is explained in words
+            and ended early; `echo` (True): whether what ranks print is shown.
 
     Raises:
         ValueError: an argument cannot be, or something cannot be sent to the ranks; nothing was started.
@@ -54,7 +64,7 @@ def run(
     """
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise ValueError(f"args is {args!r}; pass a tuple, such as args=(1, 2)")
-    with Ranks(world_size, timeout_s=timeout_s, backend=backend, record=record, echo=echo) as ranks:
+    with Ranks(world_size, timeout_s=timeout_s, backend=backend, nodes=nodes, **watching) as ranks:
         return ranks.run(fn, *args)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from distlab.comm.checks import open_file
 from distlab.comm.launch.failures import Failure
 from distlab.comm.plain import pack, unpack
+from distlab.nodes import Nodes
 
 INLINE_BYTES = 16_000  # below, a message is one write into the socket's buffer
 
@@ -43,6 +44,7 @@ class Settings:
         import_path: the launcher's sys.path.
         directory: the launcher's working directory.
         plain: whether results go back as plain data (`distlab.comm.plain`).
+        nodes: the nodes that the ranks make.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class Settings:
     import_path: tuple[str, ...]
     directory: str
     plain: bool
+    nodes: Nodes
 
 
 @dataclass(frozen=True)

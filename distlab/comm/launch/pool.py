@@ -23,7 +23,9 @@ from distlab.comm.launch.forkserver import STATUS
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
 from distlab.comm.launch.output import Output
 from distlab.comm.launch.worker import stack_path
+from distlab.nodes import Nodes
 
+ONE_NODE = Nodes(1)
 MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
 
 
@@ -70,6 +72,7 @@ class Pool:
     record: bool
     echo: bool
     plain: bool = False
+    nodes: Nodes = ONE_NODE
     ranks: list[RankProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -99,6 +102,7 @@ class Pool:
             import_path=tuple(sys.path),
             directory=working_directory(),
             plain=self.plain,
+            nodes=self.nodes,
         )
 
     def _start(self, rank: int) -> None:

@@ -18,6 +18,7 @@ from distlab.comm.launch.settled import is_settled
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
 from distlab.comm.record.watchdog import Watchdog, describe
+from distlab.nodes import Nodes
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
@@ -35,10 +36,10 @@ class Ranks:
         world_size: number of ranks.
         timeout_s: how long one call may take.
         backend: "gloo", "shared" (shared memory: Linux, CPU), "nccl"; None: nccl with a GPU per rank, else gloo.
+        nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`; see `run`.
         record: whether calls of torch.distributed are recorded, for `records()` and to explain a hang.
         echo: whether what ranks print is shown, each line after `[rank r]`.
-        plain: whether results of `run` come back as plain data, for functions that are not trusted: numbers, text,
-            tensors and containers of them. Of any other object only the name of its class comes back.
+        plain: whether results of `run` come back as `distlab.comm.plain` data, for functions that are not trusted.
 
     Raises:
         ValueError: the world size, the timeout or the backend cannot be.
@@ -50,19 +51,20 @@ class Ranks:
         *,
         timeout_s: float = 60.0,
         backend: str | None = None,
+        nodes: Nodes | int = 1,
         record: bool = True,
         echo: bool = True,
         plain: bool = False,
     ) -> None:
         self.world_size = check_world_size(world_size)
         self.timeout_s = check_timeout(timeout_s)
-        self.backend = check_backend(backend, self.world_size)
+        self.nodes = Nodes.for_ranks(nodes, self.world_size)
+        self.backend = check_backend(backend, self.world_size, self.nodes.count)
         self.record, self.echo, self.plain = record, echo, plain
         self._pool: Pool | None = None
         self._failed_records: Records | None = None
         self._num_sources = 0
-        self._interrupted = threading.Event()
-        self._lock = threading.Lock()
+        self._interrupted, self._lock = threading.Event(), threading.Lock()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call fn(*args) on every rank and return the results in the order of ranks.
@@ -162,8 +164,8 @@ class Ranks:
             self._failed_records = None
             deadline = time.monotonic() + self.timeout_s
             if self._pool is None:
-                limit_s = 2 * self.timeout_s + 30
-                self._pool = Pool(self.world_size, self.backend, limit_s, self.record, self.echo, self.plain)
+                settings = (2 * self.timeout_s + 30, self.record, self.echo, self.plain, self.nodes)
+                self._pool = Pool(self.world_size, self.backend, *settings)
             this_round = _Round(self._pool, ranks, deadline, self)
             try:
                 with noting_interrupt(this_round.standing):
@@ -192,8 +194,7 @@ class _Round:
         self.gone = False  # whether a process has ended
         self.left: set[int] = set()  # ranks that destroyed the process group
         self.has_calls = False  # whether a rank that is back has made a call
-        since_ns = time.monotonic_ns()
-        self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=since_ns) if owner.record else None
+        self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=time.monotonic_ns()) if owner.record else None
 
     def results(self) -> list[bytes]:
         """Wait for every reply; return the results, or raise the error that explains what happened."""

@@ -23,9 +23,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from distlab import shared_memory
 from distlab.comm import device
-from distlab.comm.groups import choose_backend
+from distlab.comm.groups import backend_of
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
@@ -148,9 +147,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     return kept | {
         JOB_VARIABLE: Path(settings.folder).name,
         "RANK": rank,
-        "LOCAL_RANK": rank,
         "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
+        **settings.nodes.environment(settings.rank, settings.world_size),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
@@ -170,9 +168,7 @@ class _Rank:
         """Join the default process group through a file in the private folder."""
         settings = self.settings
         torch.set_num_threads(1)
-        backend = settings.backend or choose_backend(settings.world_size)
-        if backend == shared_memory.NAME:
-            shared_memory.register()
+        backend, options = backend_of(settings.backend, settings.world_size, settings.nodes)
         if "nccl" in backend:
             device.device_of("cuda", settings.rank)
         dist.init_process_group(
@@ -181,6 +177,7 @@ class _Rank:
             rank=settings.rank,
             world_size=settings.world_size,
             timeout=datetime.timedelta(seconds=settings.group_timeout_s),
+            pg_options=options,
         )
         self.world_id = id(dist.group.WORLD)
         if settings.record:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.record.call_site import SiteFinder, is_internal
+from distlab.nodes.wire import ring_bytes as ring_bytes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
@@ -78,28 +79,6 @@ OPERATIONS = (
     Operation("recv_", "recv", 0, (0,)),
     Operation("recv_any_source_", "recv", 0, (0,)),
 )
-
-
-def ring_bytes(op: str, num_bytes: int, num_ranks: int, *, is_root: bool = False, before_root: bool = False) -> int:
-    """Return the bytes that a rank would send if a collective ran as a ring (a chain for those with a root).
-
-    S is the payload that the rank contributes (for scatter, the share that it gets), n the number of ranks:
-    all_reduce 2(n-1)/n S; reduce_scatter and all_to_all (n-1)/n S; all_gather (n-1) S; broadcast S, except the last
-    rank of the chain, which stands before the root; reduce and gather S, except the root; scatter (n-1) S at the root.
-    Rounded to whole bytes.
-    """
-    n = num_ranks
-    if n < 2:
-        return 0
-    if op == "all_reduce":
-        return round(2 * (n - 1) * num_bytes / n)
-    if op in ("reduce_scatter", "all_to_all"):
-        return round((n - 1) * num_bytes / n)
-    if op == "all_gather" or (op == "scatter" and is_root):
-        return (n - 1) * num_bytes
-    if op == "broadcast":
-        return 0 if before_root else num_bytes
-    return num_bytes if op in ("reduce", "gather") and not is_root else 0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

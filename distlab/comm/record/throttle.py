@@ -11,7 +11,6 @@ works as on a real link, and a rank that sleeps leaves its core to others, as on
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -23,30 +22,12 @@ import torch.distributed as dist
 from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
-from distlab.comm.record.operations import Operation, Terms, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
+from distlab.nodes.wire import Wire
+from distlab.nodes.wire import link_s as link_s
 from distlab.shared_memory.work import SharedWork
 
 PAIRS = ("send", "recv")
-OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-
-def link_s(op: str, num_bytes: int, num_ranks: int, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """Return the time of a collective on each rank's link: steps x latency + bytes sent / bandwidth, as a ring.
-
-    Args:
-        op: plain name of the call ("all_reduce", ...).
-        num_bytes: payload that the rank hands to the call.
-        num_ranks: ranks in its group.
-        bytes_per_s: of the link, one way.
-        latency_s: of one message.
-
-    Cost: n - 1 steps for all_gather, reduce_scatter and all_to_all, twice as many for all_reduce, log2 n for the rest;
-        bytes as `ring_bytes`.
-    """
-    if num_ranks < 2:
-        return 0.0
-    steps = num_ranks - 1 if op in OWN_STEPS else math.ceil(math.log2(num_ranks))
-    return (2 * steps if op == "all_reduce" else steps) * latency_s + ring_bytes(op, num_bytes, num_ranks) / bytes_per_s
 
 
 class ThrottledLink:
@@ -60,11 +41,8 @@ class ThrottledLink:
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        if not 0 < bytes_per_s < math.inf:
-            raise ValueError(f"bytes_per_s is {bytes_per_s!r}; pass the bytes of a second, above 0, such as 125e6")
-        if not 0 <= latency_s < math.inf:
-            raise ValueError(f"latency_s is {latency_s!r}; pass the seconds of one message, at least 0, such as 50e-6")
-        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        wire = Wire(bytes_per_s, latency_s)  # refuses what no link has
+        self.bytes_per_s, self.latency_s = wire.bytes_per_s, wire.latency_s
         self.busy_s = 0.0
         self.num_calls = 0
         self._free_s = 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.comm import run
+from distlab.comm import Nodes, node_groups, run
 from distlab.comm.command import runnable
 from distlab.comm.device import nccl_version, total_bytes
 from distlab.measure.machine.facts import memory_bytes, this_machine
@@ -58,7 +58,12 @@ class Calibration:
 
 
 def calibrate(
-    num_ranks: int, *, device: str = "cpu", seconds: float = 12.0, progress: Callable[[int], None] | None = None
+    num_ranks: int,
+    *,
+    device: str = "cpu",
+    nodes: Nodes | int = 1,
+    seconds: float = 12.0,
+    progress: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
@@ -69,16 +74,18 @@ def calibrate(
     Args:
         num_ranks: ranks that compute and communicate at once.
         device: "cpu" or "cuda".
+        nodes: nodes that the ranks make (see `distlab.comm.run`): the links inside and between them are fitted apart.
         seconds: after this no further round starts; three rounds are always taken.
         progress: called on rank 0 with the whole seconds that have passed.
     """
     start = time.monotonic()
     rates = run(partial(_measure_rates, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0] if device != "cpu" else ()
-    job = partial(_measure_rounds, device, seconds, progress)
-    rounds = run(job, num_ranks, timeout_s=30 * seconds + 60, record=False)[0]
+    made = Nodes.for_ranks(nodes, num_ranks)
+    job = partial(_measure_rounds, device, made.count, seconds, progress)
+    rounds = run(job, num_ranks, nodes=made, timeout_s=30 * seconds + 60, record=False)[0]
     middle = median_round(rounds)
     memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
-    cluster = fit_cluster(middle, num_ranks, memory_bytes=memory)
+    cluster = fit_cluster(middle, num_ranks, memory_bytes=memory, num_nodes=made.count)
     errors = {row.what: _error(row, cluster) for row in middle.observations}
     machine = f"{this_machine()}{_software() if device != 'cpu' else ''}"
     return Calibration(with_rates(cluster, rates), errors, time.monotonic() - start, machine, rates)
@@ -119,15 +126,18 @@ def load_calibration(path: Path) -> Calibration:
         ) from None
 
 
-def _measure_rounds(device_kind: str, seconds: float, progress: Callable[[int], None] | None) -> list[Round]:
+def _measure_rounds(
+    device_kind: str, num_nodes: int, seconds: float, progress: Callable[[int], None] | None
+) -> list[Round]:
     """Run on every rank: take rounds until `seconds` have passed."""
     device = device_of(device_kind, dist.get_rank())
+    nodes = node_groups() if num_nodes > 1 else None
     start = time.monotonic()
     rounds: list[Round] = []
     works: dict[str, Work] = {}
     more = torch.tensor(1, device=device)
     while more:
-        rounds.append(measure_round(device, works=works))
+        rounds.append(measure_round(device, works=works, nodes=nodes))
         passed = time.monotonic() - start
         if progress is not None and dist.get_rank() == 0:
             progress(min(int(passed), int(seconds)))

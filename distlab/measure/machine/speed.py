@@ -11,7 +11,7 @@ A rank's speed is measured with all ranks at work, since four ranks on two cores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -29,6 +29,7 @@ from simulator import fit_link
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 OVERLAP_MESSAGE_BYTES = 1_048_576
 REPEATS = 3  # of each reference model's step in a round
+SOURCE = "fitted by distlab calibrate"
 FEW, MANY = 3, 32  # all-reduces of a size; where ranks share cores, a short one takes 2 ms or 12 ms: a matter of turns
 
 Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
@@ -77,36 +78,42 @@ class Round:
 
     Attributes:
         observations: compute, by reference model and phase.
-        all_reduce_s: seconds of one all-reduce, for each of MESSAGE_BYTES.
+        all_reduce_s: seconds of one all-reduce, for each of MESSAGE_BYTES; where there are nodes, inside a node.
         contention: slow-downs of computing and communicating at the same time.
+        between_s: likewise between the ranks of one place in all nodes; () where there is one node.
     """
 
     observations: tuple[Observation, ...]
     all_reduce_s: tuple[float, ...]
     contention: Contention
+    between_s: tuple[float, ...] = ()
 
 
 def measure_round(
     device: torch.device,
     *,
     works: dict[str, Work] | None = None,
+    nodes: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Round:
     """Take one round of measurements. Every rank calls it at the same time.
 
     Args:
         device: where the rank computes.
         works: counts of an earlier round, to save counting again; filled in by the first.
+        nodes: this rank's `node_groups`, where the link inside nodes and the one between them are to be told apart.
     """
     works = {} if works is None else works
     if not works:
         works |= on_first_rank(lambda: _count_references(device))
     observations = [row for reference in REFERENCES for row in _time_reference(reference, device, works)]
-    times = [_time_all_reduce(size, device) for size in MESSAGE_BYTES]
+    groups = [None] if nodes is None else [nodes["local"], nodes["node"]]
+    times = [_time_all_reduce(size, device, group) for group in groups for size in MESSAGE_BYTES]
     speeds = _time_contention(device)
     means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device)
     observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
     contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
-    return Round(tuple(observations), tuple(means[len(observations) : -2]), contention)
+    found = tuple(means[len(observations) : -2])
+    return Round(tuple(observations), found[: len(MESSAGE_BYTES)], contention, found[len(MESSAGE_BYTES) :])
 
 
 def median_round(rounds: Sequence[Round]) -> Round:
@@ -114,16 +121,30 @@ def median_round(rounds: Sequence[Round]) -> Round:
     return cast(Round, median_of(rounds))
 
 
-def fit_cluster(measured: Round, num_ranks: int, *, name: str = "this machine", memory_bytes: float = 1e9) -> Cluster:
-    """Fit a round to a cluster of num_ranks equal devices on one link."""
+def fit_cluster(
+    measured: Round,
+    num_ranks: int,
+    *,
+    name: str = "this machine",
+    memory_bytes: float = 1e9,
+    num_nodes: int = 1,
+) -> Cluster:
+    """Fit a round to a cluster of num_ranks equal devices: on one link, or on one inside nodes and one between them."""
     kernel_s, flops_per_s, bytes_per_s = fit_device(measured.observations)
-    source = "fitted by distlab calibrate"
-    device = Device(f"a rank of {name}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, source)
+    device = Device(f"a rank of {name}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, SOURCE)
     if num_ranks == 1:  # nothing travels
-        link = Link("none", (Protocol(0.0, 1e18),))
+        link = between = Link("none", (Protocol(0.0, 1e18),))
     else:
-        link = fit_link(MESSAGE_BYTES, measured.all_reduce_s, num_ranks, "ring", name="between ranks", source=source)
-    return Cluster(name, device, num_ranks, num_ranks, link, link, measured.contention)
+        each = num_ranks // num_nodes
+        inside_s = measured.all_reduce_s if each > 1 else measured.between_s  # a rank alone in its node
+        link = between = _fit_ring(inside_s, each if each > 1 else num_nodes, "between ranks")
+        if num_nodes > 1:
+            between = _fit_ring(measured.between_s, num_nodes, "between nodes")
+    return Cluster(name, device, num_ranks, num_ranks // num_nodes, link, between, measured.contention)
+
+
+def _fit_ring(seconds: Sequence[float], num_ranks: int, name: str) -> Link:
+    return fit_link(MESSAGE_BYTES, seconds, num_ranks, "ring", name=name, source=SOURCE)
 
 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:
@@ -190,15 +211,15 @@ def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) 
     return forward, backward, update
 
 
-def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
+def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
     repeats = max(FEW, min(MANY, 16_000_000 // num_bytes))
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     dist.barrier()
     start = now(device)
     for _ in range(repeats):
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
     return (now(device) - start) / repeats
 
 

@@ -1,0 +1,87 @@
+"""Which ranks make a node, and how the ranks of a group sit in the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distlab.nodes.wire import Wire
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of equal size; ranks fill them in their order, as torchrun's do.
+
+    Attributes:
+        count: how many.
+        between: the wire of each rank to other nodes, such as "40MB/s,200us"; None: sockets, as fast as they are.
+    """
+
+    count: int
+    between: Wire | None = None
+
+    def __init__(self, count: int, between: Wire | str | None = None) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"nodes is {count!r}; pass a whole number of nodes, such as 2")
+        object.__setattr__(self, "count", count)
+        object.__setattr__(self, "between", Wire.of(between) if isinstance(between, str) else between)
+
+    @classmethod
+    def for_ranks(cls, nodes: Nodes | int, world_size: int) -> Nodes:
+        """Return the nodes of so many ranks.
+
+        Raises:
+            ValueError: the ranks do not fill them evenly.
+        """
+        chosen = nodes if isinstance(nodes, Nodes) else cls(nodes)
+        if world_size % chosen.count:
+            raise ValueError(
+                f"{world_size} ranks do not fill {chosen.count} nodes evenly; use a multiple of {chosen.count} ranks"
+            )
+        if chosen.count == 1 and chosen.between is not None:
+            raise ValueError(f"there is one node, so nothing lies between nodes ({chosen.between}); pass nodes=2")
+        return chosen
+
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """Return what torchrun would set on a rank of such nodes."""
+        each = world_size // self.count
+        return {
+            "LOCAL_RANK": str(rank % each),
+            "LOCAL_WORLD_SIZE": str(each),
+            "GROUP_RANK": str(rank // each),
+            "GROUP_WORLD_SIZE": str(self.count),
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of a group sits.
+
+    Attributes:
+        nodes: the group's ranks in each node that has some, by their numbers in the group.
+        row: those of this rank's node that it shares its part of a collective with.
+        column: those that it exchanges its part with, one in each node, itself too. Where the nodes have unequal
+            numbers of ranks, a row is one rank and the column is the whole group.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    row: tuple[int, ...]
+    column: tuple[int, ...]
+
+    @classmethod
+    def of(cls, members: Sequence[int], rank: int, each: int) -> Place:
+        """Lay out a group whose members have these numbers among all ranks, in nodes of `each` ranks."""
+        by_node: dict[int, list[int]] = {}
+        for number, member in enumerate(members):
+            by_node.setdefault(member // each, []).append(number)
+        nodes = tuple(tuple(numbers) for numbers in by_node.values())
+        if len({len(numbers) for numbers in nodes}) > 1:
+            return cls(nodes, (rank,), tuple(range(len(members))))
+        row = next(numbers for numbers in nodes if rank in numbers)
+        return cls(nodes, row, tuple(numbers[row.index(rank)] for numbers in nodes))
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The group's ranks in the node of this rank, itself too."""
+        me = set(self.row)
+        return next(numbers for numbers in self.nodes if me <= set(numbers))

@@ -1,0 +1,126 @@
+"""A wire between nodes: how fast it is, and how long a collective occupies it."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from dataclasses import dataclass
+
+OWN_STEPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_SPEED = re.compile(r"([0-9.]+)\s*(B|kB|MB|GB)/s")
+_TIME = re.compile(r"([0-9.]+)\s*(s|ms|us)")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A wire, one way: bandwidth, and what one message takes apart from its bytes."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s!r}; pass the bytes of a second, above 0, such as 125e6")
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(
+                f"latency_s is {self.latency_s!r}; pass the seconds of one message, at least 0, such as 50e-6"
+            )
+
+    @classmethod
+    def of(cls, text: str) -> Wire:
+        """Read "40MB/s" or "40MB/s,200us".
+
+        Raises:
+            ValueError: it is something else.
+        """
+        speed, _, latency = text.replace(" ", "").partition(",")
+        found, delay = _SPEED.fullmatch(speed), _TIME.fullmatch(latency or "0s")
+        if found is None or delay is None:
+            raise ValueError(f"the wire between nodes is {text!r}; pass bandwidth and latency, such as 40MB/s,200us")
+        try:
+            return cls(float(found[1]) * _BYTES[found[2]], float(delay[1]) / _PER_SECOND[delay[2]])
+        except ValueError as error:
+            raise ValueError(f"the wire between nodes is {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        unit = next((unit for unit in ("GB", "MB", "kB") if self.bytes_per_s >= _BYTES[unit]), "B")
+        return f"{self.bytes_per_s / _BYTES[unit]:g}{unit}/s,{self.latency_s * 1e6:g}us"
+
+
+def ring_bytes(op: str, num_bytes: int, num_ranks: int, *, is_root: bool = False, before_root: bool = False) -> int:
+    """Return the bytes that a rank would send if a collective ran as a ring (a chain for those with a root).
+
+    S is the payload that the rank contributes (for scatter, the share that it gets), n the number of ranks:
+    all_reduce 2(n-1)/n S; reduce_scatter and all_to_all (n-1)/n S; all_gather (n-1) S; broadcast S, except the last
+    rank of the chain, which stands before the root; reduce and gather S, except the root; scatter (n-1) S at the root.
+    Rounded to whole bytes.
+    """
+    n = num_ranks
+    if n < 2:
+        return 0
+    if op == "all_reduce":
+        return round(2 * (n - 1) * num_bytes / n)
+    if op in ("reduce_scatter", "all_to_all"):
+        return round((n - 1) * num_bytes / n)
+    if op == "all_gather" or (op == "scatter" and is_root):
+        return (n - 1) * num_bytes
+    if op == "broadcast":
+        return 0 if before_root else num_bytes
+    return num_bytes if op in ("reduce", "gather") and not is_root else 0
+
+
+def link_s(op: str, num_bytes: int, num_ranks: int, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Return the time of a collective on each rank's link: steps x latency + bytes sent / bandwidth, as a ring.
+
+    Args:
+        op: plain name of the call ("all_reduce", ...).
+        num_bytes: payload that the rank hands to the call.
+        num_ranks: ranks in its group.
+        bytes_per_s: of the link, one way.
+        latency_s: of one message.
+
+    Cost: n - 1 steps for all_gather, reduce_scatter and all_to_all, twice as many for all_reduce, log2 n for the rest;
+        bytes as `ring_bytes`.
+    """
+    if num_ranks < 2:
+        return 0.0
+    steps = num_ranks - 1 if op in OWN_STEPS else math.ceil(math.log2(num_ranks))
+    return (2 * steps if op == "all_reduce" else steps) * latency_s + ring_bytes(op, num_bytes, num_ranks) / bytes_per_s
+
+
+class Pace:
+    """This rank's end of a wire: what is sent goes through one after the other.
+
+    All clocks of a host show the same time, so a moment means the same to every rank.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._free_s = 0.0
+        self._guard = threading.Lock()
+
+    def occupy(self, seconds: float, since_s: float) -> float:
+        """Occupy the wire for some time, behind what is on it; return the moment when it is free again."""
+        with self._guard:
+            self._free_s = max(self._free_s, since_s) + seconds
+            return self._free_s
+
+    def collective(self, op: str, num_bytes: int, num_ranks: int, since_s: float) -> None:
+        """Sleep until a collective that began at a moment is through."""
+        seconds = link_s(op, num_bytes, num_ranks, bytes_per_s=self.wire.bytes_per_s, latency_s=self.wire.latency_s)
+        sleep_until(self.occupy(seconds, since_s))
+
+    def message(self, num_bytes: int) -> tuple[float, float]:
+        """Send a message now; return when its sender is rid of it, and when it arrives."""
+        sent_s = self.occupy(num_bytes / self.wire.bytes_per_s, time.monotonic())
+        return sent_s, sent_s + self.wire.latency_s
+
+
+def sleep_until(moment_s: float) -> None:
+    """Sleep until a moment of the monotonic clock."""
+    while (left_s := moment_s - time.monotonic()) > 0:
+        time.sleep(left_s)

@@ -1,0 +1,181 @@
+"""Programs of collectives and messages that tests run on each backend, and what they should compute."""
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+OPS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "ring")
+TYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16)
+STEP = st.tuples(
+    st.sampled_from(OPS),
+    st.sampled_from(TYPES),
+    st.sampled_from([(), (0,), (1,), (5,), (3, 4), (2, 3, 5), (4099,), (300_007,)]),
+    st.integers(0, 3),  # the root, or whose neighbour
+    st.sampled_from(["SUM", "MAX", "MIN"]),
+    st.booleans(),  # whether the program waits at once
+)
+PROGRAMS = st.tuples(st.integers(1, 4), st.lists(STEP, min_size=1, max_size=12))
+FIXED = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture], "derandomize": True}
+
+
+def own(shape, dtype=torch.float32, salt=0):
+    """Return small whole numbers, different on each rank: exact in each type, whatever the order of a sum."""
+    generator = torch.Generator().manual_seed(1000 * salt + dist.get_rank())
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.7
+    return torch.randint(0, 4, shape, generator=generator).to(dtype)
+
+
+def reduced_differently():
+    """Return which all-reduces and reduces differ from gloo's."""
+    gloo, wrong, n = dist.new_group(backend="gloo"), [], dist.get_world_size()
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    for dtype in (*FLOATS, *WHOLE, torch.bool):
+        for name in names:
+            if (name[0] == "B") and dtype.is_floating_point or (name == "AVG" and not dtype.is_floating_point):
+                continue  # gloo refuses bits of floats; its mean of whole numbers is tested by itself
+            op = getattr(dist.ReduceOp, name)
+            for shape in ((), (0,), (1,), (7, 3), (20_011,)):
+                mine = own(shape, dtype)
+                there, here = mine.clone(), mine.clone()
+                dist.all_reduce(there, op, group=gloo)
+                dist.all_reduce(here, op)
+                to_last = mine.clone()
+                dist.reduce(to_last, n - 1, op)
+                at_root = torch.equal(to_last, there if dist.get_rank() == n - 1 else mine)
+                if not (torch.equal(there, here) and at_root):
+                    wrong.append((name, dtype, shape, there.tolist()[:3] if shape else there, here))
+    return wrong
+
+
+def moved_wrongly(numel):
+    """Return which of the other collectives do not bring what they should."""
+    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
+
+    def of(rank, part=0):
+        return torch.arange(numel) + 1000 * rank + 7 * part
+
+    def check(what, found, expected):
+        if not torch.equal(found, expected):
+            wrong.append(what)
+
+    x = of(me)
+    dist.all_reduce(x)
+    check("all_reduce", x, sum(of(r) for r in range(n)))
+    x = of(me)
+    dist.broadcast(x, n - 1)
+    check("broadcast", x, of(n - 1))
+    parts = [torch.empty(numel, dtype=torch.int64) for _ in range(n)]
+    dist.all_gather(parts, of(me))
+    check("all_gather", torch.cat(parts), torch.cat([of(r) for r in range(n)]))
+    whole = torch.empty(n * numel, dtype=torch.int64)
+    dist.all_gather_into_tensor(whole, of(me))
+    check("all_gather_into_tensor", whole, torch.cat(parts))
+    x = torch.empty(numel, dtype=torch.int64)
+    dist.reduce_scatter(x, [of(me, part) for part in range(n)])
+    check("reduce_scatter", x, sum(of(r, me) for r in range(n)))
+    y = torch.empty(numel, dtype=torch.int64)
+    dist.reduce_scatter_tensor(y, torch.cat([of(me, part) for part in range(n)]))
+    check("reduce_scatter_tensor", y, x)
+    dist.all_to_all(parts, [of(me, part) for part in range(n)])
+    check("all_to_all", torch.cat(parts), torch.cat([of(r, me) for r in range(n)]))
+    dist.all_to_all_single(whole, torch.cat([of(me, part) for part in range(n)]))
+    check("all_to_all_single", whole, torch.cat(parts))
+    dist.gather(of(me), parts if me == 0 else None, 0)
+    check("gather", torch.cat(parts), torch.cat([of(r) if me == 0 else of(r, me) for r in range(n)]))
+    dist.scatter(x, [of(n - 1, r) for r in range(n)] if me == n - 1 else None, n - 1)
+    check("scatter", x, of(n - 1, me))
+    return wrong
+
+
+def scattered_in_memory():
+    """Each collective on tensors that are no block, beside the same on blocks."""
+    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
+
+    def both(what, call, *shapes):
+        blocks = [own(shape, salt=i) for i, shape in enumerate(shapes)]
+        strided = [torch.stack([b, b], -1).transpose(0, 1)[..., 0].transpose(0, 1) for b in blocks]
+        assert not any(t.is_contiguous() for t in strided)
+        call(*blocks)
+        call(*strided)
+        if not all(torch.equal(a, b) for a, b in zip(blocks, strided, strict=True)):
+            wrong.append(what)
+
+    both("all_reduce", dist.all_reduce, (4, 3))
+    both("broadcast", lambda x: dist.broadcast(x, 0), (4, 3))
+    both("reduce", lambda x: dist.reduce(x, 0), (4, 3))
+    both("all_gather", lambda x, *out: dist.all_gather(list(out), x), *[(4, 3)] * (n + 1))
+    both("reduce_scatter", lambda x, *parts: dist.reduce_scatter(x, list(parts)), *[(4, 3)] * (n + 1))
+    both("into_tensor", dist.all_gather_into_tensor, (n * 4, 3), (4, 3))
+    both("scatter_tensor", dist.reduce_scatter_tensor, (4, 3), (n * 4, 3))
+    both("scatter", lambda x, *parts: dist.scatter(x, list(parts) if me == 0 else None), *[(4, 3)] * (n + 1))
+    both("gather", lambda x, *out: dist.gather(x, list(out) if me == 0 else None), *[(4, 3)] * (n + 1))
+    both("exchange", lambda *t: dist.all_to_all(list(t[:n]), list(t[n:])), *[(4, 3)] * (2 * n))
+    both("message", lambda x: dist.send(x, 1) if me == 0 else dist.recv(x, 0) if me == 1 else None, (4, 3))
+    return wrong
+
+
+def bits(seed):
+    """Return the bits of a sum whose rounding depends on the order, small and in pieces."""
+    found = []
+    for numel in (50, 20_000, 400_000):
+        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        x = torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
+        y = x.clone()
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+        found += [x.view(torch.int32), y.view(torch.int32)]
+    return found
+
+
+def play(program, group):
+    """Run a program in a group; return all that its calls wrote."""
+    n, me, written, works = dist.get_world_size(), dist.get_rank(), [], []
+    for number, (op, dtype, shape, root, reduction, waits) in enumerate(program):
+        generator = torch.Generator().manual_seed(100 * number + me)
+        values = [torch.randint(0, 5, shape, generator=generator).to(dtype) for _ in range(n)]
+        blank = [torch.full(shape, 9).to(dtype) for _ in range(n)]
+        root, kind, x = root % n, getattr(dist.ReduceOp, reduction), values[0]
+        named = {"group": group, "async_op": True}
+        if op == "all_reduce":
+            calls, out = [dist.all_reduce(x, kind, **named)], [x]
+        elif op == "reduce":
+            calls, out = [dist.reduce(x, root, kind, **named)], [x] if me == root else []
+        elif op == "broadcast":
+            calls, out = [dist.broadcast(x, root, **named)], [x]
+        elif op == "all_gather":
+            calls, out = [dist.all_gather(blank, x, **named)], blank
+        elif op == "reduce_scatter":
+            calls, out = [dist.reduce_scatter(blank[0], values, kind, **named)], blank[:1]
+        elif op == "all_to_all":
+            whole, parts = torch.stack(blank), torch.stack(values)
+            calls, out = [dist.all_to_all_single(whole, parts, **named)], [whole]
+        elif op == "gather":
+            calls, out = [dist.gather(x, blank if me == root else None, root, **named)], blank if me == root else []
+        elif op == "scatter":
+            calls, out = [dist.scatter(blank[0], values if me == root else None, root, **named)], blank[:1]
+        else:
+            hop = 1 + root % max(1, n - 1)
+            ends = [] if n == 1 else [dist.isend(x, (me + hop) % n, group=group, tag=root)]
+            calls = ends if n == 1 else [*ends, dist.irecv(blank[0], (me - hop) % n, group=group, tag=root)]
+            out = blank[:1]
+        written += out
+        works += calls
+        if waits:
+            for work in works:
+                work.wait()
+            works = []
+    for work in works:
+        work.wait()
+    return written
+
+
+def differences(program):
+    gloo = dist.new_group(backend="gloo")
+    there, here = play(program, gloo), play(program, None)
+    dist.barrier()
+    dist.destroy_process_group(gloo)
+    return [k for k, (a, b) in enumerate(zip(there, here, strict=True)) if not torch.equal(a, b)]

@@ -1,0 +1,178 @@
+"""Ranks in nodes: what they are told, what the recorder sees, how long a wire takes, and what is refused."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.collectives import hierarchical_all_reduce
+from distlab.comm import Nodes, RankError, Ranks, node_groups, recorded, run
+
+RATE, LATENCY_S = 2e6, 5e-3
+WIRE = Nodes(2, between="2MB/s,5ms")
+
+
+def told():
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    groups = {axis: dist.get_process_group_ranks(group) for axis, group in node_groups().items()}
+    return [int(os.environ[name]) for name in names], groups, dist.get_backend()
+
+
+def test_ranks_are_told_their_node_as_torchrun_would(node_ranks):
+    for rank, (variables, groups, backend) in enumerate(node_ranks(4).run(told)):
+        node = rank // 2
+        assert variables == [rank, rank % 2, node, 4, 2, 2]
+        assert groups == {"local": [2 * node, 2 * node + 1], "node": [rank % 2, rank % 2 + 2]}
+        assert backend == "nodes"
+
+
+def calls_of_an_all_reduce():
+    tensor, groups = torch.ones(12), node_groups()
+    with recorded() as seen:
+        dist.all_reduce(tensor)
+        hierarchical_all_reduce(tensor, groups["local"], groups["node"])
+    rank = dist.get_rank()
+    return [(call.op, call.num_bytes, len(call.group)) for call in seen.records.calls(rank)], tensor.tolist()
+
+
+def test_the_recorder_sees_the_calls_of_gloo(node_ranks):
+    in_nodes, elsewhere = node_ranks(4).run(calls_of_an_all_reduce), []
+    with Ranks(4, backend="gloo") as on_gloo:
+        for (calls, values), variables in zip(in_nodes, on_gloo.run(told_groups), strict=True):
+            assert values == [16.0] * 12
+            elsewhere.append((calls, variables))
+    for calls, there in elsewhere:
+        assert calls == there
+
+
+def told_groups():
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # gloo's ranks know no nodes
+    return calls_of_an_all_reduce()[0]
+
+
+def seconds_of(call):
+    dist.barrier()
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+def times_on_a_wire():
+    groups, whole = node_groups(), torch.zeros(20_000)  # 80 kB
+    other, found = (dist.get_rank() + 2) % 4, {}
+    works = []
+    found["inside"] = seconds_of(lambda: dist.all_reduce(whole, group=groups["local"]))
+    found["across"] = seconds_of(lambda: dist.all_reduce(whole, group=groups["node"]))
+    found["all"] = seconds_of(lambda: dist.all_reduce(whole))
+    landing = torch.empty(20_000)
+
+    def swap():
+        works.extend([dist.isend(whole, other), dist.irecv(landing, other)])
+        for work in works:
+            work.wait()
+
+    found["message"] = seconds_of(swap)
+    begin = time.monotonic()
+    work = dist.all_reduce(whole, group=groups["node"], async_op=True)
+    found["returns"] = time.monotonic() - begin
+    work.wait()
+    found["asynchronous"] = time.monotonic() - begin
+    return found
+
+
+def test_only_what_leaves_a_node_takes_a_wires_time():
+    byte_s = 80_000 / RATE
+    of_ranks = run(times_on_a_wire, 4, nodes=WIRE)
+    assert max(found["message"] for found in of_ranks) >= LATENCY_S + byte_s, "who began first waits for all of it"
+    for found in of_ranks:
+        assert found["inside"] < 2 * LATENCY_S
+        assert found["across"] >= 2 * LATENCY_S + byte_s
+        assert found["all"] >= 2 * LATENCY_S + byte_s / 2, "each rank of a node carries half across"
+        assert found["all"] < found["across"]
+        assert found["message"] >= byte_s, "of its own message, which another began to send a moment ago"
+        assert found["returns"] < LATENCY_S
+        assert found["asynchronous"] >= 2 * LATENCY_S + byte_s
+
+
+def future_of_a_message():
+    me, landing = dist.get_rank(), torch.zeros(3)
+    if me == 0:
+        dist.send(torch.ones(3), 1)
+        return 3.0
+    work = dist.irecv(landing, 0)
+    return work.get_future().then(lambda future: float(landing.sum())).wait()
+
+
+def test_a_message_from_another_node_has_a_future():
+    assert run(future_of_a_message, 2, nodes=WIRE, record=False) == [3.0, 3.0]
+
+
+def one_ends():
+    if dist.get_rank() == 3:
+        os._exit(5)
+    dist.all_reduce(torch.ones(5))
+    dist.barrier()
+
+
+def test_a_rank_that_ends_ends_the_calls_of_all_nodes():
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 3 of 4 exited with status 5"):
+        run(one_ends, 4, nodes=2)
+    assert time.monotonic() - begin < 20
+
+
+def disagree():
+    dist.all_reduce(torch.ones(2 + dist.get_rank() // 2))
+
+
+def test_calls_that_do_not_agree_are_named():
+    with pytest.raises(RankError, match=r"rank 2: all_reduce float32\[3\]"):
+        run(disagree, 4, nodes=2, record=False)
+
+
+def from_anyone():
+    dist.recv(torch.ones(2))
+
+
+def test_a_receive_from_anyone_is_refused_where_nodes_are_crossed():
+    with pytest.raises(RankError, match="a receive from any rank in a group that crosses nodes; name the source"):
+        run(from_anyone, 2, nodes=2)
+
+
+def test_what_does_not_go_together_is_refused_before_any_process_starts():
+    with pytest.raises(ValueError, match="the ranks make 2 nodes, which have a backend of their own"):
+        run(told, 4, nodes=2, backend="gloo")
+    with pytest.raises(ValueError, match="3 ranks do not fill 2 nodes evenly"):
+        run(told, 3, nodes=2)
+
+
+def lab(*flags):
+    command = [sys.executable, "-m", "distlab", "lab", "02", "--limit-s", "100", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def test_a_lab_runs_in_nodes_over_a_wire():
+    done = lab("--ranks", "2", "--nodes", "2", "--between", "40MB/s,200us")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--nodes 2 --between 40MB/s,200us" in done.stdout, "the plain command says it too"
+    assert "on 2 ranks, cpu, nodes; functions: reference" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--ranks", "3", "--nodes", "2"), "3 ranks do not fill 2 nodes evenly"),
+        (("--between", "40MB/s"), "there is one node, so nothing lies between nodes"),
+        (("--nodes", "2", "--between", "fast"), "the wire between nodes is 'fast'; pass bandwidth and latency"),
+        (("--nodes", "2", "--backend", "gloo"), "which have a backend of their own"),
+    ],
+)
+def test_a_lab_refuses_nodes_that_cannot_be(flags, says):
+    done = lab(*flags)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

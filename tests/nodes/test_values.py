@@ -1,0 +1,83 @@
+"""Groups that cross nodes compute what gloo computes, and equal bits on all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_programs import (
+    FIXED,
+    PROGRAMS,
+    bits,
+    differences,
+    moved_wrongly,
+    reduced_differently,
+    scattered_in_memory,
+)
+from hypothesis import given, settings
+
+LAYOUTS = [(2, 2), (4, 2), (3, 3), (4, 4)]
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), LAYOUTS[:2])
+def test_every_reduction_of_every_type_is_gloos(node_ranks, world_size, nodes):
+    assert node_ranks(world_size, nodes).run(reduced_differently) == [[]] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), LAYOUTS)
+@pytest.mark.parametrize("numel", [0, 1, 13, 2_300_001])
+def test_data_goes_where_it_should(node_ranks, world_size, nodes, numel):
+    if numel > 13 and world_size != 4:
+        pytest.skip("what is large goes in pieces inside a node; 2 x 2 and 4 x 1 show it")
+    assert node_ranks(world_size, nodes).run(moved_wrongly, numel) == [[]] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), LAYOUTS[1:3])
+def test_tensors_that_lie_scattered_in_memory(node_ranks, world_size, nodes):
+    assert node_ranks(world_size, nodes).run(scattered_in_memory) == [[]] * world_size
+
+
+def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):
+    of_ranks = node_ranks(4).run(bits, 3)
+    for first, again in zip(of_ranks[0][::2], of_ranks[0][1::2], strict=True):
+        assert torch.equal(first, again)
+    for other in of_ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_ranks[0], other, strict=True))
+
+
+@settings(max_examples=12, **FIXED)
+@given(PROGRAMS.filter(lambda program: program[0] in (2, 4)))
+def test_random_programs_equal_gloo(node_ranks, program):
+    world_size, steps = program
+    assert node_ranks(world_size).run(differences, steps) == [[]] * world_size
+
+
+def sums_of_groups(sets):
+    """Return what each set of ranks adds up to, by a sum, a mean and a gather, on this rank."""
+    me, found = dist.get_rank(), []
+    for members in sets:
+        group = dist.new_group(members)
+        if me in members:
+            x, parts = torch.tensor([float(me)]), [torch.empty(1) for _ in members]
+            dist.all_gather(parts, x, group=group)
+            mean = x.clone()
+            dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+            dist.all_reduce(x, group=group)
+            part = torch.empty(1)
+            dist.reduce_scatter_tensor(part, torch.arange(float(len(members))), group=group)
+            found.append((x.item(), mean.item(), [p.item() for p in parts], part.item()))
+    return found
+
+
+def test_groups_inside_across_and_uneven(node_ranks):
+    sets = [[0, 1], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
+    for rank, found in enumerate(node_ranks(4).run(sums_of_groups, sets)):
+        expected = [
+            (
+                float(sum(members)),
+                sum(members) / len(members),
+                [float(m) for m in members],
+                float(len(members) * sorted(members).index(rank)),
+            )
+            for members in sets
+            if rank in members
+        ]
+        assert found == expected
