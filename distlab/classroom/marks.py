@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 
 SCHEMA = 1
 

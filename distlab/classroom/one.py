@@ -18,8 +18,8 @@ def main() -> None:
     task: dict[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(task["pipe"], False)
     with open(task["pipe"], "w", encoding="utf-8") as pipe:
+        from distlab.grading import load_lesson
         from distlab.grading.check import examine
-        from distlab.grading.lesson import load_lesson
         from distlab.grading.submission import isolated_submission
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))

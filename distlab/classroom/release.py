@@ -17,7 +17,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.grading.lesson import lesson_number, lessons, load_lesson
+from distlab.grading import lessons, load_lesson
+from distlab.grading.lesson import lesson_number
 from distlab.grading.sealed import seal
 
 PLAIN = ("lesson.ipynb", "lab.py", "lab_reference.md", "exercises.py")

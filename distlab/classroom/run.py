@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from distlab import __version__
 from distlab.classroom.marks import Grade, grade_of, read_grade, write_grade
 from distlab.classroom.submissions import Submission
-from distlab.grading.lesson import Lesson
+from distlab.grading import Lesson
 
 MARK = "DISTLAB_GRADE"  # in the environment of every process of a submission
 LOOK_S = 0.2
@@ -130,15 +130,14 @@ def _check(
     """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
     ours, theirs = os.pipe()
     mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "HOME": str(home), "TMPDIR": str(home)}
+    places = ("env", f"{MARK}={mark}", f"HOME={home}", f"TMPDIR={home}")
     with open(ours, encoding="utf-8") as pipe, tempfile.TemporaryFile() as words:
         with subprocess.Popen(
-            [sys.executable, "-m", "distlab.classroom.one", json.dumps({**task, "pipe": theirs})],
+            [*places, sys.executable, "-m", "distlab.classroom.one", json.dumps({**task, "pipe": theirs})],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=words,
             cwd=home,
-            env=environment,
             pass_fds=(theirs,),
             start_new_session=True,
         ) as process:

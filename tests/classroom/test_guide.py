@@ -4,7 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from distlab.grading.lesson import lessons
+from distlab.grading import lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "lessons" / "INSTRUCTORS.md").read_text(encoding="utf-8")

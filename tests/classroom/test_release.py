@@ -10,7 +10,7 @@ import pytest
 
 from distlab.classroom import release
 from distlab.cli import main
-from distlab.grading.lesson import lessons
+from distlab.grading import lessons
 from distlab.grading.sealed import seal, unseal
 
 ROOT = Path(__file__).resolve().parents[2]

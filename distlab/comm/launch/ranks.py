@@ -99,8 +99,7 @@ class Ranks:
             RankError: as `run`.
         """
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
-        wrong = [rank for rank in chosen if rank not in range(self.world_size)]
-        if wrong:
+        if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
             raise ValueError(f"there is no rank {wrong[0]}: ranks are 0 to {self.world_size - 1}")
         self._num_sources += 1
         body = pickle.dumps((source, name or f"<ranks {self._num_sources}>"))

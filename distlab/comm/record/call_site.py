@@ -1,19 +1,24 @@
 """Where a call was made: the learner's own line, not torch's and not distlab's.
 
 `find_site` walks up from a frame. The first frame outside torch and the standard library is the line that made the
-call; the first one that is outside distlab as well is the line that a learner wrote.
+call; the first one that is outside distlab as well is the line that a learner wrote. `GroupWatch` tells of groups so.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -101,3 +106,46 @@ def blocks_rank() -> bool:
         return True
     frame = main_frame(main)
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+class GroupWatch:
+    """Tell where a group is made and destroyed: ranks wait in both, and no call of a group shows that.
+
+    Args:
+        finder: finds the line.
+        tell: called with "begun", "made" or "left", and the members and the line.
+    """
+
+    def __init__(self, finder: SiteFinder, tell: Callable[..., None]) -> None:
+        self.finder, self.tell = finder, tell
+        self._real_new, self._real_destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+
+    def install(self) -> None:
+        """Put both wrappers in torch's place."""
+        c10d._new_group_with_tag = functools.wraps(self._real_new)(functools.partial(self._new))
+        destroy = functools.wraps(self._real_destroy)(functools.partial(self._destroy))
+        c10d.destroy_process_group = dist.destroy_process_group = destroy
+
+    def restore(self) -> None:
+        """Put torch's own functions back."""
+        c10d._new_group_with_tag = self._real_new
+        c10d.destroy_process_group = dist.destroy_process_group = self._real_destroy
+
+    def _new(self, ranks: Any = None, *args: Any, **named: Any) -> Any:
+        if named.get("use_local_synchronization"):  # then only its members meet
+            return self._real_new(ranks, *args, **named)
+        self._note("begun", ranks)
+        try:
+            return self._real_new(ranks, *args, **named)
+        finally:
+            self.tell("made")
+
+    def _destroy(self, group: Any = None) -> Any:
+        """Who still uses the group learns only that a connection was closed."""
+        is_all = group is None or group is dist.group.WORLD
+        self._note("left", None if is_all else dist.get_process_group_ranks(group))
+        return self._real_destroy(group)
+
+    def _note(self, event: str, ranks: Any) -> None:
+        site = self.finder.find(sys._getframe(2))
+        self.tell(event, f"{'of all ranks' if ranks is None else sorted(ranks)} at {site[0]}:{site[1]}")

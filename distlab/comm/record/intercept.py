@@ -7,7 +7,6 @@ many recorders are on, and the last one to stop puts back exactly what was there
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import time
@@ -18,12 +17,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from distlab.comm import device
 from distlab.comm.record import shared
-from distlab.comm.record.call_site import Site, SiteFinder, blocks_rank
+from distlab.comm.record.call_site import GroupWatch, Site, SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import (
     OPERATIONS,
@@ -71,7 +69,7 @@ class FrontEnd:
         self._real_wait = vars(dist.Work)["wait"]
         self._has_gpu = device.is_available()
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
-        self._real_new_group, self._real_destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+        self._groups = GroupWatch(self.finder, self._tell_group)
         self._libraries: list[Any] = []
         self._release_shared: Callable[[], None] = lambda: None
 
@@ -105,8 +103,7 @@ class FrontEnd:
 
     def _install(self) -> None:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
-        c10d._new_group_with_tag = self._new_group(self._real_new_group)
-        c10d.destroy_process_group = dist.destroy_process_group = self._destroy(self._real_destroy)
+        self._groups.install()
         library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
@@ -121,43 +118,14 @@ class FrontEnd:
 
     def _restore(self) -> None:
         dist.Work.wait = self._real_wait  # type: ignore[method-assign]
-        c10d._new_group_with_tag = self._real_new_group
-        c10d.destroy_process_group = dist.destroy_process_group = self._real_destroy
+        self._groups.restore()
         for library in self._libraries:
             library._destroy()
         self._release_shared()
 
-    def _new_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the making of a group: a rank waits in it for all ranks, and no call of a group shows that."""
-
-        @functools.wraps(real)
-        def new_group(ranks: Any = None, *args: Any, **named: Any) -> Any:
-            if named.get("use_local_synchronization"):  # then only its members meet
-                return real(ranks, *args, **named)
-            self._note_group("begun", ranks)
-            try:
-                return real(ranks, *args, **named)
-            finally:
-                for sink in self.sinks:
-                    sink.group("made")
-
-        return new_group
-
-    def _destroy(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the end of a group: who still uses it learns only that a connection was closed."""
-
-        @functools.wraps(real)
-        def destroy_process_group(group: Any = None) -> Any:
-            is_all = group is None or group is dist.group.WORLD
-            self._note_group("left", None if is_all else dist.get_process_group_ranks(group))
-            return real(group)
-
-        return destroy_process_group
-
-    def _note_group(self, event: str, ranks: Any) -> None:
-        site = self.finder.find(sys._getframe(2))
+    def _tell_group(self, event: str, what: str = "") -> None:
         for sink in self.sinks:
-            sink.group(event, f"{'of all ranks' if ranks is None else sorted(ranks)} at {site[0]}:{site[1]}")
+            sink.group(event, what)
 
     def _operator(self, op: Any, operation: Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
