@@ -9,6 +9,7 @@ from simulator.export.parts import PLAIN, Exported, Wish, has_master, order_is_u
 from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
 from simulator.plan_file import PlanFile
+from simulator.runs.money import tokens_of
 
 TOOL = "Megatron-LM"
 SLOW_DATA = ("data", "pipeline", "expert", "context", "tensor")  # --use-tp-pp-dp-mapping
@@ -77,9 +78,8 @@ def _refuse(said: PlanFile) -> None:
 
 def _model(said: PlanFile) -> list[str]:
     own = said.workload
-    layers = own.workload().layers
-    attentions = [region.attention for layer in layers for region in layer.regions if region.attention]
-    length = attentions[0].num_positions
+    workload = own.workload()
+    length = tokens_of(workload)
     name = own.model or ""
     sizes = LLAMA[name][0] if name in LLAMA else own.llama_sizes()
     if name in GPT:
@@ -90,7 +90,7 @@ def _model(said: PlanFile) -> list[str]:
         hidden, depth, heads, vocabulary = own.gpt_sizes().values()
     flags = [f"--num-layers {depth}", f"--hidden-size {hidden}", f"--num-attention-heads {heads}"]
     flags += [f"--seq-length {length}", f"--max-position-embeddings {length}", f"--vocab-size {vocabulary}"]
-    if not any(layer.score_bytes for layer in layers):
+    if not any(layer.score_bytes for layer in workload.layers):
         flags.append("--attention-backend flash")
     if sizes is not None:
         return flags + _llama(sizes)

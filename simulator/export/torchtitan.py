@@ -26,6 +26,7 @@ from simulator.export.parts import (
     types_of,
 )
 from simulator.plan_file import PlanFile
+from simulator.runs.money import tokens_of
 
 TOOL = "torchtitan"
 # Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
@@ -173,13 +174,11 @@ def _parallelism(plan: Plan, num_layers: int, samples: int) -> list[str]:
 def _training(said: PlanFile, wish: Wish) -> list[str]:
     plan, samples = said.plan, said.workload.microbatch_size
     local = samples * (plan.num_microbatches if plan.pipeline > 1 else 1)
-    attention = (region.attention for layer in said.workload.workload().layers for region in layer.regions)
-    length = next(each.num_positions for each in attention if each)
     compute = types_of(plan)[0]
     set_to: dict[str, object] = {
         "local_batch_size": local,
         "global_batch_size": samples * plan.num_microbatches * plan.num_replicas,
-        "seq_len": length,
+        "seq_len": tokens_of(said.workload.workload()),
         "dtype": '"float32"' if has_master(plan) else f'"{compute}"',
         "mixed_precision_param": f'"{compute}"',
         "enable_cpu_offload": plan.sharding.offload == "all",
