@@ -60,7 +60,7 @@ class Stack:
     source: str = ""
 
     def on_device(self, device: Device) -> Device:
-        """Return the device as this stack drives it."""
+        """Return the device as this stack drives it: products of real shapes, where the preset says on what."""
         return replace(
             device,
             matmul_flops_per_s=device.matmul_flops_per_s * self.matmul_fraction,
@@ -68,6 +68,7 @@ class Stack:
             memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
             kernel_s=device.kernel_s + self.kernel_s,
             launch_s=device.launch_s + self.launch_s,
+            multiprocessors=_presets()["devices"].get(device.name, {}).get("multiprocessors"),
             source=f"{device.source}; stack {self.name}: {self.source}",
         )
 
@@ -108,7 +109,6 @@ def device(name: str, *, measured: bool = True) -> Device:
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
         host_memory_bytes=row.get("host_memory_bytes"),
         peak_flops_per_s=row["matmul_flops_per_s"],
-        multiprocessors=row.get("multiprocessors") if measured else None,
     )
 
 

@@ -139,7 +139,7 @@ def collectives() -> Iterator[Derived]:
     for row in read_table("collectives_measured"):
         for start, name, wire in (
             ("A100 NVLink3", "8 A100, newer nccl", "nvlink3"),
-            ("H200 NVLink4", "8 H200", "nvlink4"),
+            ("H200 NVLink4", "8 H200", "nvlink4-switch"),
         ):
             if row["hardware"].startswith(start) and row["time_us"]:
                 table, size = f"all-reduce, {name} (fitted), us", int(row["size_bytes"])

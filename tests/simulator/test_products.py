@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from distlab.plan import Plan
-from simulator import LlamaSizes, cluster, gpt_workload, llama_workload, simulate
+from simulator import LlamaSizes, Stack, cluster, gpt_workload, llama_workload, simulate
 from simulator.hardware.products import FULL, START, slowdown
 from simulator.stage.shaped import with_shapes
 from simulator.validation.exact import products
 
-MACHINE = cluster("dgx-a100", 8, stack="best-case")
+MACHINE = cluster("dgx-a100", 8, stack=Stack("plain"))
 SIZES = {"hidden_size": 1024, "num_layers": 2, "num_heads": 16, "sequence_length": 1024, "vocab_size": 50304}
 
 
@@ -69,6 +69,7 @@ def test_narrow_parts_of_a_layer_take_longer_than_their_share():
     whole, parts = (with_shapes(block, Plan(tensor=n), MACHINE.device) for n in (1, 8))
     assert parts.forward.matmul_flops > 2 * whole.forward.matmul_flops > 2 * block.forward.matmul_flops
     assert with_shapes(block, Plan(tensor=8), free.device) is block
+    assert cluster("dgx-a100", 8, stack="best-case").device.multiprocessors is None  # the best shape
     slow, fast = (simulate(workload, each, Plan(tensor=8)) for each in (MACHINE, free))
     assert slow.duration_s > fast.duration_s
     assert slow.mfu * slow.steady_s == pytest.approx(fast.mfu * fast.steady_s)  # the same work counts

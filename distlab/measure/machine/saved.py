@@ -179,4 +179,5 @@ def _cluster(facts: dict[str, Any]) -> Cluster:
 
 
 def _link(facts: dict[str, Any]) -> Link:
-    return Link(**(facts | {"protocols": tuple(Protocol(**protocol) for protocol in facts["protocols"])}))
+    lists = {name: tuple(Protocol(**each) for each in facts.get(name, ())) for name in ("protocols", "switch")}
+    return Link(**(facts | lists))
