@@ -18,10 +18,12 @@ from distlab.cli import (
     doctor,
     export,
     gpu,
+    grade,
     lab,
     lesson,
     plan,
     profile,
+    release,
     simulate,
     tour,
     validate,
@@ -42,6 +44,8 @@ COMMANDS = {
     "lab": lab,
     "lesson": lesson,
     "check": check,
+    "release": release,
+    "grade": grade,
 }
 
 
