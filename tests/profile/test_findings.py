@@ -11,6 +11,7 @@ from seeded import FAULTS, KIND, seeded
 
 from distlab.profile import Finding, Profile, find, read_files
 from distlab.profile.align import align
+from distlab.trace import Span, Trace
 
 
 def engine_runs(numbers) -> Iterator[tuple[str, str, tuple[int, ...], list[Finding]]]:
@@ -76,3 +77,37 @@ def test_a_finding_costs_what_the_step_saves_without_the_fault(number):
     (finding,) = [one for one in find(Profile.of(align(trace)[0])) if one.kind == fault]
     assert finding.share == pytest.approx(share, rel=0.25)
     assert f"{finding.share * 100:.0f} % of every step" in str(finding)
+
+
+def of_two_ranks(*rows):
+    """A profile of two ranks that do the same: lane, kind, start and end in milliseconds, and the stage."""
+    spans = [
+        Span(rank, lane, kind, kind, start * 1_000_000, end * 1_000_000, 1_000_000, stage if stage < 0 else rank)
+        for rank in (0, 1)
+        for lane, kind, start, end, stage in rows
+    ]
+    return Trace.from_spans(spans)
+
+
+def test_sums_that_the_next_layer_needs_are_no_missing_overlap():
+    """Tensor parallelism all-reduces in forward too; data parallelism in backward alone, and could have hidden it."""
+    inside = [("communication", "all_reduce", 2, 6, -1), ("wait", "wait", 2, 6, -1)]
+    sums = [("communication", "all_reduce", 12, 16, -1), ("wait", "wait", 12, 16, -1)]
+    passes = [("compute", "F", 0, 8, -1), ("compute", "B", 8, 20, -1), ("compute", "optimizer", 20, 21, -1)]
+    assert find(Profile.of(of_two_ranks(*inside, *sums, *passes))) == []
+    (finding,) = find(Profile.of(of_two_ranks(*sums, *passes)))
+    assert finding.kind == "missing overlap"
+
+
+def test_of_a_pipeline_the_rank_with_the_longest_stages_is_named():
+    trace = of_two_ranks(("compute", "F", 0, 10, 0), ("compute", "B", 10, 30, 0), ("compute", "optimizer", 30, 31, 0))
+    even = Profile.of(trace)
+    assert find(even) == []
+    longer = Trace.from_spans(
+        span._replace(end_ns=span.end_ns + 10_000_000) if span.rank == 1 and span.kind == "B" else span
+        for span in trace
+    )
+    (finding,) = find(Profile.of(longer))
+    assert finding.kind == "imbalance"
+    assert finding.ranks == (1,)
+    assert "the stages of rank 1 take 1.1x the mean" in finding.text
