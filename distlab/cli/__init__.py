@@ -11,7 +11,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import bench, calibrate, check, doctor, export, gpu, lab, lesson, plan, simulate, tour, validate, where
+from distlab.cli import (
+    bench,
+    calibrate,
+    check,
+    doctor,
+    export,
+    gpu,
+    grade,
+    lab,
+    lesson,
+    plan,
+    release,
+    simulate,
+    tour,
+    validate,
+    where,
+)
 from distlab.comm.command import runnable
 
 COMMANDS = {
@@ -28,6 +44,8 @@ COMMANDS = {
     "lesson": lesson,
     "check": check,
     "where": where,
+    "release": release,
+    "grade": grade,
 }
 
 

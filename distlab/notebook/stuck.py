@@ -80,8 +80,10 @@ def solution(name: str) -> Note:
     entry = entry_of(name)
     if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
         return _line(missing)
+    if not (text := source_text(reference_of(exercise))):
+        return _line(f"solution: this copy has no solution of {name}; ask your instructor")
     told = [] if entry.passed else _keep(exercise, _with_solution_seen)
-    source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), source_text(reference_of(exercise))]))
+    source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
     head, foot = f"The solution of {name}:", "\n\n".join(told)
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
     page = f'<div>{head}</div><pre style="{code}">{html.escape(source)}</pre><div>{html.escape(foot)}</div>'

@@ -835,10 +835,9 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so it shares no core; in a step
 # all ranks encode at once, and where four share two cores it takes twice as long or more. Timed one bucket at a time,
 # steps of four ranks with 4 bits took three times as long as predicted. A calibration therefore times twelve buckets in
-# a row on all ranks together. It also trains two other models with and without compression, and reads off how much
-# slower the codec is in a step. What is sure is the direction:
-# on a slow wire it pays, on a wire as fast as memory it costs. `benchmarks/throttled.py` does it with more methods and
-# repeats.
+# a row on all ranks together. It also times the codec inside the steps of two other models, where buckets have left the
+# cache: there it is about one and a half times as slow. What is sure is the direction: on a slow wire it pays, on a
+# wire as fast as memory it costs. `benchmarks/throttled.py` does it with more methods and repeats.
 
 # %% [markdown]
 # ## Production: torch's own

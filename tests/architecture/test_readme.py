@@ -38,7 +38,8 @@ def folders_on_disk() -> set[str]:
     hidden = {folder for folder in folders if any(part.startswith(".") for part in Path(folder).parts)}
     deep_tests = {folder for folder in folders if folder.startswith("tests/")}
     rooms_in_rooms = {folder for folder in folders if folder.count("/") > 1}  # each names its files in its __init__
-    return folders - hidden - deep_tests - rooms_in_rooms
+    lessons = {folder for folder in folders if folder.startswith("lessons/")}  # START lists them
+    return folders - hidden - deep_tests - rooms_in_rooms - lessons
 
 
 def test_readme_tree_names_every_folder_and_no_other():

@@ -10,17 +10,23 @@ time per byte.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distlab.compression import make_hook
-from distlab.gradient_hook import GradientBucket, GradientHook
+from distlab.data_parallel import DataParallel
+from distlab.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.measure.machine.fit import fit_nonnegative
 from distlab.measure.machine.ranks import mean_over_ranks, now
-from distlab.plan import Cluster
+from distlab.models import GPT
+from distlab.plan import Cluster, Plan
 from distlab.plan.compression import Compression, exchanges
 from simulator import MeasuredCodec
 from simulator.hardware.process_groups import group_of
@@ -31,6 +37,8 @@ ROWS = (64, 384, 1536)  # buckets of 64 KiB, 384 KiB and 1.5 MiB in float32
 IN_A_ROW = 12  # some 20 ms and more of work, several turns of the operating system's scheduler
 SETTLE = 2.0  # exchanges are left this many times their predicted time to finish
 MIN_SETTLE_S = 2e-3
+
+Result = TypeVar("Result")
 
 
 def measure_codec(
@@ -87,10 +95,8 @@ def _time_bucket(
         buffer = torch.empty_like(values)
         gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
         buckets.append(GradientBucket(index * IN_A_ROW + place, buffer, gradients))
-    replicas = group_of(cluster, range(dist.get_world_size()))
-    *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
-    later_s = last if first else 0.0
-    settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * (sum(first) or last))
+    before_s, later_s = _wire_s(compression, cluster, shapes)
+    settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * before_s)
     times = []
     for repeat in range(repeats + 1):
         for bucket in buckets:
@@ -109,6 +115,79 @@ def _time_bucket(
             times.append(((encoded - begin) / IN_A_ROW, max(0.0, (decoded - come) / IN_A_ROW - later_s)))
     encode, decode = np.median(times, axis=0).tolist()
     return encode, decode
+
+
+def _wire_s(compression: Compression, cluster: Cluster, shapes: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Return the predicted seconds of a bucket's exchanges: those that `start` begins, and PowerSGD's in `wait`."""
+    replicas = group_of(cluster, range(dist.get_world_size()))
+    *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
+    return (sum(first), last) if first else (last, 0.0)
+
+
+class StepWithCodec:
+    """Train a model with a compression hook that is timed. Every rank makes one, and calls it with the others.
+
+    It is a gradient hook itself: it stands between DataParallel and the codec with a clock.
+
+    Attributes:
+        bucket_bytes: bytes of the gradients of each bucket of the last step.
+    """
+
+    def __init__(self, model: GPT, tokens: Tensor, plan: Plan) -> None:
+        if plan.compression is None:
+            raise ValueError(f"{plan} compresses nothing; pass a plan with compression")
+        self.compression, self.model, self.tokens = plan.compression, model, tokens
+        self.bucket_bytes: list[int] = []
+        self._codec = make_hook(plan.compression)
+        self._seconds = self._before_s = self._later_s = 0.0
+        self._replica = DataParallel(
+            model, bucket_bytes=plan.bucket_bytes, first_bucket_bytes=plan.first_bucket_bytes, hook=self
+        )
+
+    def codec_s(self, cluster: Cluster, *, repeats: int) -> float:
+        """Return the median seconds of a step that encoding and decoding take, after one step that warms up.
+
+        The exchanges finish before the first bucket is decoded, so that no rank waits for one.
+        """
+        return median([self._step(cluster) for _ in range(repeats + 1)][1:])
+
+    def _step(self, cluster: Cluster) -> float:
+        self._seconds, self._before_s, self._later_s, self.bucket_bytes = 0.0, 0.0, 0.0, []
+        self._cluster = cluster
+        self._replica.zero_grad()
+        dist.barrier()
+        self.model.loss(self.model(self.tokens), self.tokens).backward()
+        time.sleep(max(MIN_SETTLE_S, SETTLE * self._before_s))
+        dist.barrier()
+        self._replica.synchronize()
+        return max(0.0, self._seconds - self._later_s)
+
+    def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
+        """Encode a bucket, timed."""
+        shapes = [tuple(gradient.shape) for gradient in bucket.gradients]
+        before_s, later_s = _wire_s(self.compression, self._cluster, shapes)
+        self._before_s, self._later_s = self._before_s + before_s, self._later_s + later_s
+        self.bucket_bytes.append(bucket.buffer.nbytes)
+        pending = self._timed(lambda: self._codec.start(bucket, group))
+        return _Timed(lambda: self._timed(pending.wait))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the codec's state."""
+        return self._codec.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give the codec its state."""
+        self._codec.load_state_dict(state_dict)
+
+    def _timed(self, act: Callable[[], Result]) -> Result:
+        begin = now(self.tokens.device)
+        result = act()
+        self._seconds += now(self.tokens.device) - begin
+        return result
+
+
+class _Timed(NamedTuple):
+    wait: Callable[[], object]
 
 
 def _fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

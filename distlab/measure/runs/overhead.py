@@ -21,11 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
-from distlab.measure.machine.speed import REFERENCES, Phases, Reference, time_phases
+from distlab.measure.machine.ranks import mean_over_ranks, now, on_first_rank, shared_cores
+from distlab.measure.machine.speed import REFERENCES, Phases, Reference, fit_cluster, time_phases
+from distlab.measure.runs.codec import StepWithCodec
 from distlab.measure.runs.predict import (
     CalibrationRound,
     Overhead,
@@ -47,7 +49,7 @@ from distlab.measure.runs.replicas import make_replica
 from distlab.measure.runs.windows import time_window
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Workload
-from simulator import Step
+from simulator import MeasuredCodec, Step
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPLICA_REFERENCES = REFERENCES[1:3]
@@ -65,8 +67,8 @@ Floats = NDArray[np.float64]
 class ReplicaOverhead:
     """Of replicas: what sharding's calls cost the computing rank, or how much slower a codec is in a step than alone.
 
-    Two reference models are each trained in two ways, without what is to be measured and with it. Every rank makes this
-    once, and calls its methods in each round at the same time as the others.
+    Two reference models are trained: with sharding and without, or with the codec and a clock around it. Every rank
+    makes this once, and calls its methods in each round at the same time as the others.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -78,16 +80,17 @@ class ReplicaOverhead:
             first_bucket_bytes=FIRST_BUCKET_BYTES,
         )
         self.device = device
-        without = None if plan.sharding.stage else replace(self.plan, compression=None)
-        references = REPLICA_REFERENCES if self.plan != without else ()
-        self.pairs = [[_phases_of(each, other, device) for other in (without, self.plan)] for each in references]
-        self.workloads = on_first_rank(lambda: [_count_replica(each, self.plan, device) for each in references])
+        sharded = REPLICA_REFERENCES if plan.sharding.stage else ()
+        self.pairs = [[_phases_of(each, other, device) for other in (None, self.plan)] for each in sharded]
+        self.workloads = on_first_rank(lambda: [_count_replica(each, device) for each in sharded])
+        coded = REPLICA_REFERENCES if plan.compression is not None and not sharded else ()
+        self.steps = [StepWithCodec(each.build(device)[0], _tokens_of(each, device), self.plan) for each in coded]
 
     def measure(self, measured: CalibrationRound) -> Overhead:
         """Return the overhead beyond what a round without overhead explains: the same on every rank."""
         if self.plan.sharding.stage:
             return self._of_sharding(measured)
-        return Overhead() if self.plan.compression is None else self._of_codec(measured)
+        return Overhead() if measured.codec is None else self._of_codec(measured, measured.codec)
 
     def close(self) -> None:
         """Do nothing: replicas have no threads to end."""
@@ -105,18 +108,20 @@ class ReplicaOverhead:
         gather, scatter = np.maximum(0.0, totals[:, 0] / np.maximum(totals[:, 1], 1)).tolist()
         return Overhead(gather_s=gather, scatter_s=scatter)
 
-    def _of_codec(self, measured: CalibrationRound) -> Overhead:
-        """Find the slowdown of the codec that explains by how much compressing makes the steps longer.
+    def _of_codec(self, measured: CalibrationRound, codec: MeasuredCodec) -> Overhead:
+        """Compare the codec's times in steps of the references with those that it has alone, on the same buckets.
 
         Alone, a bucket that is encoded twelve times in a row stays in the cache, and nothing else wants the cores.
         """
-        extra_s = 0.0
-        for pair in self.pairs:
-            rows = [[sum(step()) for step in pair] for _ in range(REPEATS + 1)][1:]  # the first warms up
-            slowest = np.reshape(largest_over_ranks(np.ravel(rows).tolist(), self.device), (REPEATS, 2))
-            extra_s += float(np.median(slowest[:, 1] - slowest[:, 0]))
-        found = on_first_rank(lambda: codec_slowdown(extra_s, self.workloads, measured, self.plan))
-        return Overhead(codec_slowdown=found)
+        cluster = fit_cluster(measured.compute, self.plan.world_size)
+        in_steps_s = sum(step.codec_s(cluster, repeats=REPEATS) for step in self.steps)
+        alone_s = sum(
+            codec.encode_s + codec.decode_s + size * (codec.encode_s_per_byte + codec.decode_s_per_byte)
+            for step in self.steps
+            for size in step.bucket_bytes
+        )
+        in_steps_s, alone_s = mean_over_ranks([in_steps_s, alone_s], self.device)
+        return Overhead(codec_slowdown=in_steps_s / alone_s if alone_s > 0 else 1.0)
 
 
 def share_among_calls(left_s: Floats, step: Step) -> Floats:
@@ -140,21 +145,6 @@ def phases_of(step: Step) -> Phases:
     forward = float(step.timing.end_ns[0]) / 1e9
     update = step.timing.optimizer[0][0] / 1e9
     return forward, update - forward, step.duration_s - update
-
-
-def codec_slowdown(extra_s: float, workloads: Sequence[Workload], measured: CalibrationRound, plan: Plan) -> float:
-    """Return the factor on a codec's times with which the workloads' steps take so much longer than without it."""
-
-    def added_s(factor: float) -> float:
-        slower = replace(measured, overhead=Overhead(codec_slowdown=factor))
-        plain = replace(measured, codec=None), replace(plan, compression=None)
-        return sum(
-            predict_step(each, slower, plan).duration_s - predict_step(each, *plain).duration_s for each in workloads
-        )
-
-    at_one = added_s(1.0)
-    per_unit = added_s(2.0) - at_one
-    return max(0.0, 1.0 + (extra_s - at_one) / per_unit) if per_unit > 0 else 1.0
 
 
 class StepOverhead:
@@ -265,10 +255,14 @@ def _row_bytes(workload: Workload) -> float:
     return next(row_bytes(layer) for layer in workload.layers if row_bytes(layer))
 
 
+def _tokens_of(reference: Reference, device: torch.device) -> Tensor:
+    return torch.randint(256, (reference.samples, reference.context), device=device)
+
+
 def _phases_of(reference: Reference, plan: Plan | None, device: torch.device) -> Callable[[], Phases]:
     """Return what runs a step of a reference on all ranks together."""
     model, _, _ = reference.build(device)
-    tokens = torch.randint(256, (reference.samples, reference.context), device=device)
+    tokens = _tokens_of(reference, device)
     replica = make_replica(model, plan, barely_moving_sgd)
 
     def step() -> Phases:
@@ -286,7 +280,6 @@ def _phases_of(reference: Reference, plan: Plan | None, device: torch.device) ->
     return step
 
 
-def _count_replica(reference: Reference, plan: Plan, device: torch.device) -> Workload:
+def _count_replica(reference: Reference, device: torch.device) -> Workload:
     config = GPTConfig(num_layers=reference.num_layers, hidden_size=reference.hidden_size, context=reference.context)
-    counted = count_gpt(config, reference.samples, optimizer=barely_moving_sgd, device=device)
-    return without_accumulation(counted) if plan.sharding.stage else counted
+    return without_accumulation(count_gpt(config, reference.samples, optimizer=barely_moving_sgd, device=device))

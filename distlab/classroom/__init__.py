@@ -1,0 +1,15 @@
+"""For instructors: student copies of the lessons, and the grades of a whole class.
+
+Read in this order: `release.py` (what a student gets), `submissions.py` (what students hand in), `one.py` (one
+submission checked in a process of its own), `run.py` (many of them, side by side, under limits), `marks.py` (points),
+`page.py` (tables to read).
+"""
+
+from distlab.classroom.marks import Grade as Grade
+from distlab.classroom.release import release as release
+from distlab.classroom.run import Limits as Limits
+from distlab.classroom.run import grade_all as grade_all
+from distlab.classroom.submissions import Submission as Submission
+from distlab.classroom.submissions import find_submissions as find_submissions
+
+__all__ = ["Grade", "Limits", "Submission", "find_submissions", "grade_all", "release"]

@@ -1,0 +1,38 @@
+"""Check one submission in this process, and write each report to a pipe as soon as it is there.
+
+Run as `python -m distlab.classroom.one`; what to do comes as JSON in its one argument. The submission's code runs in
+ranks only. Its prints go to this process' output; reports go through a pipe that no rank inherits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Check the exercises one after the other; one line of JSON for each."""
+    task: dict[str, Any] = json.loads(sys.argv[1])
+    os.set_inheritable(task["pipe"], False)
+    with open(task["pipe"], "w", encoding="utf-8") as pipe:
+        from distlab.grading.check import examine
+        from distlab.grading.lesson import load_lesson
+        from distlab.grading.submission import isolated_submission
+
+        lesson = load_lesson(task["lesson"], Path(task["folder"]))
+        functions, notes = isolated_submission(task["file"], lesson)
+        _tell(pipe, {"notes": list(notes)})
+        for exercise in lesson.exercises:
+            _tell(pipe, examine(exercise, functions[exercise.name], seed=task["seed"]).as_dict())
+
+
+def _tell(pipe: Any, line: dict[str, Any]) -> None:
+    pipe.write(json.dumps(line) + "\n")
+    pipe.flush()
+
+
+if __name__ == "__main__":
+    main()

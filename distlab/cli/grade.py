@@ -1,0 +1,102 @@
+"""Grade what a class handed in for a lesson: points per exercise, as tables and as a page for each student.
+
+A submission is a notebook or a .py file. Pass files, a folder of them, or a folder with one folder per student. Each
+is checked in a process group of its own, under limits. The same command again goes on where the last one ended. Exits
+with status 0 when every submission was graded, 1 when one was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distlab.cli.arguments import whole_number
+
+if TYPE_CHECKING:
+    from distlab.classroom import Grade
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab grade`."""
+    command.add_argument("lesson", metavar="NN", help="the lesson's number, such as 03")
+    command.add_argument("submissions", nargs="+", type=Path, metavar="FILE|FOLDER", help="what was handed in")
+    command.add_argument("--out", type=Path, default=Path("grades"), metavar="DIR", help="of results; default: grades/")
+    command.add_argument("--jobs", type=whole_number(most=64), default=1, metavar="N", help="submissions at a time: 1")
+    command.add_argument("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission: 10")
+    command.add_argument("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
+    command.add_argument("--json", action="store_true", help="print the grades as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Grade, write the tables, and return 0 when no submission was stopped, else 1.
+
+    Raises:
+        ValueError: there is nothing to grade, or a limit is no time.
+    """
+    from distlab.classroom import Limits, find_submissions, grade_all
+    from distlab.grading import load_lesson
+
+    if not 0 < arguments.minutes < 24 * 60:
+        raise ValueError(f"--minutes is {arguments.minutes:g}; pass minutes above 0, at most a day")
+    lesson = load_lesson(arguments.lesson)
+    submissions = find_submissions(arguments.submissions, lesson.folder.name)
+    out = arguments.out / lesson.folder.name
+    out.mkdir(parents=True, exist_ok=True)
+    seed = _seed(out / "seed", arguments.seed)
+
+    def tell(grade: Grade, is_new: bool) -> None:
+        if not arguments.json:
+            words = f"; stopped: {grade.stopped}" if grade.stopped else ""
+            again = "" if is_new else " (kept)"
+            print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
+
+    limits = Limits(arguments.minutes)
+    try:
+        grades = grade_all(
+            submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, limits=limits, tell=tell
+        )
+    except KeyboardInterrupt:
+        print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
+        return 130
+    _write(out, f"Lesson {lesson.number}, {lesson.title}", grades)
+    if arguments.json:
+        print(
+            json.dumps({"lesson": lesson.number, "seed": seed, "grades": [_as_dict(each) for each in grades]}, indent=2)
+        )
+    else:
+        print(
+            f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json, and a page for each in students/"
+        )
+    return 1 if any(grade.stopped for grade in grades) else 0
+
+
+def _seed(kept: Path, asked: int | None) -> int:
+    """Return the seed of the class: the one asked for, or the one of the last run, or a new one; keep it."""
+    seed = asked
+    if seed is None:
+        try:
+            return int(kept.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            seed = random.SystemRandom().randrange(10**6)
+    kept.write_text(f"{seed}\n", encoding="utf-8")
+    return seed
+
+
+def _write(out: Path, title: str, grades: Sequence[Grade]) -> None:
+    from distlab.classroom.page import class_page, student_page, to_csv
+
+    (out / "students").mkdir(exist_ok=True)
+    (out / "grades.csv").write_text(to_csv(grades), encoding="utf-8")
+    (out / "grades.json").write_text(json.dumps([_as_dict(each) for each in grades], indent=2), encoding="utf-8")
+    (out / "grades.html").write_text(class_page(title, grades), encoding="utf-8")
+    for grade in grades:
+        (out / "students" / f"{grade.student}.html").write_text(student_page(title, grade), encoding="utf-8")
+
+
+def _as_dict(grade: Grade) -> dict[str, object]:
+    return {**asdict(grade), "points": grade.points, "possible": grade.possible, "blocked": grade.blocked}

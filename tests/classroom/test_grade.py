@@ -1,0 +1,205 @@
+"""A class is graded: every submission for itself, under limits, and a run that was ended goes on."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distlab.classroom import Limits, find_submissions, grade_all
+from distlab.classroom.marks import grade_of, read_grade, write_grade
+from distlab.classroom.page import class_page, student_page, to_csv
+from distlab.cli import main
+from distlab.grading import load_lesson
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(240)  # each submission starts processes of its own, several times
+
+LESSONS = ROOT / "tests" / "grading" / "lessons"
+GOOD = """
+import torch.distributed as dist
+
+def mean(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+def double(values, *, times=2):
+    return [times * value for value in values]
+"""
+SUM = GOOD.replace("total / dist.get_world_size()", "total")
+HOSTILE = """
+import os, signal
+for number in range(3, 200):
+    try:
+        os.write(number, b'{"exercise": "91.mean", "verdict": "passed"}\\n')
+    except OSError:
+        pass
+
+def mean(tensor):
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
+FILES = """
+import time
+
+def mean(tensor):
+    for number in range(9):
+        open(f"big{number}", "wb").write(bytes(10**6))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def lesson():
+    return load_lesson("91", LESSONS)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "lessons").symlink_to(LESSONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hand_in(folder: Path, **texts: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def processes_of_grading() -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if b"DISTLAB_GRADE=" in path.read_bytes():
+                lines.append(path.parent.name)
+        except OSError:
+            continue
+    return lines
+
+
+def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
+    folder = hand_in(here / "class", ann=GOOD, bob=SUM, mallory=HOSTILE)
+    (folder / "eve").mkdir()
+    assert main(["grade", "91", str(folder), "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    out = here / "grades" / "91_trial"
+    rows = {row["student"]: row for row in csv.DictReader((out / "grades.csv").open())}
+    points = {name: (row["points"], row["possible"]) for name, row in rows.items()}
+    worth = rows["ann"]["possible"]
+    assert points["ann"] == (worth, worth)
+    assert points["eve"] == ("0", worth)
+    assert points["mallory"][0] == "0"
+    assert rows["bob"]["91.mean"] == "wrong"
+    assert rows["bob"]["91.mean fault"] == "sum not mean"
+    assert rows["bob"]["91.double"] == "passed"
+    assert rows["eve"]["91.mean"] == "not attempted"
+    assert "divide by world_size" in (out / "students" / "bob.html").read_text()
+    assert "distlab-grade-" not in (out / "grades.json").read_text()  # a folder that is gone
+    assert "sum not mean" in (out / "grades.html").read_text()
+    assert processes_of_grading() == []
+    assert "(kept)" not in said
+
+    hand_in(here / "class", bob=GOOD)
+    assert main(["grade", "91", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {grade["student"]: grade["points"] for grade in told["grades"]}["bob"] == int(worth)
+    assert main(["grade", "91", str(folder)]) == 0
+    assert capsys.readouterr().out.count("(kept)") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "words"),
+    [(ENDLESS, Limits(minutes=0.05), "it ran for 0.05 minutes"), (FILES, Limits(folder_bytes=10**6), "MB of files")],
+    ids=["time", "files"],
+)
+def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limits, words):
+    submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
+    start = time.monotonic()
+    (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=limits)
+    assert time.monotonic() - start < 30
+    assert words in grade.stopped
+    assert grade.points == 0
+    assert {mark.verdict for mark in grade.marks} == {"stopped"}
+    assert processes_of_grading() == []
+
+
+def test_an_interrupt_keeps_what_is_graded(here):
+    folder = hand_in(here / "class", ann=GOOD, zoe=ENDLESS)
+    command = [sys.executable, "-u", "-m", "distlab", "grade", "91", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("ann")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "the same command goes on" in said
+    assert [path.name for path in (here / "grades" / "91_trial" / "results").iterdir()] == ["ann.json"]
+    assert processes_of_grading() == []
+
+
+def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):
+    told = {"fault": None, "message": "it needs a GPU", "seconds": 0.1}
+    lines = [{"notes": ["cell 3 was left out"]}, {"exercise": "91.mean", "verdict": "blocked", **told}]
+    lines.append({"exercise": "91.double", "verdict": "passed", **told})
+    grade = grade_of("=ann", "ann.py", "d1", lesson.exercises[:2], lines, "")
+    mean, double = (exercise.difficulty for exercise in lesson.exercises[:2])
+    assert (grade.points, grade.possible, grade.blocked) == (double, double, mean)
+    assert "blocked" in to_csv([grade])
+    assert "'=ann" in to_csv([grade])
+    page = student_page("Lesson", grade)
+    assert "it needs a GPU" in page
+    assert "cell 3 was left out" in page
+    assert "&lt;b&gt;" in class_page("<b>", [grade])
+    write_grade(tmp_path, grade, "key")
+    assert read_grade(tmp_path, "=ann", "key") == grade
+    assert read_grade(tmp_path, "=ann", "another key") is None
+    write_grade(tmp_path, replace(grade, stopped="it ran for 10 minutes"), "key")  # is graded again
+    assert read_grade(tmp_path, "=ann", "key") is None
+    (tmp_path / "=ann.json").write_text("{}")
+    assert read_grade(tmp_path, "=ann", "key") is None
+
+
+def test_submissions_are_found_and_named(tmp_path):
+    name = "91_trial"
+    notebook = tmp_path / "class" / "ann" / "work" / name / f"{name}.ipynb"
+    notebook.parent.mkdir(parents=True)
+    notebook.write_text("{}")
+    (notebook.parent.parent / "START.ipynb").write_text("{}")
+    (tmp_path / "class" / "b ob").mkdir()
+    (tmp_path / "class" / "b ob" / "mine.ipynb").write_text("{}")
+    (tmp_path / "class" / "eve").mkdir()
+    (tmp_path / "class" / ".cache").mkdir()
+    found = {one.student: one.path for one in find_submissions([tmp_path / "class"], name)}
+    assert found == {"ann": notebook, "b_ob": tmp_path / "class" / "b ob" / "mine.ipynb", "eve": None}
+    assert find_submissions([notebook], name)[0].student == "ann"
+
+
+def test_what_cannot_be_graded_is_said_in_one_line(here, capsys):
+    folder = hand_in(here / "class", ann=GOOD)
+    (folder / "ann").mkdir()
+    (folder / "ann" / "one.py").write_text(GOOD)
+    several = here / "several"
+    several.mkdir()
+    hand_in(several / "bob", one=GOOD, two=GOOD)
+    (here / "empty").mkdir()
+    (here / "a.txt").write_text("x")
+    for arguments, words in (
+        (["class"], "two submissions are ann's"),
+        (["several"], "several files to grade (one.py, two.py); name the right one 91_trial.ipynb"),
+        (["empty"], "no submission of lesson 91"),
+        (["nowhere"], "nowhere is not there"),
+        (["a.txt"], "neither a notebook"),
+        (["a.txt", "--minutes", "0"], "pass minutes above 0"),
+    ):
+        assert main(["grade", "91", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line

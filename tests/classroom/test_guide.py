@@ -1,0 +1,34 @@
+"""The instructors' guide: its times are the lessons', its answers what its code prints, its weeks have all lessons."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from distlab.grading.lesson import lessons
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "lessons" / "INSTRUCTORS.md").read_text(encoding="utf-8")
+
+
+def test_times_points_and_answers_are_up_to_date():
+    spec = importlib.util.spec_from_file_location("instructor_guide", ROOT / "tools" / "instructor_guide.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.filled(GUIDE) == GUIDE, "run python tools/instructor_guide.py"
+    questions = re.findall(r"^\*\*(\d+)\.\*\*", GUIDE, re.MULTILINE)
+    assert questions == [str(number) for number in range(1, len(questions) + 1)]
+    assert GUIDE.count("```python") == GUIDE.count("```text") == len(questions)
+
+
+def test_each_plan_of_weeks_has_every_lesson():
+    for heading in ("## Five weeks", "## Ten weeks"):
+        section = GUIDE.split(heading)[1].split("\n## ")[0]
+        found = re.findall(r"\b(\d\d)\b", section)
+        assert set(found) == set(lessons(ROOT / "lessons"))
+
+
+def test_faults_that_it_warns_of_are_of_exercises_that_exist():
+    faults = (ROOT / "lessons" / "FAULTS.md").read_text(encoding="utf-8")
+    named = re.findall(r"\b(\d\d\.[a-z_0-9]+)\b", GUIDE.split("## What students get wrong")[1].split("\n## ")[0])
+    assert named
+    assert [name for name in named if f"| {name} |" not in faults] == []
