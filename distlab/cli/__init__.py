@@ -50,6 +50,9 @@ COMMANDS = {
     "release": release,
     "grade": grade,
     "where": where,
+    "where": where,
+    "release": release,
+    "grade": grade,
 }
 
 
