@@ -2,7 +2,8 @@
 
 import pytest
 
-from distlab.nodes.place import Nodes, Place
+from distlab.nodes import Nodes
+from distlab.nodes.place import Place
 from distlab.nodes.wire import Pace, Wire
 
 
