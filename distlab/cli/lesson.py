@@ -30,13 +30,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Do one action; exit 0 when it was done."""
-    from distlab.grading.lesson import lessons_folder
+    from distlab.grading.lesson import lessons_folder, work_beside
     from distlab.grading.progress import work_folder
     from distlab.notebook.copies import reset
     from distlab.notebook.course import text_table
 
     lessons = lessons_folder()
-    work = (arguments.work or work_folder() or lessons.parent / "work").expanduser().absolute()
+    work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
     if arguments.action == "start":
         return _start(lessons, work, arguments.port, browser=not arguments.no_browser)
     if arguments.action == "list":

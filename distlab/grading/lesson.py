@@ -21,6 +21,7 @@ from typing import Any
 from distlab.grading.exercise import Exercise
 from distlab.grading.mutant import Mutant, build
 
+INSTALLED = "_course"  # in the installed package: the folder that has lessons/, as a checkout does
 _FOLDER = re.compile(r"(\d\d)_\w+")
 _loaded: dict[
     str, tuple[Path, tuple[tuple[str, int], ...]]
@@ -76,20 +77,28 @@ class Lesson:
 
 
 def lessons_folder(start: Path | None = None) -> Path:
-    """Return the folder that holds the lessons: at or above the working directory, else next to this package.
+    """Return the folder that holds the lessons: at or above the working directory, else this package's own.
+
+    The package's own lie next to it in a checkout, and inside it where it was installed.
 
     Raises:
         ValueError: there is none.
     """
     here = (start or Path.cwd()).resolve()
-    beside = Path(__file__).resolve().parents[2]
-    for folder in (*(parent / "lessons" for parent in (here, *here.parents)), beside / "lessons"):
+    package = Path(__file__).resolve().parents[1]
+    for parent in (here, *here.parents, package.parent, package / INSTALLED):
+        folder = parent / "lessons"
         if any(_folders(folder)):
             return folder
     raise ValueError(
-        f"no folder lessons/ with a lesson in it is at or above {here}, nor next to distlab ({beside}); "
-        "run this inside a checkout of distlab"
+        f"no folder lessons/ with a lesson in it is at or above {here}, nor next to distlab ({package.parent}); "
+        "run this inside a checkout of distlab, or install its wheel, which has the lessons"
     )
+
+
+def work_beside(lessons: Path) -> Path:
+    """Return the default folder of working copies: next to the lessons, or here where they lie inside the package."""
+    return (Path.cwd() if lessons.parent.name == INSTALLED else lessons.parent) / "work"
 
 
 def lessons(folder: Path | None = None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.comm.command import runnable
-from distlab.grading.lesson import lessons_folder
+from distlab.grading.lesson import lessons_folder, work_beside
 
 if TYPE_CHECKING:
     from distlab.grading.report import Report
@@ -98,7 +98,7 @@ def working_copy(folder: str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    places = [work_folder(), lessons_folder().parent / "work", Path.cwd() / "work"]
+    places = [work_folder(), work_beside(lessons_folder()), Path.cwd() / "work"]
     copies = [copy_in(place, folder) for place in places if place is not None]
     if copy := next((copy for copy in copies if copy.is_file()), None):
         return copy
