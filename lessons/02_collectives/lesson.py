@@ -703,13 +703,13 @@ show(
 #
 # - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map.
 # - **Throttled.** `nodes=4` puts each rank into a node of its own, with sockets between the nodes, and
-#   `between="40MB/s,200us"` slows them down: a rank's message waits until those before it are through its wire.
+#   `between="10MB/s,1ms"` slows them down: a rank's message waits until those before it are through its wire.
 #
 # The last one does what its label says, so you need no fit to predict it. Of several turns the calmest counts here:
 # other programs can only add time. Commit to a number first.
 
 # %%
-slow_guess = predict("4 ranks, 64 kB, 40 MB/s and 200 us: tree time divided by ring time?", unit="x")
+slow_guess = predict("4 ranks, 64 kB, 10 MB/s and 1 ms: tree time divided by ring time?", unit="x")
 slow_guess
 
 # %%
@@ -718,7 +718,7 @@ from distlab.comm import Nodes
 WIRES = {
     "memory": {"backend": "shared"},
     "loopback": {"backend": "gloo"},
-    "throttled": {"nodes": Nodes(4, between="40MB/s,200us")},
+    "throttled": {"nodes": Nodes(4, between="10MB/s,1ms")},
 }
 short = sizes[:3]
 on_wire = {}
@@ -740,12 +740,12 @@ for name, measured in on_wire.items():
     print(f"{name:10} {wire.latency_s * 1e6:5.0f} us {wire.bytes_per_s / 1e6:8.1f} MB/s   {', '.join(best)}")
 
 # %% [markdown]
-# And the throttled wire against its label: the lines know 200 us and 40 MB/s, and no measurement at all.
+# And the throttled wire against its label: the lines know 1 ms and 10 MB/s, and no measurement at all.
 
 # %%
 from distlab.plan import Link, Protocol
 
-label = Link("40 MB/s, 200 us", (Protocol(200e-6, 40e6),))
+label = Link("10 MB/s, 1 ms", (Protocol(1e-3, 10e6),))
 points = {name: (short, on_wire["throttled"][:, i]) for i, name in enumerate(shown)}
 title = "Lines: from the wire's label alone. Points: measured here"
 show(draw_race(label, 4, shown, measured=points, title=title), describe_race(label, 4, shown, measured=points))
@@ -755,7 +755,7 @@ show(draw_race(label, 4, shown, measured=points, title=title), describe_race(lab
 # here: the order at each size is that of `all_reduce_times`, and what is left over is the time to copy and to wake up.
 # On the other two wires what counts is the work of the cores, which all ranks share.
 #
-# Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 40 MB/s between. Your
+# Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 10 MB/s between. Your
 # `hierarchical_all_reduce` takes the two groups of `node_groups()`.
 
 # %%
@@ -773,7 +773,7 @@ def time_levels(num_bytes, blocks):
 
 
 # %%
-with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
+with Ranks(4, nodes=Nodes(2, between="10MB/s,1ms"), record=False) as ranks:
     flat_s, two_s = np.array(ranks.run(time_levels, 2_097_152, 9)).max(axis=0).min(axis=-1)
 memory = fit_link(short, on_wire["memory"][:, 0], 4, "ring")
 for name, measured, expected in (
