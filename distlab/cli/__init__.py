@@ -50,9 +50,6 @@ COMMANDS = {
     "release": release,
     "grade": grade,
     "where": where,
-    "where": where,
-    "release": release,
-    "grade": grade,
 }
 
 
