@@ -78,6 +78,7 @@ def write_kineto(folder: str) -> None:
             running.step()
 
 
+@pytest.mark.gloo("torch.profiler sees gloo's calls, and none in shared memory")
 def test_torch_profilers_traces_of_ddp_are_taken_apart_without_marks(ranks, tmp_path):
     ranks(2).run(write_kineto, str(tmp_path))
     profile = read_files([tmp_path]).measured
