@@ -42,7 +42,8 @@ class Frame(NamedTuple):
     @property
     def is_learners(self) -> bool:
         """Whether the code is the program's own, not torch's, distlab's or Python's."""
-        return not (is_torch(self.file) or self.file.startswith(_OURS) or _LIBRARY.search(self.file))
+        is_ours = self.file.startswith(_OURS) or "/distlab/comm/" in self.file  # also of another copy of distlab
+        return not (is_torch(self.file) or is_ours or _LIBRARY.search(self.file))
 
 
 class Stack(NamedTuple):
