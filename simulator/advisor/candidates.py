@@ -36,7 +36,8 @@ def candidates(question: Question) -> Candidates:
     alike in all nodes (3 tensor ranks in nodes of 8 would cross some); micro-batches of up to MOST_MICROBATCH samples;
     1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism.
     Sharding's stage 2 is searched with one micro-batch, since it sends gradients in each; stage 3 without a pipeline
-    and without expert ranks, since every pass gathers.
+    and without expert ranks, since every pass gathers. That is 128,397 plans for 175B on 1,536 devices with 1,536
+    samples. Not searched: other orders of axes, schedules that split backward, offload, sizes of buckets and units.
 
     Raises:
         ValueError: nothing divides the batch and the model among the devices.
