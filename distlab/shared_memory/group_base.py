@@ -18,7 +18,7 @@ from distlab.shared_memory.dense import Landings, check, flat_of
 from distlab.shared_memory.lanes import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
-from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_thread
+from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
 
 
 class GroupBase(dist.ProcessGroup):
@@ -147,7 +147,7 @@ def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):
-            end_thread(ending.close, ending.thread)
+            end_threads(ending.close, ending.threads)
 
 
 def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:

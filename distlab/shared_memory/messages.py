@@ -52,7 +52,7 @@ class Messages:
         self._look = futex.timeout_at(LOOK_S)
         self._drivers = 0
         self._wanted = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
         self._is_closed = False
 
     def send(self, message: Message) -> None:
@@ -171,9 +171,9 @@ class Messages:
     def _leave_to_thread(self, message: Message) -> None:
         if message.work.is_over:
             return
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-            self.thread.start()
+        if not self.threads:
+            self.threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+            self.threads[0].start()
         if not self._wanted.is_set():
             self._wanted.set()
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -52,6 +52,11 @@ class End:
                 self._then = do
                 return
         do()
+
+    @property
+    def has_sequel(self) -> bool:
+        """Whether something is to be done at the end."""
+        return self._then is not None
 
     def stand(self, limit_s: float) -> bool:
         """Stand still until the call is over, or for a limit above 0; return whether it is over."""
@@ -146,27 +151,29 @@ def _settle(future: Future[Tensors], end: End, results: Tensors) -> None:
         future.set_exception(error)  # type: ignore[arg-type]
 
 
-def end_thread(close: Callable[[], None], thread: threading.Thread | None) -> None:
-    """Tell a thread to end, and wait until it has."""
+def end_threads(close: Callable[[], None], threads: Sequence[threading.Thread]) -> None:
+    """Tell threads to end, and wait until they have."""
     close()
-    if thread is not None and thread is not threading.current_thread():
-        thread.join(END_S)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(END_S)
 
 
 class CallQueue:
     """The calls of one group, one at a time and in order.
 
     A call that the caller waits for runs on the caller's own thread where none is under way; others run on a thread of
-    their own, so that the caller can compute meanwhile.
+    their own, so that the caller can compute meanwhile. What is to be done at a call's end may wait for later calls, as
+    some of torch's hooks do: a second thread makes those.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._turn = threading.Lock()
+        self._turn, self._order = threading.Lock(), threading.Lock()
         self._count = threading.Lock()
         self._pending = 0
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
 
     def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork:
         """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own."""
@@ -180,30 +187,41 @@ class CallQueue:
         work = SharedWork(results)
         with self._count:
             self._pending += 1
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self.thread.start()
+            self._have_threads(1)
             self._calls.put((call, work.end))
         if not is_async:
             work.wait()
         return work
 
     def close(self) -> None:
-        """Let the thread end after the calls that it has."""
+        """Let the threads end after the calls that they have."""
         self._calls.put(None)
+
+    def _have_threads(self, number: int) -> None:
+        while len(self.threads) < number:
+            self.threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+            self.threads[-1].start()
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
-        while (item := self._calls.get()) is not None:
+        while True:
+            with self._order:  # so that calls keep theirs, whichever thread makes them
+                item = self._calls.get()
+                if item is None:
+                    self._calls.put(None)  # for the other thread
+                    return
+                self._turn.acquire()
             call, end = item
             error: BaseException | None = None
-            with self._turn:
-                try:
-                    call()
-                except BaseException as raised:
-                    error = raised
-                with self._count:
-                    self._pending -= 1
+            try:
+                call()
+            except BaseException as raised:
+                error = raised
+            with self._count:
+                self._pending -= 1
+                if end.has_sequel:
+                    self._have_threads(2)
+            self._turn.release()
             del call, item  # they hold the caller's tensors
             with contextlib.suppress(Exception):  # a future's callbacks are the caller's business
                 end.come(error)

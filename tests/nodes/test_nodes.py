@@ -54,20 +54,24 @@ def told_groups():
     return calls_of_an_all_reduce()[0]
 
 
-def seconds_of(call):
-    dist.barrier()
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
+def seconds_of(call, turns=1):
+    """Return the time of a call, of several turns the shortest: other programs can only add."""
+    times = []
+    for _ in range(turns):
+        dist.barrier()
+        begin = time.monotonic()
+        call()
+        times.append(time.monotonic() - begin)
+    return min(times)
 
 
 def times_on_a_wire():
     groups, whole = node_groups(), torch.zeros(20_000)  # 80 kB
     other, found = (dist.get_rank() + 2) % 4, {}
     works = []
-    found["inside"] = seconds_of(lambda: dist.all_reduce(whole, group=groups["local"]))
+    found["inside"] = seconds_of(lambda: dist.all_reduce(whole, group=groups["local"]), turns=8)
     found["across"] = seconds_of(lambda: dist.all_reduce(whole, group=groups["node"]))
-    found["all"] = seconds_of(lambda: dist.all_reduce(whole))
+    found["all"] = seconds_of(lambda: dist.all_reduce(whole), turns=8)
     landing = torch.empty(20_000)
 
     def swap():
@@ -89,12 +93,12 @@ def test_only_what_leaves_a_node_takes_a_wires_time():
     of_ranks = run(times_on_a_wire, 4, nodes=WIRE)
     assert max(found["message"] for found in of_ranks) >= LATENCY_S + byte_s, "who began first waits for all of it"
     for found in of_ranks:
-        assert found["inside"] < 2 * LATENCY_S
+        assert found["inside"] < LATENCY_S + byte_s / 2, "less than half of it crossing"
         assert found["across"] >= 2 * LATENCY_S + byte_s
         assert found["all"] >= 2 * LATENCY_S + byte_s / 2, "each rank of a node carries half across"
-        assert found["all"] < found["across"]
+        assert found["all"] < 2 * LATENCY_S + byte_s, "half of the bytes take less than all"
         assert found["message"] >= byte_s, "of its own message, which another began to send a moment ago"
-        assert found["returns"] < LATENCY_S
+        assert found["returns"] < found["asynchronous"] / 2
         assert found["asynchronous"] >= 2 * LATENCY_S + byte_s
 
 

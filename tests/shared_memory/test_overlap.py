@@ -79,3 +79,18 @@ def on_two_threads():
 
 def test_groups_may_be_called_from_two_threads(shared_ranks):
     assert shared_ranks(2).run(on_two_threads) == [[60.0, 120.0]] * 2
+
+
+def sequel_of_a_call():
+    """What is done at a call's end makes another call and waits for it, as torch's hook for PowerSGD does."""
+
+    def again(future):
+        total = future.value()[0]
+        return dist.all_reduce(total, async_op=True).get_future().wait()[0] * 10
+
+    return dist.all_reduce(torch.ones(3), async_op=True).get_future().then(again).wait().tolist()
+
+
+def test_what_is_done_at_a_calls_end_may_wait_for_later_calls(shared_ranks):
+    for world_size in (1, 2):
+        assert shared_ranks(world_size).run(sequel_of_a_call) == [[10.0 * world_size**2] * 3] * world_size
