@@ -12,9 +12,10 @@ on the rank. So the run ends with the very weights of a run that nobody killed. 
 - Something is not in the checkpoint: the optimizer's moments, a generator, the place in the data.
 - A checkpoint can be there in part. `save` lets it come to exist with one rename, after every rank has written.
 
-A death costs a start of all ranks and the steps since the last save, half of `save_every` in the mean. A save costs
-time too. `ElasticRun` is the same loop with what a cluster asks for: another number of ranks, SIGTERM, a full disk,
-wrong bits.
+A death costs a start of all ranks (`-m distlab.comm.standby` before `train.py` saves most of it) and the steps since
+the last save, half of `save_every` in the mean. A save costs time too.
+
+`ElasticRun` is the same loop with what a cluster asks for: another number of ranks, SIGTERM, a full disk, wrong bits.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class ElasticRun:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Start it with `torchrun --max-restarts 100`, or by `run_elastic`. A rank may die at any moment. Asked to end
-    (SIGTERM), the ranks finish the step, save, and leave with status 143.
+    Start it with `torchrun --max-restarts 100 -m distlab.comm.standby train.py`, or by `run_elastic`. A rank may die at
+    any moment. Asked to end (SIGTERM), the ranks finish the step, save, and leave with status 143.
 
     Args:
         directory: of this run's checkpoints.
@@ -168,12 +168,15 @@ class ElasticRun:
     def _look_around(self) -> Peer:
         """Refuse at the start what could only fail at the first save or at the last step."""
         self.work.batch_at(0, self._world_size)
-        if self._rank == 0 and not os.path.lexists(self._directory):
-            self._directory.mkdir(parents=True)
-        if self._rank == 0 and self._directory.is_dir():
-            trial = self._directory / ".saving-trial"  # a name that saves remove, should this process die here
-            trial.touch()
-            trial.unlink()
+        try:
+            if self._rank == 0 and not os.path.lexists(self._directory):
+                self._directory.mkdir(parents=True)
+            if self._rank == 0 and self._directory.is_dir():
+                trial = self._directory / ".saving-trial"  # a name that saves remove, should this process die here
+                trial.touch()
+                trial.unlink()
+        except OSError as error:
+            raise OSError(f"no checkpoint can be written there ({error.strerror}); pass a directory for them") from None
         return Peer.here()
 
     def _take_up(self) -> None:

@@ -19,6 +19,11 @@ PEER_NOISE = re.compile(
 
 _LISTENERS = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py")
 _FRAME = 'File "'
+# Threads that wait for work or a signal, by their function: in a stack they say nothing.
+_IDLE = {
+    "_serve": ("distlab/shared_memory/messages.py", "distlab/shared_memory/work.py"),
+    "_listen": ("distlab/elastic/leave.py",),
+}
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
 
 LEFT = (
@@ -224,7 +229,7 @@ def format_stack(text: str) -> str:
         frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, re.MULTILINE)
         if any(_is_launcher(file) for file, *_ in frames) and not any(name == "serve_rank" for *_, name in frames):
             continue
-        if any(_is_backend(file) and name == "_serve" for file, _, name in frames):
+        if any(file.endswith(_IDLE[name]) for file, _, name in frames if name in _IDLE):
             continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
         for file, number, name in reversed(frames):
