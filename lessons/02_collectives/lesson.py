@@ -720,11 +720,11 @@ WIRES = {
     "loopback": {"backend": "gloo"},
     "throttled": {"nodes": Nodes(4, between="10MB/s,1ms")},
 }
-short = sizes[:3]
+TRIED = {"memory": sizes[::2], "loopback": sizes[::2], "throttled": sizes[:3]}  # bytes: large ones for fast wires
 on_wire = {}
 for name, options in WIRES.items():
     with Ranks(4, record=False, **options) as ranks:
-        times = np.array(ranks.run(time_all, programs[:3], short, 15))
+        times = np.array(ranks.run(time_all, programs[:3], TRIED[name], 15))
     on_wire[name] = times.max(axis=0).min(axis=-1)  # [size, program]: the slowest rank in the calmest turn
 
 # %%
@@ -734,9 +734,10 @@ print(slow_guess.compare(on_wire["throttled"][1, 1] / on_wire["throttled"][1, 0]
 # The latency and the bandwidth of each wire, fitted to the ring's times, and the fastest program at each size:
 
 # %%
+SHORT = ("ring", "tree", "halving")
 for name, measured in on_wire.items():
-    wire = fit_link(short, measured[:, 0], 4, "ring").protocols[-1]
-    best = [f"{size // 1024} kB {names[row.argmin()]}" for size, row in zip(short, measured, strict=True)]
+    wire = fit_link(TRIED[name], measured[:, 0], 4, "ring").protocols[-1]
+    best = [f"{size // 1024} kB {SHORT[row.argmin()]}" for size, row in zip(TRIED[name], measured, strict=True)]
     print(f"{name:10} {wire.latency_s * 1e6:5.0f} us {wire.bytes_per_s / 1e6:8.1f} MB/s   {', '.join(best)}")
 
 # %% [markdown]
@@ -746,7 +747,7 @@ for name, measured in on_wire.items():
 from distlab.plan import Link, Protocol
 
 label = Link("10 MB/s, 1 ms", (Protocol(1e-3, 10e6),))
-points = {name: (short, on_wire["throttled"][:, i]) for i, name in enumerate(shown)}
+points = {name: (TRIED["throttled"], on_wire["throttled"][:, i]) for i, name in enumerate(shown)}
 title = "Lines: from the wire's label alone. Points: measured here"
 show(draw_race(label, 4, shown, measured=points, title=title), describe_race(label, 4, shown, measured=points))
 
@@ -775,13 +776,14 @@ def time_levels(num_bytes, blocks):
 # %%
 with Ranks(4, nodes=Nodes(2, between="10MB/s,1ms"), record=False) as ranks:
     flat_s, two_s = np.array(ranks.run(time_levels, 2_097_152, 9)).max(axis=0).min(axis=-1)
-memory = fit_link(short, on_wire["memory"][:, 0], 4, "ring")
-for name, measured, expected in (
-    ("flat ring", flat_s, all_reduce_s(2_097_152, 4, label)),
-    ("two levels", two_s, hierarchical_all_reduce_s(2_097_152, 2, 2, intra_node=memory, inter_node=label)),
-):
-    print(f"{name:10} of 2 MiB: measured {measured * 1e3:5.1f} ms, predicted {expected * 1e3:5.1f} ms")
-print(f"two levels take {two_s / flat_s:.2f} of the flat ring's time")
+memory = fit_link(TRIED["memory"], on_wire["memory"][:, 0], 4, "ring")
+said_s = hierarchical_all_reduce_s(2_097_152, 2, 2, intra_node=memory, inter_node=label)
+bars = {
+    "flat ring": {"predicted": all_reduce_s(2_097_152, 4, label) * 1e3, "measured": flat_s * 1e3},
+    "two levels": {"predicted": said_s * 1e3, "measured": two_s * 1e3},
+}
+words = {"unit": "ms", "title": f"Two levels take {two_s / flat_s:.2f} of the flat ring's time"}
+show(draw_bars(bars, subtitle="2 MiB, four ranks in two nodes, 10 MB/s between", **words), describe_bars(bars, **words))
 
 # %% [markdown]
 # A flat ring pushes 1.5 S over the slow wire of each rank at a border, two levels S/2: a third. That is no matter of

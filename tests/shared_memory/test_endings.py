@@ -186,7 +186,10 @@ def test_what_cannot_be_is_refused_on_each_rank_without_a_message():
 
 
 def names_of_memory():
-    """Return how this process's map and its open files name the arena, and what /dev/shm holds of it."""
+    """Return how this process's map and its open files name the arena, and what /dev/shm holds of it.
+
+    A rank's stack, for `distlab where`, goes to memory of its own: "distlab-rank0.stack".
+    """
     dist.new_group()
     maps = [
         line.split(maxsplit=5)[5].strip()
@@ -198,7 +201,8 @@ def names_of_memory():
         for fd in os.listdir("/proc/self/fd")
         if os.path.exists(f"/proc/self/fd/{fd}")
     ]
-    return maps, [name for name in files if "memfd" in name], [p.name for p in Path("/dev/shm").glob("*distlab*")]
+    arenas = [name for name in files if "memfd" in name and ".stack" not in name]
+    return maps, arenas, [p.name for p in Path("/dev/shm").glob("*distlab*")]
 
 
 def test_the_memory_has_no_name_and_nobody_holds_it_open():
