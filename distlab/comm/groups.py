@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,10 +67,20 @@ class Member:
 
 
 def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make torchrun show this function's traceback when it raises (else it says only that a process failed)."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+    """Make torchrun show this function's traceback when it raises (else it says only that a process failed).
 
-    return record(main)  # type: ignore[return-value]
+    Its file comes to exist in one step: torchrun itself ends where it meets what a killed rank left half written.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+    from distlab.comm.launch.torchrun import record_failure
+
+    class WholeFile(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            record_failure(e, traceback.format_exc())
+
+    return record(main, WholeFile())  # type: ignore[return-value]
 
 
 def choose_backend(local_world_size: int) -> str:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import choose_backend, clock_offsets_ns, mesh_groups, process_group
+from distlab.comm import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group
 from distlab.comm.clocks import measure_offset_ns
 from distlab.comm.rendezvous import Address, is_loopback, make_store, read_environment
 from distlab.plan import Mesh
@@ -305,3 +306,24 @@ def test_a_late_clock_is_measured(ranks):
     first, second = ranks(2).run(measure, late_ns)
     assert first == second
     assert abs(first - late_ns) < 50_000_000  # within any round trip on a loaded machine
+
+
+def test_the_reason_of_a_failure_is_written_in_one_step(tmp_path, monkeypatch):
+    file, written, write_text = tmp_path / "error.json", [], Path.write_text
+
+    def note(path, text):
+        written.append((path.name, file.exists()))
+        return write_text(path, text)
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(Path, "write_text", note)
+
+    @entry
+    def main():
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        main()
+    assert written == [("error.json.new", False)]
+    assert json.loads(file.read_text())["message"]["message"] == "ZeroDivisionError: division by zero"
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]

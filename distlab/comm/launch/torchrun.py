@@ -261,7 +261,9 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
         "timestamp": str(int(time.time())),
         "stack": stack,
     }
-    (folder / _ERROR).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+    fresh = folder / f"{_ERROR}.new"  # torchrun itself ends where it meets half a file of a rank that was killed
+    fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+    fresh.replace(folder / _ERROR)
     return True
 
 
