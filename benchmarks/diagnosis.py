@@ -1,8 +1,8 @@
 """What it costs to know: calls recorded on the backend "shared", the launcher's looks, votes of replicas, NaN traced.
 
-`recorder.py` has the cost of a recorded call on gloo. Here: what the first call from a line costs (its description, its
-fingerprint, its texts), what the launcher spends on looking five times a second, and what watching the numbers of a
-training step takes: `ReplicaVotes` as a share of the step, `AnomalyWatch` as steps with it against steps without.
+`recorder.py` has the cost of a recorded call on gloo. Here is what the first call from a line costs (its description,
+its fingerprint, its texts), and what the launcher spends on looking five times a second. Watching the numbers of a step
+comes last: `ReplicaVotes` as a share of the step, `AnomalyWatch` as steps with it against steps without.
 All times are processor time of the rank, which programs beside it lengthen little.
 
     python benchmarks/diagnosis.py            # a minute or two

@@ -1,8 +1,13 @@
 """For instructors: student copies of the lessons, and the grades of a whole class.
 
-Read in this order: `release.py` (what a student gets), `submissions.py` (what students hand in), `one.py` (one
-submission checked in a process of its own), `run.py` (many of them, side by side, under limits), `marks.py` (points),
-`page.py` (tables to read).
+Read in this order:
+
+1. `release`: what a student gets.
+2. `submissions`: what students hand in.
+3. `one`: one submission, checked in a process of its own.
+4. `run`: many of them, side by side, under limits.
+5. `marks`: points.
+6. `page`: tables to read.
 """
 
 from distlab.classroom.marks import Grade as Grade

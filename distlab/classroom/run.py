@@ -131,7 +131,7 @@ def _check(
     ours, theirs = os.pipe()
     mark = uuid.uuid4().hex
     places = ("env", f"{MARK}={mark}", f"HOME={home}", f"TMPDIR={home}")
-    with open(ours, encoding="utf-8") as pipe, tempfile.TemporaryFile() as words:
+    with open(ours, "rb", buffering=0) as pipe, tempfile.TemporaryFile() as words:
         with subprocess.Popen(
             [*places, sys.executable, "-m", "distlab.classroom.one", json.dumps({**task, "pipe": theirs})],
             stdin=subprocess.DEVNULL,
@@ -161,7 +161,6 @@ def _listen(pipe: Any, home: Path, limits: Limits, ending: threading.Event) -> t
     """Read lines until the pipe closes or a limit is reached."""
     lines: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60 * limits.minutes
-    os.set_blocking(pipe.fileno(), False)
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)

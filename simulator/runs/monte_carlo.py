@@ -32,8 +32,8 @@ def best_by_trial(
 ) -> float:
     """Return the interval with the largest goodput among drawn failures: the top of a parabola over log intervals.
 
-    Error: the mean of five seeds is within 4 % of the best interval where a save takes at most 1 % of M, and the
-        goodput of each within 0.02 points of the best.
+    Error: where a save takes at most 1 % of M, the mean of five seeds is within 4 % of the best interval. The goodput
+        of each is within 0.02 points of the best.
     """
     around = np.geomspace(0.4, 2.5, 25)
     first = min(young_s(save_s, mtbf_s), mtbf_s)

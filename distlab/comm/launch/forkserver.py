@@ -265,6 +265,22 @@ def load(modules: Sequence[str]) -> None:
         gc.freeze()  # the collector then leaves the loaded modules' pages shared
 
 
+def become_parent(preload: Sequence[str]) -> tuple[socket.socket, socket.socket]:
+    """Load modules for ranks to come, adopt what they leave, and return a socket that is readable when a child ends.
+
+    The second socket is its other end, which must stay open.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    load(preload)
+    wake, waker = socket.socketpair()
+    wake.setblocking(False)
+    waker.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    return wake, waker
+
+
 def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank: tuple[str, str]) -> None:
     """Run the fork server: load the modules, then serve requests until the launcher is gone.
 
@@ -274,15 +290,8 @@ def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank
         preload: modules to load once, here, for all ranks.
         serve_rank: module and name of the function that runs inside each rank.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    load(preload)
-    wake, waker = socket.socketpair()
-    wake.setblocking(False)
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
+    wake, waker = become_parent(preload)
     module, name = serve_rank
     run_rank = getattr(importlib.import_module(module), name)
     Server(socket.socket(fileno=control_fd), launcher_pid, *os.pipe(), wake, waker, run_rank).loop()

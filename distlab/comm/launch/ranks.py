@@ -268,8 +268,7 @@ class _Round:
         if self.watchdog is None or self.failures:
             return
         idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
-        message = self.watchdog.check(idle | set(self.replies))
-        if message is not None:
+        if (message := self.watchdog.check(idle | set(self.replies))) is not None:
             heads = [f"rank {rank} of {self.pool.world_size} {failures.LEFT}\n" for rank in sorted(self.left)]
             blamed = min(self.left, default=None)
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)

@@ -23,11 +23,10 @@ from typing import Any
 
 from distlab.comm.launch.fork_client import PRELOAD
 from distlab.comm.launch.forkserver import (
-    PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
+    become_parent,
     children,
     kill_group,
-    load,
     prctl,
     receive_request,
 )
@@ -149,14 +148,7 @@ def run_script(request: dict[str, Any], fds: list[int]) -> int:
 
 def serve(listener_fd: int, agent: int, folder: str) -> None:
     """Load torch, then fork ranks until the agent of torchrun is gone; leave nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    load(PRELOAD)
-    wake, waker = socket.socketpair()
-    wake.setblocking(False)
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
+    wake, _waker = become_parent(PRELOAD)
     try:
         Server(socket.socket(fileno=listener_fd), wake, agent).loop()
     finally:

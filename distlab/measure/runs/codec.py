@@ -138,8 +138,9 @@ class StepWithCodec:
             raise ValueError(f"{plan} compresses nothing; pass a plan with compression")
         self.compression, self.model, self.tokens = plan.compression, model, tokens
         self.bucket_bytes: list[int] = []
+        self._shapes: list[list[tuple[int, ...]]] = []  # of the gradients of each bucket of this step
+        self._seconds = 0.0  # of this step's encoding and decoding, with what PowerSGD sends in between
         self._codec = make_hook(plan.compression)
-        self._seconds = self._before_s = self._later_s = 0.0
         self._replica = DataParallel(
             model, bucket_bytes=plan.bucket_bytes, first_bucket_bytes=plan.first_bucket_bytes, hook=self
         )
@@ -152,21 +153,20 @@ class StepWithCodec:
         return median([self._step(cluster) for _ in range(repeats + 1)][1:])
 
     def _step(self, cluster: Cluster) -> float:
-        self._seconds, self._before_s, self._later_s, self.bucket_bytes = 0.0, 0.0, 0.0, []
-        self._cluster = cluster
+        self._seconds, self._shapes, self.bucket_bytes = 0.0, [], []
         self._replica.zero_grad()
         dist.barrier()
         self.model.loss(self.model(self.tokens), self.tokens).backward()
-        time.sleep(max(MIN_SETTLE_S, SETTLE * self._before_s))
+        before_s = sum(_wire_s(self.compression, cluster, shapes)[0] for shapes in self._shapes)
+        time.sleep(max(MIN_SETTLE_S, SETTLE * before_s))
         dist.barrier()
         self._replica.synchronize()
-        return max(0.0, self._seconds - self._later_s)
+        later_s = sum(_wire_s(self.compression, cluster, shapes)[1] for shapes in self._shapes)
+        return max(0.0, self._seconds - later_s)
 
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Encode a bucket, timed."""
-        shapes = [tuple(gradient.shape) for gradient in bucket.gradients]
-        before_s, later_s = _wire_s(self.compression, self._cluster, shapes)
-        self._before_s, self._later_s = self._before_s + before_s, self._later_s + later_s
+        self._shapes.append([tuple(gradient.shape) for gradient in bucket.gradients])
         self.bucket_bytes.append(bucket.buffer.nbytes)
         pending = self._timed(lambda: self._codec.start(bucket, group))
         return _Timed(lambda: self._timed(pending.wait))
