@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distlab.comm import RankError, run
+from distlab.comm import Nodes, RankError, run
 
 
 def run_elastic(
@@ -22,6 +22,7 @@ def run_elastic(
     max_restarts: int = 3,
     timeout_s: float = 600.0,
     backend: str | None = None,
+    nodes: Nodes | int = 1,
     echo: bool = True,
 ) -> list[Any]:
     """Call fn(*args) on ranks as `distlab.comm.run` does, and again on new ranks when it fails.
@@ -35,6 +36,7 @@ def run_elastic(
         max_restarts: starts after the first one.
         timeout_s: how long one start may take; ranks that hang are ended then.
         backend: as of `run`.
+        nodes: as of `run`.
         echo: whether what ranks print is shown.
 
     Returns:
@@ -49,7 +51,7 @@ def run_elastic(
     for start in itertools.count():
         num_ranks = world_size(start) if callable(world_size) else world_size
         try:
-            return run(fn, num_ranks, args=args, timeout_s=timeout_s, backend=backend, echo=echo)
+            return run(fn, num_ranks, args=args, timeout_s=timeout_s, backend=backend, nodes=nodes, echo=echo)
         except RankError as error:
             refused = bool(error.failures) and error.failures[0].summary.startswith("raised ValueError")
             if refused or start >= max_restarts:
