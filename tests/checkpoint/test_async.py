@@ -154,6 +154,7 @@ def compare_one(folder, make):
     return contents, resumed.step, resumed.data_position
 
 
+@pytest.mark.soak_where(world_size=(1, 3))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_saved_is_the_state_when_save_was_called(ranks, tmp_path, world_size):
     for found in ranks(world_size).run(compare, tmp_path):
