@@ -67,7 +67,12 @@ def attempt(tests: list[str]) -> dict[str, Any]:
     busy, begin = cores_of_others(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        options = [f"--junitxml={report}", "-o", "junit_duration_report=call", "-o", "junit_family=xunit1", "--timeout", str(LIMIT_S), "-rs"]
+        options = [
+            f"--junitxml={report}",
+            "--override-ini=junit_duration_report=call",
+            "--override-ini=junit_family=xunit1",
+        ]
+        options += ["--timeout", str(LIMIT_S), "-rs"]
         command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if not report.is_file():
