@@ -135,7 +135,9 @@ class Resume:
     def capture(self, position):
         *parts, generator = self.parts
         states = [part.state_dict() for part in parts]
-        return copy.deepcopy({"states": states, "random": [generator.get_state(), torch.get_rng_state()], "at": position})
+        return copy.deepcopy(
+            {"states": states, "random": [generator.get_state(), torch.get_rng_state()], "at": position}
+        )
 
     def restore(self, state):
         *parts, generator = self.parts
@@ -240,7 +242,10 @@ def load_by_a_walk(shard, size, num_saved, rank, read):
 
 def load_joined(shard, size, num_saved, rank, read):
     old = (size + num_saved - 1) // num_saved
-    ranges = [(k, range(max(rank * len(shard), k * old), min((rank + 1) * len(shard), (k + 1) * old, size))) for k in range(num_saved)]
+    ranges = [
+        (k, range(max(rank * len(shard), k * old), min((rank + 1) * len(shard), (k + 1) * old, size)))
+        for k in range(num_saved)
+    ]
     parts = [read(k, one.start - k * old, one.stop - k * old) for k, one in ranges if len(one)]
     row = torch.cat([*parts, torch.zeros_like(shard)])
     shard.copy_(row[: len(shard)])
@@ -285,7 +290,11 @@ def share_by_loops(uptimes_s, interval_s, save_s, restart_s):
 
 
 def share_in_one_line(uptimes_s, interval_s, save_s, restart_s):
-    return interval_s * sum(math.floor(max(up - restart_s, 0) / (interval_s + save_s)) for up in uptimes_s) / sum(uptimes_s)
+    return (
+        interval_s
+        * sum(math.floor(max(up - restart_s, 0) / (interval_s + save_s)) for up in uptimes_s)
+        / sum(uptimes_s)
+    )
 
 
 def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):

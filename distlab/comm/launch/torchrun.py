@@ -79,7 +79,8 @@ def run_script(
         raise ValueError(f"there is no script {script}; pass the path of a Python file")
     with tempfile.TemporaryDirectory(prefix="distlab-torchrun-") as folder, _terminable():
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
-        flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", str(max_restarts)]
+        flags += ["--rdzv-endpoint", f"{folder}/rendezvous", "--rdzv-conf", "store_type=file"]
+        flags += ["--local-addr", "127.0.0.1", "--max-restarts", str(max_restarts)]
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
         agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
@@ -132,6 +133,7 @@ def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
     root = str(Path(__file__).resolve().parents[3])  # the agent finds this very distlab, whatever is installed
     path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
