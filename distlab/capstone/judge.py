@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 def attempt(entry: Entry, seed: int) -> Verdict:
     """Train by the entry's plan through one kill, drawn from the seed; and by the first plan before and after it.
 
-    Cost: about a minute on two cores.
+    It takes about a minute on two cores.
 
     Raises:
         RankError: the entry's run failed, and not because of the kill; the text begins with the root cause.

@@ -256,20 +256,13 @@ def launcher_folder() -> Path | None:
 
 
 def record_failure(error: BaseException, stack: str = "") -> bool:
-    """Write an exception where torchrun, and `run_script`, look for the reason that a rank failed.
-
-    Returns:
-        Whether a launcher will read it. A script that was not started by torchrun must report its error itself.
-    """
+    """Write an exception where torchrun and `run_script` look for it; return whether there is such a launcher."""
     folder = launcher_folder()
     if folder is None:
         return False
     text = f"{type(error).__name__}: {error}"
-    more = {
-        "py_callstack": stack if text in stack else f"{text}\n{stack}",
-        "timestamp": str(int(time.time())),
-        "stack": stack,
-    }
+    whole = stack if text in stack else f"{text}\n{stack}"
+    more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
     fresh = folder / f"{_ERROR}.new"  # torchrun itself ends where it meets half a file of a rank that was killed
     fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     fresh.replace(folder / _ERROR)
