@@ -105,9 +105,10 @@ def _jobs() -> Iterator[Job]:
             for _, same in sorted(by_rank.items())
         ]
         firsts = [same[0] for same in ordered]
-        lines = [ancestors(process.pid) for same in ordered for process, _ in same]
+        everyone = [process.pid for same in ordered for process, _ in same]
+        lines = [ancestors(pid) for pid in everyone]
         ranks = tuple(process for process, _ in firsts)
-        launcher = next(filter(None, map(_launcher, lines)), "a process that has ended")
+        launcher = next(filter(None, (_launcher(line, everyone) for line in lines)), "a process that has ended")
         yield Job(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
 
 
@@ -184,14 +185,16 @@ def ancestors(pid: int) -> list[int]:
     return line
 
 
-def _launcher(line: list[int]) -> str:
-    """Return the command of the first ancestor that is no part of distlab's own machinery; "" where none is left."""
+def _launcher(line: list[int], own: list[int]) -> str:
+    """Return the command of the first ancestor that is no process of the job or of `run`; "" where none is left."""
     for pid in line:
+        if pid in own:
+            continue
         try:
             words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         except OSError:
             continue
-        if not any(part in word for word in words for part in ("distlab.comm.launch", "distlab.comm.standby")):
+        if not any("distlab.comm.launch" in word for word in words):
             text = " ".join(" ".join(words).split())
             return f"{text if len(text) <= 80 else text[:77] + '...'} (process {pid})"
     return ""
