@@ -37,6 +37,7 @@ from distlab.votes import ReplicaVotes
 CALL_BAR_US, LOOK_BAR, VOTE_BAR = 25.0, 1.0, 1.0
 EVERY = 50  # steps between two votes
 SAMPLES = 8
+MODEL = GPTConfig(context=128, num_layers=4, num_heads=4, hidden_size=256)
 
 
 def call_times(blocks: int, calls: int) -> dict[str, list[float]]:
@@ -90,10 +91,9 @@ def look_share(blocks: int, calls: int) -> list[float]:
 def step_times(blocks: int, steps: int) -> dict[str, list[float]]:
     """Seconds per step, of a look and of a vote, and per step with and without a watch, of a small GPT."""
     torch.manual_seed(0)
-    config = GPTConfig(context=128, num_layers=4, num_heads=4, hidden_size=256)
-    model = GPT(config)
+    model = GPT(MODEL)
     replicas, optimizer = DataParallel(model), torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(config.vocab_size, (SAMPLES, config.context + 1))
+    tokens = torch.randint(MODEL.vocab_size, (SAMPLES, MODEL.context + 1))
     looks: list[float] = []
     votes_s: list[float] = []
 
@@ -156,7 +156,8 @@ def rows(quick: bool = False) -> Iterator[Row]:
     slowest = {name: np.max([result[name] for result in results], axis=0) for name in results[0]}
     step_s = float(np.median(slowest["plain"]))
     shares = (100 * (slowest["look"] + slowest["vote"] / EVERY) / step_s).tolist()
-    note = f"of a step of {step_s * 1e3:.0f} ms, GPT of 3.4 M weights, {SAMPLES} samples of 128 tokens, 2 ranks"
+    model = f"GPT of {GPT(MODEL).num_parameters / 1e6:.1f} M weights, {SAMPLES} samples of {MODEL.context} tokens"
+    note = f"of a step of {step_s * 1e3:.0f} ms, {model}, 2 ranks"
     claim = f"votes of replicas: a look at every step and a vote every {EVERY}, share of a step"
     yield absolute(claim, shares, bar=VOTE_BAR, unit="%", note=note)
     yield noise("a training step, not watched", slowest["again"].tolist(), slowest["plain"].tolist())

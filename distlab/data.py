@@ -68,7 +68,7 @@ def read_text(path: str | Path, context: int = 1) -> bytes:
 class SampleOrder:
     """The order in which a run takes its samples: a new shuffle each epoch, a function of (seed, epoch) alone.
 
-    Samples are counted from the begin of the run: a position is one number, over all epochs.
+    Samples are counted from the beginning of the run: a position is one number, over all epochs.
     """
 
     def __init__(self, num_samples: int, seed: int = 0) -> None:

@@ -32,8 +32,9 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from distlab.plan import AXES, Cluster, Plan, Protocol
@@ -192,15 +193,14 @@ def read_plan_file(path: Path | str) -> PlanFile:
 def plan_of_text(text: str) -> PlanFile:
     """Return what the text of a plan file says; see `read_plan_file`."""
     tables = tomllib.loads(text)
-    known: dict[str, Any] = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan, "run": Run}
     for name, table in tables.items():
-        if name not in known or not isinstance(table, dict):
+        if name not in TABLES or not isinstance(table, dict):
             raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster], [plan] and [run]")
     order = tables.get("plan", {}).pop("order", list(AXES))
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
     made = {
-        name: _record(kind, tables.get(name, {}), name) for name, kind in known.items() if name in {*tables, *NEEDED}
+        name: _record(kind, tables.get(name, {}), name) for name, kind in TABLES.items() if name in {*tables, *NEEDED}
     }
     return PlanFile(**made, order=check_order(order))
 
@@ -223,11 +223,11 @@ def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
         if key not in known:
             raise ValueError(f"[{where}] has no key {key!r}; {_instead(key, list(known))}")
     values = {key: _value(known[key], value, f"[{where}] {key}") for key, value in table.items()}
+    bare = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
+    if missing := [name for name in bare if name not in values]:
+        raise ValueError(f"[{where}] lacks {' and '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
     try:
         return kind(**values)
-    except TypeError:
-        missing = [name for name in known if name not in values]
-        raise ValueError(f"[{where}] lacks {' and '.join(missing)}") from None
     except ValueError as error:
         raise ValueError(f"[{where}] {error}") from None
 
@@ -235,15 +235,25 @@ def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 def _instead(key: str, known: list[str]) -> str:
     other = OTHER_NAMES.get(key.lower(), key.lower())
     longer = [name for name in known if name == other or name.startswith(f"{other}_") or name.endswith(f"_{other}")]
+    elsewhere = [table for table, kind in TABLES.items() if other in {each.name for each in fields(kind)}]
+    if not longer and elsewhere:
+        return f"write {other} in [{elsewhere[0]}]"
     near = sorted(longer, key=len) or difflib.get_close_matches(other, known, 1)
-    if near and near[0].endswith(UNITS) and not key.endswith(UNITS):
-        return f"units are in names: write {near[0]}"
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    if near and all(name.endswith(UNITS) for name in near) and not key.endswith(UNITS):
+        return f"units are in names: write {' or '.join(near)}"
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(known)}"
 
 
+TABLES: Mapping[str, Any] = MappingProxyType(
+    {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan, "run": Run}
+)
 UNITS = ("_s", "_bytes")
 NEEDED = ("workload", "cluster", "plan")  # with their defaults, where a file leaves one out
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text in quotes"}
+
+
+def _keys_of(kind: Any) -> str:
+    return ", ".join(each.name for each in fields(kind))
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -262,5 +272,5 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return int(value)  # 25e6
         if type(value) is kind and kind is not float:
             return value
-    expected = " or ".join(_WORDS.get(kind, f"a table of {kind.__name__}") for kind in kinds)
+    expected = " or ".join(_WORDS.get(kind) or f"a table with {_keys_of(kind)}" for kind in kinds)
     raise ValueError(f"{where} is {json.dumps(value, default=str)}; write {expected}")

@@ -34,11 +34,13 @@ class Resumed:
         step: updates already made; the next one has this number.
         data_position: as given to `save`.
         path: the checkpoint that was loaded.
+        is_own: whether what was each rank's own, such as generators, was loaded; not after shards were cut anew.
     """
 
     step: int
     data_position: Any
     path: Path
+    is_own: bool = True
 
 
 def save(
@@ -136,7 +138,7 @@ def load(
     shared, *owns = states
     everywhere(lambda: check_fit(parts, shared, owns))
     everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same else None))
-    return everywhere(lambda: Resumed(shared["step"], shared["data_position"], path))[0]
+    return everywhere(lambda: Resumed(shared["step"], shared["data_position"], path, same))[0]
 
 
 def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:

@@ -9,7 +9,8 @@ be over before the update. Two things make training wait for little of it:
 2. New memory costs more than the copy itself: the system hands it out page by page. So a snapshot keeps its buffers,
    and lends them to the writer until the writer is done. Beside a GPU they are pinned.
 
-Who changes a tensor otherwise than by an optimizer's step is found out: torch counts the changes of each tensor.
+Changes otherwise than by an optimizer's step are found out: torch counts the changes of each tensor. It does not count
+those through `.data` or through a numpy array of the same memory.
 """
 
 from __future__ import annotations

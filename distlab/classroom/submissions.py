@@ -59,7 +59,7 @@ def _pairs(paths: Sequence[Path], lesson: str) -> Iterator[tuple[str, Path | Non
     for path in paths:
         if path.is_file():
             if path.suffix not in KINDS:
-                raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py)")
+                raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py); pass one, or a folder")
             yield _owner(path, lesson), path
         elif path.is_dir():
             yield from _in_folder(path, lesson)

@@ -2,6 +2,7 @@
 
 The plan file's [run] says how many tokens, at which price, and what fails; flags take its place or change it. The same
 plan is then spread over other numbers of devices with the same batch: distlab plan searches for the best plan of each.
+The sweet spot among them has the least product of days and dollars.
 """
 
 from __future__ import annotations

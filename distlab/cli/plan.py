@@ -57,18 +57,20 @@ def main(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     found: list[tuple[Search, list[Bill]]] = []
+    left_out: list[float] = []
     for question in _questions(arguments):
         one, run = search(question), _run(arguments, question)
         best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
-        bills = [bill for bill in _bills(best, run) if not arguments.days or bill.days <= arguments.days]
+        billed = _bills(best, run)
+        bills = [bill for bill in billed if not arguments.days or bill.days <= arguments.days]
+        left_out += [bill.days for bill in billed if bill not in bills]
         if bills:
             found.append((one, bills))
         if not one.is_complete:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        why = f" within {arguments.days:g} days" if arguments.days else ""
-        raise ValueError(f"no plan fits{why}; use more devices, devices with more memory, or a smaller batch")
+        raise ValueError(_why_none(arguments.days, left_out, is_complete=one.is_complete))
 
     def weight(bill: Bill) -> float:
         return bill.price if arguments.wish == "cheapest" else bill.days
@@ -82,6 +84,15 @@ def main(arguments: argparse.Namespace) -> int:
     said = facts(own, ranked, bests, has_tokens=arguments.tokens is not None)
     print(json.dumps(said, indent=2) if arguments.json else text(said))
     return 0
+
+
+def _why_none(days: float | None, left_out: list[float], *, is_complete: bool) -> str:
+    if days and left_out:
+        shortest = f"the shortest takes {min(left_out):.3g}"
+        return f"no plan fits within {days:g} days: {shortest}; use more devices or more days"
+    if not is_complete:
+        return "no plan that fits had been found when the search was interrupted; let it run longer"
+    return "no plan fits; use more devices, devices with more memory, or a smaller batch"
 
 
 def _check(arguments: argparse.Namespace) -> None:

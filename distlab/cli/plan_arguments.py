@@ -1,4 +1,4 @@
-"""Flags that describe a model and a plan, and what is made of them; `distlab simulate` and `export` declare them."""
+"""Flags that describe a model and a plan, and what is made of them: of `distlab simulate`, `export` and `plan`."""
 
 from __future__ import annotations
 

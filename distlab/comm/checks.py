@@ -44,19 +44,21 @@ def max_ranks() -> int:
     return max(1, min(MAX_RANKS, (files - 64) // FDS_PER_RANK))
 
 
-def check_timeout(timeout_s: object) -> float:
+def check_timeout(timeout_s: object, *, what: str = "timeout_s") -> float:
     """Return the timeout in seconds.
 
     Raises:
         ValueError: it is not a positive, finite number.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s is {timeout_s!r}; pass a positive number of seconds, such as 60")
+        raise ValueError(f"{what} is {timeout_s!r}; pass a positive number of seconds, such as 60")
     return float(timeout_s)
 
 
 def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str | None:
-    """Return the backend; where none is named, that of the environment variable DISTLAB_BACKEND; None: to be chosen.
+    """Return the backend's name, or None where it is to be chosen.
+
+    Where none is passed, the environment variable DISTLAB_BACKEND counts.
 
     Raises:
         ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux;

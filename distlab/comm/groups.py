@@ -69,7 +69,7 @@ class Member:
 def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Make torchrun show this function's traceback when it raises (else it says only that a process failed).
 
-    Its file comes to exist in one step: torchrun itself ends where it meets what a killed rank left half written.
+    The traceback's file comes to exist in one step: on one that a killed rank left half written torchrun itself fails.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
@@ -191,7 +191,7 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
             )
         count = gpus.num_gpus()
         if count == 0:
-            raise ValueError(f"device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
+            raise ValueError(f"rank {address.rank}: device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
         place = torch.device("cuda", address.local_rank % count if place.index is None else place.index)
         gpus.use(place)
     return place
@@ -244,7 +244,9 @@ def node_groups() -> dict[str, dist.ProcessGroup]:
     world_size = dist.get_world_size()
     each = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if each < 1 or world_size % each:
-        raise ValueError(f"LOCAL_WORLD_SIZE={each} does not divide {world_size} ranks into equal nodes")
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE={each} does not divide {world_size} ranks into equal nodes; start as many on each node"
+        )
     return mesh_groups(Mesh({"node": world_size // each, "local": each}))
 
 

@@ -4,11 +4,11 @@
 - "stop": it is stopped (SIGSTOP), so that its peers wait for it.
 - "slow": it sleeps in a step.
 - "exception": it raises in a step.
-- "flip": one bit of its weights is another one.
+- "flip": one bit of its weights changes.
 - "disk": its next save finds no room on the disk.
 
-Each happens once, however often the run is started: a mark in a directory remembers it. Lost packets are not a rank's
-fault but the wire's: see `packets`.
+Each happens once, however often the run is started: a mark in a directory remembers it. Lost packets are a fault of the
+wire, not of a rank: see `packets`.
 """
 
 from __future__ import annotations

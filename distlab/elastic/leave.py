@@ -4,8 +4,8 @@ SIGTERM is how a cluster says that it wants its machine back, some 30 seconds be
 others in C runs no Python, so no handler of Python's either. But the interpreter writes the signal's number into a pipe
 at once (`signal.set_wakeup_fd`), and a thread reads it. So the limit holds whatever the rank is doing.
 
-A rank that is stopped (SIGSTOP, a debugger) hears nothing at all. Its peers fail when their wait times out. Those that
-leave then kill it, or torchrun would wait 30 s for it.
+A rank that is stopped (SIGSTOP, a debugger) hears nothing at all. Its peers fail when their wait times out, and kill it
+as they leave: torchrun would wait 30 s for it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class ElasticRun:
         self._directory, self._parts, self._saves, self._group = Path(directory), parts, saves, group
         self._rank, self._world_size = place_in(group)
         self._faults = faults or Faults((), self._directory)
-        self._notice = Notice(check_timeout(leave_within_s), self._rank)
+        self._notice = Notice(check_timeout(leave_within_s, what="leave_within_s"), self._rank)
         self._order = SampleOrder(work.num_samples, work.seed)
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self._votes = ReplicaVotes(group, every=_NEVER)
@@ -131,9 +131,8 @@ class ElasticRun:
             stack.enter_context(self._notice.heard())
             self._peers = self._together(self._look_around)
             if self._world_size > 1:
-                agree(
-                    self.work.facts() | {"rule": repr(self.work.rule)}, self._group, what="the work of an elastic run"
-                )
+                more = {"num_epochs": self.work.num_epochs, "lr": repr(self.work.lr), "saves": self._saves._asdict()}
+                agree(self.work.facts() | more, self._group, what="the work of an elastic run")
             self._take_up()
             if self._saves.beside:
                 self._writer = AsyncSaves(self._directory, group=self._group, keep=self._saves.keep)
@@ -186,7 +185,7 @@ class ElasticRun:
         self.number, place = self.resumed.step, self.resumed.data_position
         self._together(lambda: self._check_place(place))
         self.position = place["position"]
-        if place["world_size"] != self._world_size:  # generators were not loaded: they are at the run's beginning
+        if not self.resumed.is_own:  # generators were not loaded: they are at the run's beginning
             seed = derive_seed(self.work.seed, self.number, f"on {self._world_size} ranks")
             seed_rank(seed, self._rank)
 

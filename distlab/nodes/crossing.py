@@ -175,7 +175,7 @@ class CrossingCollectives(Collectives):
         copy(outputs[self.rank][0], inputs[self.rank][0], inputs[self.rank][1])
         away = [number for number in range(self.size) if number not in self.place.mates]
         sent = sum(inputs[number][1] for number in away)
-        with self._crossing("gather", sent, len(away) + 1):
+        with self._crossing("gather", sent, len(away) + 1):  # a gather takes the time of exactly these bytes
             self.sockets.exchange(
                 {peer: inputs[peer] for peer in self.others}, {peer: outputs[peer] for peer in self.others}
             )

@@ -48,10 +48,11 @@ class CrossingMessages(Messages):
 
     def drive(self, work: SharedWork, limit_s: float) -> bool:
         """Move messages on until one is over, or for a limit above 0; return whether it is over."""
-        if work.under_way is None:
+        with self._lock:  # of those who wait, one drives
+            under_way, work.under_way = work.under_way, None
+        if under_way is None:
             return super().drive(work, limit_s)
-        passage, message = work.under_way
-        work.under_way = None
+        passage, message = under_way
         try:
             passage.wait(limit_s)
             if message.landed is not None:

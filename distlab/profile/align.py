@@ -1,9 +1,8 @@
 """Ranks' clocks brought together by the calls that the ranks made together.
 
-No rank leaves a collective before the last one has come. So each collective bounds how far two clocks can be apart:
-from one side by the one's start and the other's end, from the other side the other way round. The bounds of all
-collectives leave an interval. Ranks leave a collective at nearly the same time, so the median difference of ends counts
-where it lies in the interval.
+No rank leaves a collective before the last one has come: each ends after the other has started. That gives two bounds
+for the difference of two clocks, one from each rank's end. The bounds of all collectives leave an interval. Ranks leave
+a collective at nearly the same time, so the median difference of ends counts where it lies in the interval.
 """
 
 from __future__ import annotations

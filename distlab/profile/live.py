@@ -68,6 +68,8 @@ class Profiler:
         source, now = iter(batches), self.spans.clock.now
         try:
             for number in self._count:
+                if number == self._skip:
+                    self.spans.clear()  # what warmed up
                 if number >= self._skip and not self._on:
                     self._start()
                 begin = now()
@@ -134,10 +136,8 @@ class Profiler:
         save_trace(self.trace(), rank_file(folder, self._rank))
 
     def _start(self) -> None:
-        """Note what comes from now on; what warmed up is forgotten."""
+        """Note what comes from now on."""
         self._on = True
-        if not self._calls:
-            self.spans.clear()
         if not is_gpu(self._device):
             self._folder = tempfile.TemporaryDirectory(prefix="profile-")
             self._recorder = Recorder(self._folder.name, self._rank).start()

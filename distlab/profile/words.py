@@ -22,7 +22,7 @@ SHOWN_RANKS = 16
 
 
 def find(profile: Profile) -> list[Finding]:
-    """Find what makes the steps slow, the dearest first."""
+    """Find what makes the steps slow, the most costly first."""
     if not np.median(profile.step_s) > 0:
         return []
     found = [finding for look in LOOKS for finding in look(profile)]

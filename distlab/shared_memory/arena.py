@@ -233,7 +233,11 @@ def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
             store.set("arena", json.dumps(text))
             raise RuntimeError(text) from error
         store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
-        _await_all(arena, store, members, timeout_s, range(1, size))
+        try:
+            _await_all(arena, store, members, timeout_s, range(1, size))
+        except RuntimeError as error:
+            store.set("refused", str(error))  # the others wait for this rank
+            raise
     finally:
         os.close(file)
     arena.change_state(PRESENT)

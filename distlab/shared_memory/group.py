@@ -224,7 +224,10 @@ class SharedGroup(GroupBase):
         for tensor in (*outputs, *inputs):
             check(tensor, who)
         if not len(outputs) == len(inputs) == self._meeting.size:
-            raise ValueError(f"{who}: pass {self._meeting.size} tensors each, got {len(inputs)} and {len(outputs)}")
+            raise ValueError(
+                f"{who}: got {len(inputs)} inputs and {len(outputs)} outputs; pass {self._meeting.size} of each, one "
+                "for every rank of the group"
+            )
 
         def do() -> None:
             landings, flats = Landings(), [flat_of(tensor) for tensor in inputs]

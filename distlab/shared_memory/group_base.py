@@ -74,6 +74,8 @@ class GroupBase(dist.ProcessGroup):
     def _start(self, key: Any, text: Callable[[], str], do: Callable[[], None], results: Tensors, opts: Any) -> Any:
         """Have a call done, here or on the group's thread."""
         record = self._records.of(key, text)
+        if self._meeting.arena.owner != os.getpid() or not self._end.alive:
+            self._meeting.require_usable(record.text)  # no thread is here that would make the call
         call = functools.partial(_do, self._meeting, record, do)
         work = self._queue.run(call, results, is_async=getattr(opts, "asyncOp", True))
         if self._coalesced is not None:

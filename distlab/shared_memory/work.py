@@ -36,8 +36,10 @@ class End:
             self._latch.acquire()
 
     def come(self, error: BaseException | None = None) -> None:
-        """Say that the call is over, and how."""
+        """Say that the call is over, and how; what was said first counts."""
         with self._guard:
+            if self.is_over:
+                return
             self.error, self.is_over = error, True
             then, self._then = self._then, None
         if self._latch is not None:

@@ -702,8 +702,11 @@ show(
 # The race of part 6 went over **loopback**: sockets that never leave the machine. Two more wires are at hand.
 #
 # - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map.
-# - **Throttled.** `nodes=4` puts each rank into a node of its own, with sockets between the nodes, and
-#   `between="10MB/s,1ms"` slows them down: a rank's message waits until those before it are through its wire.
+# - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a machine,
+#   with sockets between the nodes, and `between="10MB/s,1ms"` slows them down: a rank's message waits until those
+#   before it are through its wire.
+#
+# Both need Linux: on macOS read the outputs of `solution.ipynb`, and go on at "Production".
 #
 # The last one does what its label says, so you need no fit to predict it. Of several turns the calmest counts here:
 # other programs can only add time. Commit to a number first.
@@ -731,7 +734,7 @@ for name, options in WIRES.items():
 print(slow_guess.compare(on_wire["throttled"][1, 1] / on_wire["throttled"][1, 0]))
 
 # %% [markdown]
-# The latency and the bandwidth of each wire, fitted to the ring's times, and the fastest program at each size:
+# Print the latency and the bandwidth of each wire, fitted to the ring's times, and the fastest program at each size:
 
 # %%
 SHORT = ("ring", "tree", "halving")
@@ -741,7 +744,7 @@ for name, measured in on_wire.items():
     print(f"{name:10} {wire.latency_s * 1e6:5.0f} us {wire.bytes_per_s / 1e6:8.1f} MB/s   {', '.join(best)}")
 
 # %% [markdown]
-# And the throttled wire against its label: the lines know 1 ms and 10 MB/s, and no measurement at all.
+# And draw the throttled wire against its label: the lines know 1 ms and 10 MB/s, and no measurement at all.
 
 # %%
 from distlab.plan import Link, Protocol
@@ -752,12 +755,13 @@ title = "Lines: from the wire's label alone. Points: measured here"
 show(draw_race(label, 4, shown, measured=points, title=title), describe_race(label, 4, shown, measured=points))
 
 # %% [markdown]
-# On the throttled wire each rank has a wire of its own and sleeps while its bytes travel. So the first model is right
-# here: the order at each size is that of `all_reduce_times`, and what is left over is the time to copy and to wake up.
-# On the other two wires what counts is the work of the cores, which all ranks share.
+# On the throttled wire each rank has a wire of its own and sleeps while its bytes travel. So the first model,
+# `all_reduce_times`, is nearly right here: the points lie near the lines. What is left over is the time to copy and to
+# wake up. On the other two wires what counts is the work of the cores, which all ranks share.
 #
 # Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 10 MB/s between. Your
-# `hierarchical_all_reduce` takes the two groups of `node_groups()`.
+# `hierarchical_all_reduce` takes the two groups of `node_groups()`: "local" has the ranks of one's own node, "node" one
+# rank of each node, those with the same place in theirs.
 
 # %%
 from distlab.comm import node_groups
@@ -786,8 +790,9 @@ words = {"unit": "ms", "title": f"Two levels take {two_s / flat_s:.2f} of the fl
 show(draw_bars(bars, subtitle="2 MiB, four ranks in two nodes, 10 MB/s between", **words), describe_bars(bars, **words))
 
 # %% [markdown]
-# A flat ring pushes 1.5 S over the slow wire of each rank at a border, two levels S/2: a third. That is no matter of
-# this machine; on 8 machines of 8 GPUs the same sum gave the factor of five above.
+# A rank of the flat ring sends 1.5 S. Where its neighbour sits in the other node, all of it crosses the slow wire. With
+# two levels each rank sends S/2 across: a third of the bytes, and here about a third of the time, since memory takes
+# little. On the 8 machines of 8 GPUs above it was a ninth of the bytes and a fifth of the time: NVLink takes its part.
 
 # %% [markdown]
 # ## Production

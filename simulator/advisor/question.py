@@ -34,7 +34,8 @@ class Question:
         price: dollars for a device and an hour, or None.
 
     Raises:
-        ValueError: the batch is less than 1, the headroom no part, or the price negative; or ranks share cores.
+        ValueError: the batch is less than 1, the headroom is not from 0 to below 1, the price is negative or not
+            finite, or the cluster's ranks share cores.
     """
 
     model: ModelDescription

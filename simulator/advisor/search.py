@@ -1,4 +1,4 @@
-"""Best-first search: simulate plans in the order of what they cannot be better than, until nothing can be better.
+"""Best-first search: simulate plans in the order of their bounds, until no bound is below the best step.
 
 A row comes off the heap with a bound. First the bound is drawn tighter, by the stages into which the row cuts the
 model, then by running its passes and messages alone; then the step is simulated. Rows without room are left out on the

@@ -2,7 +2,8 @@
 
 Read `parts` (the refusal that names a part), then one tool: `deepspeed`, `fsdp2`, `torchtitan`, `megatron`,
 `accelerate`; `launch` (torchrun, Slurm) and `kubernetes` (PyTorchJob, JobSet); `tools` has all by name. What a tool
-cannot express is refused in one line; what it does otherwise is a note or a comment. Nothing is left out in silence.
+cannot express is refused in one line; `deepspeed` and `fsdp2` leave it out with a note that says where it goes, since
+their users write code of their own. What a tool does otherwise is a note or a comment. Nothing is left out in silence.
 
 How each is checked (`make test-exports`; versions in the first lines of each file):
 

@@ -58,18 +58,19 @@ def _refuse(said: PlanFile) -> None:
     wide = [axis for axis in said.order if getattr(plan, axis) > 1]
     slow = wide == [axis for axis in SLOW_DATA if axis in wide]
     alibi = name in GPT and GPT[name][-1] == ALIBI
-    layers = len(said.workload.workload().layers) - 2
+    layers, stages = len(said.workload.workload().layers) - 2, plan.pipeline * plan.stages_per_rank
     refuse(
         TOOL,
         (said.workload.config is not None, "a config.json", "give the model by name or by sizes"),
         (alibi, f"ALiBi, the positions of {name}", "use another model"),
         (sizes is not None and sizes.latent is not None, f"the latent attention of {name} here", "use another model"),
         (plan.schedule not in SCHEDULES, f"schedule = {plan.schedule!r}", f"use one of {', '.join(SCHEDULES)}"),
-        (layers % (plan.pipeline * plan.stages_per_rank) > 0, f"{layers} layers in unequal stages", "use a divisor"),
+        (layers % stages > 0, f"{layers} layers in {stages} unequal stages", f"use a number that divides {layers}"),
         (sharding.stage >= 2 and plan.pipeline > 1, f"sharding stage {sharding.stage} with a pipeline", "use stage 1"),
         (sharding.offload == "all", "offload = 'all'", "use 'optimizer'"),
         (plan.compression is not None, "compression", "leave it out"),
         (compute == "float64", "precision.compute = 'float64'", "use bfloat16, float16 or float32"),
+        (gradients not in ("float32", compute), f"precision.gradients = {gradients!r}", f"use float32 or {compute}"),
         (reduce != gradients, "precision.reduce apart from precision.gradients", "make them equal"),
         (not has_master(plan) and compute != "float32", "precision.master = false", "leave it out"),
         (not (order_is_usual(said) or slow), f"order = {list(said.order)}", "put data or pipeline first"),
@@ -133,9 +134,9 @@ def _sharding(said: PlanFile) -> list[str]:
 def _types(said: PlanFile) -> list[str]:
     compute, _, gradients = types_of(said.plan)
     flags = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}[compute]
-    if compute != "float32":
-        flags = [*flags, "--accumulate-allreduce-grads-in-fp32" if gradients == "float32" else "--grad-reduce-in-bf16"]
-    return flags
+    if compute != "float32" and gradients == "float32":
+        return [*flags, "--accumulate-allreduce-grads-in-fp32"]
+    return [*flags, *(["--grad-reduce-in-bf16"] if compute == "bfloat16" else [])]  # float16 sums as it computes
 
 
 def _notes(said: PlanFile) -> list[str]:
@@ -144,7 +145,7 @@ def _notes(said: PlanFile) -> list[str]:
         notes.append("gradient_sync='per_parameter': Megatron-LM sums one buffer after backward")
     if plan.sharding.stage == 3 and (plan.sharding.unit_layers, plan.sharding.prefetch) != (1, 1):
         notes.append("unit_layers, prefetch: Megatron FSDP wraps each layer; --suggested-communication-unit-size")
-    if said.plan.pipeline > 1:
+    if plan.pipeline > 1 and plan.cut == "time":
         notes.append("pipeline: Megatron-LM gives every stage as many layers; the simulator balances their work")
     notes.append("data, tokenizer, learning rate and number of steps are not in a plan")
     return notes

@@ -71,6 +71,13 @@ class ModelDescription:
             own = [name for name in self.given if name not in (source, *OF_ANY)]
             if own:
                 raise ValueError(f"{source} {getattr(self, source)} has its own sizes; leave out {', '.join(own)}")
+        if self.expert_size is not None and not self._is_mixed:
+            raise ValueError(f"expert_size is {self.expert_size} and there is no mixture of experts; add num_experts")
+        if self.expert_size is not None and all(getattr(self, name) is None for name in OF_LLAMA):
+            raise ValueError(
+                f"expert_size is {self.expert_size} and a GPT's experts are as wide as its feed-forward part; leave it "
+                "out, or make a Llama of it: add feed_forward_size"
+            )
 
     @property
     def given(self) -> dict[str, object]:

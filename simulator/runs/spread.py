@@ -9,6 +9,7 @@ from typing import NamedTuple
 from distlab.plan import AXES, Cluster, Plan, Workload
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
+from simulator.units import format_bytes
 
 FEWER, MORE = 3, 4  # how often devices are halved and doubled
 
@@ -69,5 +70,6 @@ def _step(workload: Workload, cluster: Cluster, plan: Plan, order: tuple[str, ..
     devices = ranks if ranks <= per_node else -(-ranks // per_node) * per_node
     step = simulate(workload, replace(cluster, num_devices=devices), plan, order=order)
     if not step.memory.fits(cluster.device):
-        raise ValueError(f"it does not fit in the memory of {ranks} devices")
+        needed, there = format_bytes(step.memory.max_bytes), format_bytes(cluster.device.memory_bytes)
+        raise ValueError(f"it does not fit: one of {ranks} devices holds {needed}, and has {there}")
     return step

@@ -1,4 +1,4 @@
-"""Published tables of memory, bubbles, collectives and runs, derived again: no constant is fitted but the wire's."""
+"""Published tables of memory, bubbles, collectives and runs, derived again."""
 
 from __future__ import annotations
 

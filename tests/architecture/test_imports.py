@@ -15,7 +15,7 @@ sys.meta_path.insert(0, Missing())
 
 def import_with(modules: str, *, blocked: tuple[str, ...]) -> subprocess.CompletedProcess:
     code = BLOCK.format(blocked=blocked) + f"import {modules}\n"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_plain_packages_need_neither_torch_nor_matplotlib():

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -219,6 +220,11 @@ FORGED = {
     "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is no file of"),
     "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is no file of"),
     "a huge tensor": (lambda m: grow(m), "does not fit in the"),
+    "more bytes than the file has": (
+        lambda m: setattr(first_place(m), "length", 1 << 50),
+        "ends before model.first.weight",
+    ),
+    "a huge tensor of so many bytes": (lambda m: (grow(m), setattr(first_place(m), "length", 1 << 50)), "ends before"),
     "a box outside": (lambda m: move(m), "has a box"),
     "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "damaged, or of a version"),
     "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are no sizes"),
@@ -363,3 +369,18 @@ def test_the_list_of_records_is_what_torch_writes(tmp_path):
         dcp.save({"model": {"w": torch.rand(2)}, "n": 3}, checkpoint_id=tmp_path / "run", no_dist=True)
     Watching(io.BytesIO((tmp_path / "run" / ".metadata").read_bytes())).load()
     assert "torch.distributed.checkpoint.metadata" in seen
+
+
+def test_an_optimizer_of_modules_that_share_parameters_keeps_its_state(tmp_path):
+    def run():
+        body = torch.nn.Linear(3, 3)
+        whole = torch.nn.Sequential(OrderedDict(body=body, head=torch.nn.Linear(3, 1)))
+        return {"body": body, "whole": whole, "optimizer": torch.optim.Adam(whole.parameters())}
+
+    before, after = run(), run()
+    before["whole"](torch.ones(2, 3)).sum().backward()
+    before["optimizer"].step()
+    write_dcp(tmp_path / "run", before)
+    load_dcp(tmp_path / "run", after)
+    assert len(after["optimizer"].state_dict()["state"]) == 4
+    assert equal(after["optimizer"].state_dict(), before["optimizer"].state_dict())

@@ -18,7 +18,7 @@ LESSONS = ROOT / "lessons"
 
 
 def lines_of_bodies(path: Path) -> set[str]:
-    """Return the longer lines inside a module's functions: what a copy must not show."""
+    """Return the longer lines of the last statement of each function: what a copy must not show."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     lines = path.read_text().splitlines()
     found = {

@@ -107,7 +107,7 @@ MISTAKES = {
     "negative rate": ((TEXT, ["--tokens", "1e9", "--failures", "-1"]), "rate is -1.0"),
     "endless": ((TEXT, ["--tokens", "1e9", "--failures", "1e9"]), "does not get on"),
     "no key": ((TEXT + "[run]\ntokens = 1e9\n", []), "did you mean 'num_tokens'?"),
-    "text for a number": ((TEXT + '[run]\nnum_tokens = "many"\n', []), "write a number"),
+    "text for a number": ((TEXT + '[run]\nnum_tokens = "many"\n', []), "write a finite number"),
     "missing": ((TEXT + "[run]\nprice = 2.0\n", []), "[run] lacks num_tokens"),
     "unit": (
         (TEXT + "[run]\nnum_tokens = 1e9\nfailures = { restart = 5 }\n", []),

@@ -1,6 +1,7 @@
 """`distlab plan`: the best plans, why, what it costs, and wrong flags in one line."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_failures_make_runs_longer_and_the_file_keeps_the_run(capsys, tmp_path):
         (["--gpus", "12"], "--gpus 12 does not fill nodes of 8"),
         (["--microbatch", "2"], "--microbatch is what the search chooses"),
         (["--days", "3"], "add --tokens"),
-        (["--days", "1e-9", "--tokens", "1e12"], "no plan fits within 1e-09 days"),
+        (["--days", "1e-9", "--tokens", "1e12"], "no plan fits within 1e-09 days: the shortest takes "),
         (["--cluster", "dgx-x"], "'dgx-x' is neither a preset nor a file"),
         (["--cluster", "dgx-a100:1", "--cluster", "dgx-h100"], "some clusters have a price and others none"),
         (["--model", "gpt-3-175b"], "has its own sizes"),
@@ -91,6 +92,13 @@ def test_what_cannot_be_answered_is_told_in_one_line(capsys, flags, text):
     found = said(capsys, *flags, status=2)
     assert text in found
     assert found.count("\n") == 1
+
+
+def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):
+    nothing = SimpleNamespace(best=lambda top, tell: [], is_complete=False)
+    monkeypatch.setattr("simulator.search", lambda question: nothing)
+    told = said(capsys, status=2)
+    assert "no plan that fits had been found when the search was interrupted" in told
 
 
 @pytest.mark.parametrize(

@@ -30,30 +30,30 @@ def test_a_script_that_is_killed_leaves_nothing(case):
     assert sum("stopped" in left for left in before) == 2, "the count sees what is to go, stopped ranks too"
     assert {left.split()[0] for left in before} == {"process", "port", "folder"}
     case.end("kill")
-    assert case.leftovers() == []
+    assert case.leftovers(60) == []
 
 
 @pytest.mark.parametrize("case", [("script", ("SIGSTOP", "SIGTERM ignored"))], indirect=True)
 def test_interrupts_leave_no_rank_and_the_end_of_a_script_nothing(case):
     case.interrupt_each()
-    assert case.leftovers(fork_server_stays=True) == []
+    assert case.leftovers(60, fork_server_stays=True) == []
     case.start_all()
     case.end("end")
-    assert case.leftovers() == []
+    assert case.leftovers(60) == []
 
 
 @pytest.mark.parametrize("case", [("kernel", ("SIGSTOP", "blocked in a collective", "segfault"))], indirect=True)
 def test_a_kernel_that_is_restarted_or_killed_leaves_nothing(case):
     case.start_all()
     case.end("restart")
-    assert case.leftovers() == []
+    assert case.leftovers(60) == []
     case.client.wait_for_ready(timeout=60)
     case.client.execute_interactive(launch.PROGRAM, timeout=60, output_hook=lambda _: None)
     for path in case.folder.glob("*-[01]"):
         path.unlink()
     case.start_all()
     case.end("kill")
-    assert case.leftovers() == []
+    assert case.leftovers(60) == []
 
 
 @pytest.mark.soak

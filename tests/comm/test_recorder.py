@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, Recorder, device, read_records, recorded
+from distlab.comm import RankError, Recorder, device, read_records, recorded, run
 from distlab.comm.record.intercept import FrontEnd
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -390,3 +390,18 @@ def test_a_second_python_thread_cannot_tear_rows(tmp_path):
     calls = read_records(tmp_path).calls(0)
     assert [call.number for call in calls] == list(range(1, 301))
     assert all(call.state == "done" for call in calls)
+
+
+def destroy_what_is_no_group_here():
+    """Each rank destroys a group that only rank 0 is in; rank 0 twice, which torch itself refuses."""
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(group)
+    return "refused"
+
+
+def test_a_group_that_a_rank_is_not_in_is_destroyed_as_torch_does():
+    assert run(destroy_what_is_no_group_here, 2) == ["refused", ""]

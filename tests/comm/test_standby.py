@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from distlab.comm.where.find import answers, find_jobs
 
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 STANDBY = ["-m", "distlab.comm.standby"]
@@ -63,7 +66,7 @@ def output(folder):
     return (folder / "output.txt").read_text()
 
 
-def wait_for(path, limit_s=60):
+def wait_for(path, limit_s=100):
     deadline = time.monotonic() + limit_s
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not come"
@@ -71,7 +74,7 @@ def wait_for(path, limit_s=60):
 
 
 def assert_gone(pids):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
@@ -138,7 +141,7 @@ def test_signals_reach_the_rank_and_what_it_has_started_goes_with_it(rank, tmp_p
         wait_for(tmp_path / "pids")
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(25) == 0
+        assert process.wait(60) == 0
     assert (tmp_path / "heard").exists()
     assert_gone(pids)
 
@@ -167,7 +170,7 @@ def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_
         assert len({rank for rank, _ in seen}) == 4
         assert [server == seen[0][1] for _, server in seen] == [True, True, True, False]
         assert_gone([pid for pair in seen for pid in pair])
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while standby_folders(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not standby_folders(process.pid)
@@ -183,7 +186,7 @@ def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, words):
     command = [sys.executable, "-m", "distlab.comm.standby", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"distlab.comm.standby: {words}")
     assert ended.stderr.count("\n") == 1
@@ -197,3 +200,48 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path, monkeypatch):
     os.chmod(tmp_path / f"distlab-standby-{os.getuid()}-1", 0o777)
     with pytest.raises(PermissionError, match="is not a folder of this user alone; remove it"):
         _connect(1)
+
+
+def test_signals_are_passed_on_behind_the_request_and_the_end_of_the_other_side_is_no_error(tmp_path, monkeypatch):
+    from distlab.comm.standby import __main__ as asking
+
+    script, seen = tmp_path / "script.py", []
+    script.touch()
+    here, there = socket.socketpair()
+
+    def send_request(*_):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        there.send(asking.ENDED.pack(0))
+        there.close()
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setattr(asking, "_connect", lambda agent: here)
+    monkeypatch.setattr(asking, "send_request", send_request)
+    before = {number: signal.getsignal(number) for number in asking.PASSED_ON}
+    try:
+        assert asking.main([str(script)]) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        here.close()
+    assert seen == [before[signal.SIGTERM]]
+
+
+def test_where_finds_the_ranks_that_were_forked(tmp_path):
+    source = """
+        import os, pathlib, sys, time
+        from distlab.comm import process_group
+        with process_group() as member:
+            new = pathlib.Path(sys.argv[1], f"new{member.rank}")
+            new.write_text(str(os.getpid()))
+            new.rename(new.with_name(f"pid{member.rank}"))
+            while True: time.sleep(0.01)
+    """
+    with started(tmp_path, source, [*RUN, "--nproc-per-node", "2"]) as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"pid{rank}")
+        (job,) = find_jobs(process.pid)
+        assert [rank.pid for rank in job.ranks] == [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+        assert f"(process {process.pid})" in job.launcher
+        assert all(map(answers, job.ranks))

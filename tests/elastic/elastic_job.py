@@ -150,7 +150,7 @@ def torchrun(folder, num_ranks=4, *, max_restarts=1000, before=(), standby=False
 
 
 def wait_for(condition, job, limit_s=60.0):
-    """Wait until a condition holds and return what it returned; say what the job printed where it does not."""
+    """Wait until a condition holds and return what it returned; name the job's status where it does not."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if found := condition():

@@ -13,6 +13,7 @@ from killing import same_bits
 from distlab.checkpoint import newest, save
 from distlab.comm import RankError, recorded
 from distlab.elastic import BatchRule, ElasticRun, Saves, Work, plan_faults, run_elastic
+from distlab.sharding import FullyShard, ShardedState
 
 EVEN = {"num_samples": 96, "num_epochs": 3, "dropout": 0.0, "dtype": "float64"}  # 24 steps of 12 samples
 
@@ -89,21 +90,35 @@ def test_generators_begin_anew_where_the_number_of_ranks_changed(ranks, tmp_path
     assert not {draw for rank in other for draw in rank} & {draw for rank in first + same for draw in rank}
 
 
+def test_generators_begin_anew_where_shards_were_cut_anew(ranks, tmp_path):
+    """The same number of ranks with another plan: their generators are not loaded either."""
+
+    def begin(num_epochs, units):
+        torch.manual_seed(1)
+        model = FullyShard(torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 5)), units=units)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        parts, work = {"training": ShardedState(model, optimizer)}, Work(BatchRule(4), 8, num_epochs, seed=2)
+        with ElasticRun(tmp_path, parts, work=work, saves=Saves(1)) as run:
+            return [torch.rand(1).item() for _ in run]
+
+    first, other = ranks(2).run(begin, 1, ["0", "1"]), ranks(2).run(begin, 2, [])
+    assert len({draw for rank in other for draw in rank}) == 4  # each rank, each step
+    assert not {draw for rank in other for draw in rank} & {draw for rank in first for draw in rank}
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_full_disk_costs_a_warning_and_a_checkpoint_and_nothing_else(ranks, tmp_path, beside):
     expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
 
     def with_faults():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = train(tmp_path / "full", beside=beside, faults=[("disk", 4, 1, 0.0), ("kill", 7, 0, 0.0)])
-        return result, [str(one.message) for one in caught]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the full disk's: told below
+            return train(tmp_path / "full", beside=beside, faults=[("disk", 4, 1, 0.0), ("kill", 7, 0, 0.0)])
 
     with pytest.raises(RankError, match="SIGKILL"):
         ranks(2).run(with_faults)
     assert newest(tmp_path / "full" / "saved").step == 3
-    final, texts = ranks(2).run(with_faults)[0]
-    assert same_bits(final[:2], expected[:2])
+    assert same_bits(ranks(2).run(with_faults)[0][:2], expected[:2])
 
     def first_part():
         with warnings.catch_warnings(record=True) as caught:
@@ -211,6 +226,8 @@ def test_what_no_rule_covers_is_refused_on_every_rank_in_one_line(ranks, tmp_pat
         ),
         (2, Work(BatchRule(2), 11, 2, seed=1), "was saved with num_samples 12 and this run has 11"),
         (2, lambda rank: Work(BatchRule(2 + rank), 12, 2, seed=1), "ranks disagree on the work of an elastic run"),
+        (2, lambda rank: Work(BatchRule(2), 12, 2 + rank, seed=1), "ranks disagree on the work of an elastic run"),
+        (2, lambda rank: Work(BatchRule(2), 12, 2, seed=1, lr=0.1 * (1 + rank)), "ranks disagree on the work"),
     ]
     for num_ranks, its_work, words in cases:
         texts = refused(ranks, num_ranks, tmp_path / "run", its_work)
@@ -249,7 +266,7 @@ def test_arguments_that_cannot_be_are_refused(tmp_path):
     work = Work(BatchRule(2), 8)
     with pytest.raises(ValueError, match="every is 0; pass the number of steps between two saves"):
         ElasticRun(tmp_path, {}, work=work, saves=Saves(0))
-    with pytest.raises(ValueError, match="timeout_s is -1"):
+    with pytest.raises(ValueError, match="leave_within_s is -1"):
         ElasticRun(tmp_path, {}, work=work, leave_within_s=-1)
     with pytest.raises(ValueError, match="max_restarts is -1"):
         run_elastic(print, 2, max_restarts=-1)

@@ -1,10 +1,16 @@
 """What a wire takes, how it is written, and who sits where."""
 
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from distlab.nodes import Nodes
+from distlab.nodes.messages import CrossingMessages
 from distlab.nodes.place import Place
 from distlab.nodes.wire import Pace, Wire
+from distlab.shared_memory.work import SharedWork
 
 
 @pytest.mark.parametrize(
@@ -68,3 +74,29 @@ def test_nodes_that_do_not_fit_the_ranks_are_refused(nodes, match):
 def test_a_number_of_nodes_is_a_number(count):
     with pytest.raises(ValueError, match="pass a whole number of nodes"):
         Nodes(count)
+
+
+class SlowToSay(SharedWork):
+    """A message whose state takes its time to be read: two threads can see it before either takes it."""
+
+    @property
+    def under_way(self):
+        found = self._under_way
+        time.sleep(0.05)
+        return found
+
+    @under_way.setter
+    def under_way(self, value):
+        self._under_way = value
+
+
+def test_of_two_that_wait_for_a_message_one_drives_it():
+    driven = []
+    messages, work = object.__new__(CrossingMessages), SlowToSay([])
+    messages._lock, messages._drivers = threading.Lock(), 0
+    work.under_way = SimpleNamespace(wait=driven.append), SimpleNamespace(landed=None, text="recv")
+    other = threading.Thread(target=messages.drive, args=(work, 0.0))
+    other.start()
+    assert messages.drive(work, 0.0)
+    other.join()
+    assert driven == [0.0]

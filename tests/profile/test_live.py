@@ -128,6 +128,25 @@ def test_a_run_without_a_noted_step_is_told_on_every_rank(ranks):
     assert "rank 0: no step was noted; loop over profiler.steps(batches), the first 2 of which are skipped" in texts[0]
 
 
+def profile_in_two_loops() -> list[str]:
+    """Run on one rank, as on a GPU, where calls come from the techniques' own spans: the names of the steps."""
+    from distlab.profile import live
+
+    real, live.is_gpu = live.is_gpu, lambda device: True
+    try:
+        profiler = Profiler(skip=1)
+        for _ in range(2):
+            for _ in profiler.steps([1, 2]):
+                pass
+        return [span.name for span in profiler.trace() if span.kind == "step"]
+    finally:
+        live.is_gpu = real
+
+
+def test_a_second_loop_goes_on_behind_the_first(ranks):
+    assert ranks(1).run(profile_in_two_loops) == [["step 1", "step 3", "step 4"]]
+
+
 def name_a_wrong_section() -> None:
     with Profiler().section("backwards"):
         pass

@@ -92,7 +92,7 @@ def test_torch_profilers_traces_of_ddp_are_taken_apart_without_marks(ranks, tmp_
     assert (profile.calls.number[sums] >= 0).all()
 
 
-def two_ranks(**more):
+def two_ranks():
     """A trace of two ranks in this project's words, and another clock for the second."""
     times = {"start_ns": [0, 100, 200, 5_000_000_000_000, 5_000_000_000_100, 5_000_000_000_200]}
     times["end_ns"] = [100, 200, 300, 5_000_000_000_100, 5_000_000_000_200, 5_000_000_000_300]

@@ -170,7 +170,7 @@ def _module_as_shard(module: nn.Module, rank: int) -> SavedShard:
 def _optimizer_as_shard(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], parts: Parts
 ) -> SavedShard:
-    names = _names(parts)
+    names = parameter_names(parts)
     saved = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -200,7 +200,7 @@ def named_state(optimizer: torch.optim.Optimizer, parts: Parts) -> dict[str, dic
     Raises:
         ValueError: a parameter is in none of them.
     """
-    names = _names(parts)
+    names = parameter_names(parts)
     unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if unknown:
         raise ValueError(
@@ -210,7 +210,8 @@ def named_state(optimizer: torch.optim.Optimizer, parts: Parts) -> dict[str, dic
     return {names[id(parameter)]: dict(kept) for parameter, kept in optimizer.state.items()}
 
 
-def _names(parts: Parts) -> dict[int, str]:
+def parameter_names(parts: Parts) -> dict[int, str]:
+    """Return the name of each parameter in the modules of `parts`, by its id: the first, where modules share it."""
     names: dict[int, str] = {}
     for part in parts.values():
         if isinstance(part, nn.Module):

@@ -1,7 +1,7 @@
 """Read torch.distributed.checkpoint's layout: what torch's `dcp.save` wrote of any model, on any number of ranks.
 
 `.metadata` goes through an unpickler that knows torch's records alone, and everything else through torch.load with
-weights_only: no code runs. Files must be regular ones in the directory, and boxes must cover each tensor once.
+weights_only: no code runs. Files must be regular ones in the directory, and boxes must cover each tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.checkpoint.formats.by_names import Roots, is_per_element, named_state, shards_in, unfold
+from distlab.checkpoint.formats.by_names import (
+    Roots,
+    is_per_element,
+    named_state,
+    parameter_names,
+    shards_in,
+    unfold,
+)
 from distlab.checkpoint.formats.dcp_metadata import Chunk, Item, read_metadata
 from distlab.checkpoint.formats.dcp_write import METADATA, SUMS
 from distlab.checkpoint.manifest import CheckpointError
@@ -52,6 +60,8 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
             for chunk in item.chunks:
                 if chunk.file not in opened:
                     opened[chunk.file] = stack.enter_context(_open(directory, chunk.file))
+                if chunk.start + chunk.num_bytes > os.fstat(opened[chunk.file].fileno()).st_size:
+                    raise ValueError(_too_short(directory, chunk, item))
             if item.shape is not None:
                 found[item.place] = _tensor(item, opened, directory)
                 continue
@@ -89,7 +99,7 @@ def _load(item: Item, chunk: Chunk, opened: Mapping[str, BufferedReader], direct
     file.seek(chunk.start)
     data = file.read(chunk.num_bytes)
     if len(data) != chunk.num_bytes:
-        raise ValueError(f"{directory.name}/{chunk.file} ends before {item.name} does: it was not copied whole")
+        raise ValueError(_too_short(directory, chunk, item))
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -98,6 +108,10 @@ def _load(item: Item, chunk: Chunk, opened: Mapping[str, BufferedReader], direct
         raise ValueError(
             f"{directory.name}/{chunk.file}: {item.name} is damaged ({type(error).__name__}: {error})"
         ) from None
+
+
+def _too_short(directory: Path, chunk: Chunk, item: Item) -> str:
+    return f"{directory.name}/{chunk.file} ends before {item.name} does: it was not copied whole; copy it again"
 
 
 def _tensor(item: Item, opened: Mapping[str, BufferedReader], directory: Path) -> Tensor:
@@ -181,7 +195,9 @@ def _prepare(name: str, part: Any, tree: Mapping[str, Any], parts: Parts, roots:
         for key in [*part.state_dict(), *state]:
             here, there = part.state_dict().get(key), state.get(key)
             if _kind(here) != _kind(there):
-                raise ValueError(f"{name}.{key} is {_kind(here)} here and {_kind(there)} in the checkpoint")
+                raise ValueError(
+                    f"{name}.{key} is {_kind(here)} here and {_kind(there)} in the checkpoint; build the same model"
+                )
         return lambda: part.load_state_dict(state)
     if isinstance(part, torch.optim.Optimizer):
         plain = _plain_state(part, tree[name], parts)
@@ -247,7 +263,7 @@ def _as_group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     """Return a saved optimizer's state as a plain one takes it: by the numbers of its parameters."""
     named_state(optimizer, parts)
-    names = {id(p): n for part in parts.values() if isinstance(part, nn.Module) for n, p in part.named_parameters()}
+    names = parameter_names(parts)
     here = optimizer.state_dict()["param_groups"]
     groups = saved.get("param_groups", [])
     if [len(one["params"]) for one in here] != [len(one["params"]) for one in groups]:

@@ -25,7 +25,7 @@ from distlab.nodes import Nodes
 
 
 class Watching(TypedDict, total=False):
-    """What `run` may leave out."""
+    """Whether `run` records what ranks call, and shows what they print; see there."""
 
     record: bool
     echo: bool

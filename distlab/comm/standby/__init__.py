@@ -4,8 +4,8 @@
 
 torchrun starts each rank as a new Python, which loads torch anew: three seconds of a core per rank, after each death.
 Here that new Python loads nothing and asks a process that stands by. The first to ask starts it; it loads torch once,
-forks every rank, and ends with torchrun. The script is read anew at each start. Linux and macOS; a GPU may be used by
-the script, not before it.
+forks every rank, and ends with torchrun. The script is read anew at each start. This works on Linux and macOS. The
+script may use a GPU; the process that stands by uses none, or it could not be forked.
 
-Read `__main__` (what torchrun starts) and `server` (the process that stands by). Neither loads torch to get its way.
+Read `__main__` (what torchrun starts: it loads no torch) and `server` (the process that stands by).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -31,10 +32,9 @@ def main(arguments: list[str]) -> int:
         return _refuse(f"the process that starts ranks cannot be reached ({error}); start torchrun without -m")
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        control.send(bytes([number]))
+        with contextlib.suppress(OSError):  # the other end has gone: what follows tells why
+            control.send(bytes([number]))
 
-    for number in PASSED_ON:
-        signal.signal(number, pass_on)
     request: dict[str, object] = {
         "arguments": arguments,
         "environment": dict(os.environ),
@@ -42,6 +42,8 @@ def main(arguments: list[str]) -> int:
         "directory": os.getcwd(),
     }
     send_request(control, request, [0, 1, 2])
+    for number in PASSED_ON:  # not before: what is sent first is the request
+        signal.signal(number, pass_on)
     said = control.recv(ENDED.size)
     if len(said) < ENDED.size:
         return _refuse("the process that starts ranks was killed, and this rank with it; torchrun starts another", 1)

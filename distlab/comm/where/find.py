@@ -1,7 +1,8 @@
 """Find the ranks of jobs among this user's processes (Linux): what `distlab where` looks at.
 
 A rank of `run`, of `Ranks` or of a notebook holds the file of its stacks open, in the folder of its job. Any other rank
-has RANK and WORLD_SIZE in its environment, as torchrun, Slurm's scripts and people set them.
+has RANK and WORLD_SIZE in its environment, as torchrun, Slurm's scripts and people set them. One that a process which
+stands by has forked has that one's environment; memory that it holds open for its stacks is named after its rank.
 """
 
 from __future__ import annotations
@@ -98,10 +99,17 @@ def _jobs() -> Iterator[Job]:
                 found.setdefault(name, {}).setdefault(process.rank, []).append((process, size))
     for name, by_rank in found.items():
         # What a rank has started, such as a loader's workers, inherits all of this: the first of the line is the rank.
-        firsts = [min(same, key=lambda one: (one[0].started, one[0].pid)) for _, same in sorted(by_rank.items())]
-        lines = [ancestors(process.pid) for process, _ in firsts]
+        # What asked for a rank that was forked came before it, and shows no stacks.
+        ordered = [
+            sorted(same, key=lambda one: (one[0].stack is None, one[0].started, one[0].pid))
+            for _, same in sorted(by_rank.items())
+        ]
+        firsts = [same[0] for same in ordered]
+        everyone = [process.pid for same in ordered for process, _ in same]
+        lines = [ancestors(pid) for pid in everyone]
         ranks = tuple(process for process, _ in firsts)
-        yield Job(name, _launcher(lines[0]), max(size for _, size in firsts), ranks, frozenset().union(*lines))
+        launcher = next(filter(None, (_launcher(line, everyone) for line in lines)), "a process that has ended")
+        yield Job(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
@@ -120,7 +128,8 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
         process = RankProcess(rank, int(path.name), started, state, stack, folder, environment)
         return (str(folder),), len(list(folder.glob("rank*.stack"))), process
     try:
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        known = stack and _ANSWER.match(_target(stack))
+        rank, size = int(known[1] if known else environment["RANK"]), int(environment["WORLD_SIZE"])
     except (KeyError, ValueError):
         return None
     name = tuple(environment.get(part, "") for part in _ELASTIC)
@@ -176,9 +185,11 @@ def ancestors(pid: int) -> list[int]:
     return line
 
 
-def _launcher(line: list[int]) -> str:
-    """Return the command of the first ancestor that is no part of distlab's or torchrun's own machinery."""
+def _launcher(line: list[int], own: list[int]) -> str:
+    """Return the command of the first ancestor that is no process of the job or of `run`; "" where none is left."""
     for pid in line:
+        if pid in own:
+            continue
         try:
             words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         except OSError:
@@ -186,7 +197,7 @@ def _launcher(line: list[int]) -> str:
         if not any("distlab.comm.launch" in word for word in words):
             text = " ".join(" ".join(words).split())
             return f"{text if len(text) <= 80 else text[:77] + '...'} (process {pid})"
-    return "a process that has ended"
+    return ""
 
 
 def answers(process: RankProcess) -> bool:

@@ -183,7 +183,7 @@ def _record(rank: int, dump: Mapping[str, Any], members: Mapping[str, list[int]]
         table[number - 1]["n"] = number
     first = int(dump["entries"][0].get("record_id", 0)) if dump.get("entries") else 0
     # Numbers before the first row: what the ring of the flight recorder has overwritten.
-    header = Header(len(rows) or 1, 1, 1 - first, len(rows), 0, False, 1, 0, 0)
+    header = Header(len(rows) or 1, 1, 1 - first, len(rows), 0, 0, 1, 0, 0)
     return RankRecord(header, table, np.zeros(len(OPS), TOTALS), names)
 
 

@@ -20,9 +20,9 @@ WAIT_FOR_HOST = "wait for the host"
 
 
 def find_missing_overlap(profile: Profile) -> Iterator[Finding]:
-    """Find gradients, or gathered parameters, that travel while nothing is computed although there is what could be.
+    """Find gradients, or gathered parameters, that travel while nothing is computed although something could be.
 
-    The rank that hides most counts: on the others bytes travel late because that one comes late.
+    The rank that hides most counts. On the others bytes travel late because that one comes late.
     """
     step_s, costs, told = float(np.median(profile.step_s)), [], []
     for row, rank in enumerate(profile.ranks):

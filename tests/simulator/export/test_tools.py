@@ -93,6 +93,29 @@ def test_megatron_gets_the_model_and_the_plan():
     assert (sized["--hidden-size"], sized["--num-query-groups"], sized["--ffn-hidden-size"]) == ("512", "2", "1536")
 
 
+@pytest.mark.parametrize(
+    ("compute", "gradients", "flags"),
+    [
+        ("bfloat16", "float32", {"--bf16", "--accumulate-allreduce-grads-in-fp32"}),
+        ("bfloat16", "bfloat16", {"--bf16", "--grad-reduce-in-bf16"}),
+        ("float16", "float32", {"--fp16", "--accumulate-allreduce-grads-in-fp32"}),
+        ("float16", "float16", {"--fp16"}),
+        ("float32", "float32", set()),
+    ],
+)
+def test_megatron_sums_gradients_in_their_type(compute, gradients, flags):
+    found = flags_of(said(precision=Precision(compute, reduce=gradients, gradients=gradients)))
+    of_types = {"--bf16", "--fp16", "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"}
+    assert found.keys() & of_types == flags
+
+
+def test_megatron_cuts_stages_as_a_plan_with_equal_blocks_does():
+    notes = {cut: export(said(Plan(1, 2, 4, cut=cut)), "megatron").notes for cut in ("time", "blocks")}
+    assert set(notes["time"]) - set(notes["blocks"]) == {
+        "pipeline: Megatron-LM gives every stage as many layers; the simulator balances their work"
+    }
+
+
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen-2.5-7b", "qwen-3-8b", "gpt-3-175b", "mixtral-8x7b"])
 def test_megatrons_flags_count_as_many_parameters_as_the_model(name):
     """The sizes in the flags are those of the model: weights of products, without biases and norms."""
@@ -185,13 +208,18 @@ REFUSED = {
         "stages_per_rank = 7",
     ),
     "megatron schedule": ("megatron", said(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)), "schedule = 'zb_v'"),
-    "megatron stages": ("megatron", said(Plan(1, 3, 8)), "32 layers in unequal stages"),
+    "megatron stages": ("megatron", said(Plan(1, 3, 8)), "32 layers in 3 unequal stages; use a number that divides 32"),
     "megatron stage 3": ("megatron", said(Plan(2, 2, 8, sharding=Sharding(3))), "sharding stage 3 with a pipeline"),
     "megatron offload": ("megatron", said(sharding=Sharding(3, offload="all")), "offload = 'all'"),
     "megatron compression": ("megatron", said(compression=Compression("sign")), "compression"),
     "megatron double": ("megatron", said(precision=Precision("float64")), "precision.compute = 'float64'"),
     "megatron master": ("megatron", said(precision=Precision("bfloat16", master=False)), "precision.master = false"),
     "megatron sums": ("megatron", said(precision=Precision("bfloat16", reduce="bfloat16")), "precision.reduce apart"),
+    "megatron gradients": (
+        "megatron",
+        said(precision=Precision("float16", reduce="bfloat16", gradients="bfloat16")),
+        "precision.gradients = 'bfloat16'; use float32 or float16",
+    ),
     "megatron positions": ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
     "megatron latent": ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
     "megatron order": (
