@@ -3,7 +3,7 @@
 `pytest -p tests.lessons.pictures_in_kernels` gives each kernel a startup file that calls `watch()`. Texts that lie on
 each other, are cut, small or pale, light or dark, then raise in the cell that calls `show(figure, text)`.
 
-Checks run on one number of ranks: tests/lessons/test_mutants.py runs each reference on all.
+Checks run on one number of ranks: tests/lessons/test_mutants.py runs each reference on all. Measurements are short.
 """
 
 import importlib
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-STARTUP = "import sys; sys.path.append({root!r}); from tests.lessons.pictures_in_kernels import few_ranks, watch; "
-STARTUP += "watch(); few_ranks()\n"
+STARTUP = "import sys; sys.path.append({root!r}); from tests.lessons.pictures_in_kernels import shorten, watch; "
+STARTUP += "watch(); shorten()\n"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,8 +41,11 @@ def watch():
     display.show = show
 
 
-def few_ranks():
-    """Make `check` take the last of an exercise's numbers of ranks only."""
+def shorten():
+    """Make `check` take the last of an exercise's numbers of ranks only, and measurements one window."""
+    from distlab.comm.launch import fork_client
+
+    fork_client.PRELOAD += ("tests.lessons.one_window",)
     check = importlib.import_module("distlab.grading.check")
     run_worlds = check._run_worlds
     check._run_worlds = lambda exercise, fn, worlds, seed: run_worlds(exercise, fn, worlds[-1:], seed)
