@@ -18,7 +18,8 @@ SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) --maxprocesses 8 --di
 BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1
 # Cells are compared with what they printed when the notebook was built, and each picture is looked at. pyproject.toml
-# keeps nbval out of other runs: it takes two seconds to load in each process.
+# keeps nbval out of other runs: it takes two seconds to load in each process. SHORT cuts what is timed or checked anyway.
+SHORT := -p tests.lessons.short_kernels
 CELLS := -p tests.lessons.pictures_in_kernels -p nbval.plugin --nbval-lax --nbval-cell-timeout 120 --timeout 300
 # A lesson's notebook is its solution's with stubs for functions; after a check it goes on with the reference. So the
 # solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and one lesson runs as it is given out.
@@ -48,10 +49,10 @@ quick: setup
 	$(BIN)/python tools/quick.py $(BASE)
 
 test: gates
-	$(BIN)/python -m pytest tests/browser $(SLOWEST)
+	$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
 		--ignore tests/architecture --ignore tests/browser
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(NOTEBOOKS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)
 
 browser: setup
 	bash tools/install_browser.sh
@@ -70,7 +71,7 @@ soak: setup
 # All other long tests, and each lesson as it is given out.
 proofs: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600 $$($(BIN)/python tools/promises.py --others)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(wildcard lessons/*/lesson.ipynb))
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(NOTEBOOKS) $(wildcard lessons/*/lesson.ipynb))
 
 # Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
 zoo: setup

@@ -226,10 +226,14 @@ def open_notebook(
 @contextmanager
 def open_lab(root: Path, name: str, home: Path) -> Iterator[Notebook]:
     """Start JupyterLab on `root` and show the notebook `name` with its kernel ready."""
-    with (
-        serve(root, home) as (base, token),
-        open_notebook(f"{base}/lab/tree/{name}?token={token}&reset", base, home) as notebook,
-    ):
+    with serve(root, home) as (base, token), on_screen(base, token, name, home) as notebook:
+        yield notebook
+
+
+@contextmanager
+def on_screen(base: str, token: str, name: str, home: Path) -> Iterator[Notebook]:
+    """Show a notebook of a server with its kernel ready."""
+    with open_notebook(f"{base}/lab/tree/{name}?token={token}&reset", base, home) as notebook:
         notebook.wait_for_kernel()
         yield notebook
 

@@ -2,16 +2,11 @@
 
 import pytest
 import speed
-from browser_lab import open_lab, write_notebook
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    home = tmp_path_factory.mktemp("lab")
-    root = home / "root"
-    root.mkdir()
-    write_notebook(root / "panels.ipynb", [*speed.CELLS[:2], *speed.DEGREES])
-    with open_lab(root, "panels.ipynb", home) as opened:
+def notebook(open_cells):
+    with open_cells("panels", [*speed.CELLS[:2], *speed.DEGREES]) as opened:
         opened.page.set_viewport_size({"width": 1024, "height": 700})
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(1).wait_for()

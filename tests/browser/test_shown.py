@@ -1,7 +1,6 @@
 """A picture of `show()` or of an object follows JupyterLab's theme, and scrolls where the page is narrow."""
 
 import pytest
-from browser_lab import open_lab, write_notebook
 
 CELLS = [
     "%load_ext distlab.notebook",
@@ -16,12 +15,8 @@ SEEN = """(image) => {
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    home = tmp_path_factory.mktemp("lab")
-    root = home / "root"
-    root.mkdir()
-    write_notebook(root / "shown.ipynb", CELLS)
-    with open_lab(root, "shown.ipynb", home) as opened:
+def notebook(open_cells):
+    with open_cells("shown", CELLS) as opened:
         opened.run_all()
         opened.page.locator("[class^=distlab-] > img").nth(1).wait_for()
         yield opened

@@ -2,7 +2,6 @@
 
 import pytest
 import speed
-from browser_lab import open_lab, write_notebook
 
 SLOW = """
 import time
@@ -25,12 +24,8 @@ EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor();
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    home = tmp_path_factory.mktemp("lab")
-    root = home / "root"
-    root.mkdir()
-    write_notebook(root / "widgets.ipynb", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *speed.DEGREES])
-    with open_lab(root, "widgets.ipynb", home) as opened:
+def notebook(open_cells):
+    with open_cells("widgets", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *speed.DEGREES]) as opened:
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(2).wait_for()
         yield opened

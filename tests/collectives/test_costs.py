@@ -48,6 +48,7 @@ def num_filled(chunks, absent):
     return sum(size > 0 for index, size in enumerate(chunks) if index not in absent)
 
 
+@pytest.mark.soak_where(n=(2, 5))
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_rings(ranks, n):
     def all_reduce(length, rank):
@@ -75,6 +76,7 @@ def test_rings(ranks, n):
         assert all_reduce(1200, 0) == (2 * (n - 1) * 1200 * BYTES / n, 2 * (n - 1))  # the field's formula
 
 
+@pytest.mark.soak_where(n=(2, 5))
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_pieces_of_a_ring_change_messages_but_no_byte(ranks, n):
     piece_bytes = 64
@@ -91,6 +93,7 @@ def test_pieces_of_a_ring_change_messages_but_no_byte(ranks, n):
     check(ranks, n, "ring_all_reduce", all_reduce, options={"piece_bytes": piece_bytes})
 
 
+@pytest.mark.soak_where(n=(2, 5))
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_broadcasts_and_trees(ranks, n):
     def num_children(place):
@@ -123,6 +126,7 @@ def test_broadcasts_and_trees(ranks, n):
     assert num_children(0) == math.ceil(math.log2(n))
 
 
+@pytest.mark.soak_where(n=(2, 5))
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_double_tree(ranks, n):
     def expected(length, rank):

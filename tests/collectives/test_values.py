@@ -84,6 +84,7 @@ def all_lengths_and_dtypes(name):
 
 
 @pytest.mark.equality("collectives")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_all_reduce_equals_torch(ranks, name, world_size):
@@ -211,6 +212,7 @@ def on_a_mesh(num_machines, num_local):
 
 
 @pytest.mark.equality("collectives")
+@pytest.mark.soak_where(num_machines=(4,), num_local=(2,))
 @pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
 def test_hierarchical_equals_flat(ranks, num_machines, num_local):
     ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)

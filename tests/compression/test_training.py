@@ -94,6 +94,7 @@ def test_a_hook_that_sends_everything_equals_one_process(ranks, world_size):
 
 
 @pytest.mark.equality("compression")
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compressed_replicas_stay_equal_repeat_and_go_on_bit_for_bit(ranks, world_size):
     def run():

@@ -90,6 +90,7 @@ def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
 
 
 @pytest.mark.equality("data_parallel")
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ten_updates_in_float32_equal_one_process(ranks, alone, world_size, record_property):
     results = ranks(world_size).run(train, WAYS, torch.float32, "sgd")

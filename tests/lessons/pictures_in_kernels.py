@@ -2,27 +2,35 @@
 
 `pytest -p tests.lessons.pictures_in_kernels` gives each kernel a startup file that calls `watch()`. Texts that lie on
 each other, are cut, small or pale, light or dark, then raise in the cell that calls `show(figure, text)`.
-
-Checks run on one number of ranks: tests/lessons/test_mutants.py runs each reference on all.
 """
 
-import importlib
+import functools
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-STARTUP = "import sys; sys.path.append({root!r}); from tests.lessons.pictures_in_kernels import few_ranks, watch; "
-STARTUP += "watch(); few_ranks()\n"
+STARTUP = "import sys; sys.path.append({root!r}); from tests.lessons.{module} import {function}; {function}()\n"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_configure(config):
+    at_start_of_kernels("pictures_in_kernels", "watch")
+
+
+def at_start_of_kernels(module, function):
+    """Let each kernel that this process starts call a function of this folder."""
+    text = STARTUP.format(root=str(ROOT), module=module, function=function)
+    (_startup_folder() / f"00-{module}.py").write_text(text)
+
+
+@functools.cache
+def _startup_folder():
     folder = Path(tempfile.mkdtemp(prefix="distlab-ipython-"))
     startup = folder / "profile_default" / "startup"
     startup.mkdir(parents=True)
-    (startup / "00-pictures.py").write_text(STARTUP.format(root=str(ROOT)))
     os.environ["IPYTHONDIR"] = str(folder)
+    return startup
 
 
 def watch():
@@ -39,13 +47,6 @@ def watch():
         shown(figure, text)
 
     display.show = show
-
-
-def few_ranks():
-    """Make `check` take the last of an exercise's numbers of ranks only."""
-    check = importlib.import_module("distlab.grading.check")
-    run_worlds = check._run_worlds
-    check._run_worlds = lambda exercise, fn, worlds, seed: run_worlds(exercise, fn, worlds[-1:], seed)
 
 
 def faults_of(figure):

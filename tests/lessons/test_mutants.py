@@ -67,11 +67,21 @@ def test_lesson_is_complete(lesson: Lesson) -> None:
 
 @pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
 def test_reference_passes(lesson: Lesson, exercise: Exercise) -> None:
+    """On the first numbers of ranks; on the last in its notebook, and in another style in tests/styles."""
+    report = examine(exercise, reference_of(exercise), worlds=exercise.worlds[:2])
+    assert report.passed, str(report)
+    assert report.worlds == exercise.worlds[:2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
+def test_reference_passes_on_every_number_of_ranks(lesson: Lesson, exercise: Exercise) -> None:
     report = examine(exercise, reference_of(exercise))
     assert report.passed, str(report)
     assert report.worlds == exercise.worlds
 
 
+@pytest.mark.soak_where(exercise=[exercise for lesson in LESSONS for exercise in lesson.exercises[1:]])
 @pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
 def test_stub_is_not_attempted(lesson: Lesson, exercise: Exercise) -> None:
     def stub(*args: object, **named: object) -> None:

@@ -123,6 +123,7 @@ def train_and_save(names, start):
     return found
 
 
+@pytest.mark.soak_where(world_size=(1, 2))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_states_go_to_plain_torch_and_come_back(ranks, world_size):
     halves = {name: alone(name, steps=range(3)) for name in OPTIMIZERS}

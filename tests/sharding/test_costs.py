@@ -92,6 +92,7 @@ def gather_and_scatter():
     return whole, sums
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gathers_are_exact_and_sums_repeat_at_the_bytes_of_a_ring(ranks, world_size):
     n = world_size

@@ -35,6 +35,7 @@ def count_a_step(forms):
     return found
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_sends_two_psi(ranks, world_size):
     n = world_size
@@ -101,6 +102,7 @@ def measure_memory(num_layers=12, width=64):
     return found
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gradients_and_optimizer_state_take_what_the_formula_says(ranks, world_size):
     layer = 64 * 64 * 4

@@ -91,6 +91,7 @@ def close(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one) <= 1e-10
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_states_load_into_plain_torch_and_back(ranks, world_size):
     model, state = alone()

@@ -31,6 +31,7 @@ def sent(seen):
     return seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank)
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_sends_three_times_the_parameters_and_two_where_they_stay(ranks, world_size):
     def bytes_sent():

@@ -9,6 +9,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 BEYOND_A_SLOT = 2_300_001  # of float32; a slot holds 1,048,576
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_reduction_of_every_type_is_gloos(shared_ranks, world_size):
     assert shared_ranks(world_size).run(reduced_differently) == [[]] * world_size
@@ -24,12 +25,14 @@ def test_a_mean_of_whole_numbers_loses_what_is_behind_the_point(shared_ranks):
     assert shared_ranks(2).run(means_of_whole_numbers) == [[1, 3, -7]] * 2
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("numel", [0, 1, 13, 5000])
 def test_data_goes_where_it_should(shared_ranks, world_size, numel):
     assert shared_ranks(world_size).run(moved_wrongly, numel) == [[]] * world_size
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_larger_than_a_slot_goes_in_pieces(shared_ranks, world_size):
     assert shared_ranks(world_size).run(moved_wrongly, BEYOND_A_SLOT) == [[]] * world_size

@@ -137,6 +137,7 @@ def of_exchanges(t):
     return found
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_functions_and_layers_send_what_they_say(ranks, world_size):
     def measure():
@@ -147,6 +148,7 @@ def test_functions_and_layers_send_what_they_say(ranks, world_size):
             assert sent == pytest.approx(expected, abs=1), name  # each call is rounded to whole bytes
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchanges_send_what_they_say_and_repeat_bit_for_bit(ranks, world_size):
     results = ranks(world_size).run(of_exchanges, world_size)
