@@ -147,7 +147,7 @@ def train(directory: Path, victim: int | None, delay_s: float, way: str) -> tupl
     """Run on each rank: resume, train to the end; return a digest of all that has a state, and the seconds it took."""
     begin = time.monotonic()
     rank = dist.get_rank()
-    seed_rank(0, rank)
+    seed_rank(0, 0 if way == "tensor" else rank)  # ranks that share a layer drop the same elements
     made = prepare(way, GPT(CONFIG, generator(0, rank, "weights")))
     parts = made.parts
     if rank == victim:

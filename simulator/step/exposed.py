@@ -38,7 +38,7 @@ def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
                 nominal = max(stage.passes_ns[kind][layer], 1)
                 length = chosen[:, 3] - chosen[:, 2]
                 for call in calls:
-                    start, end = (chosen[:, 2] + length * at // nominal for at in (call.start_ns, call.end_ns))
+                    start, end = (chosen[:, 2] + _part_of(length, at, nominal) for at in (call.start_ns, call.end_ns))
                     parts.append(
                         Trace.from_columns(
                             rank=np.full(len(chosen), stage.rank),
@@ -53,6 +53,13 @@ def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
                         )
                     )
     return Trace.concatenate(parts)
+
+
+def _part_of(length: Ints, at: int, nominal: int) -> Ints:
+    """Return length x at / nominal; the product of two times of some seconds each is too large for 64 bits."""
+    if int(length.max(initial=0)) * at < 2**63:
+        return length * at // nominal
+    return (length * (at / nominal)).astype(np.int64)
 
 
 def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator[tuple[int, int, str]]:

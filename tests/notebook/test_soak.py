@@ -37,16 +37,16 @@ def look():
     }
 
 looks = []
-for number in range(%d):
+for number in range(NUM_RUNS):
     try:
-        if number %% 2:
+        if number % 2:
             run(sum_up, 2, args=(number,), echo=False)
         else:
             with Ranks(2, echo=False) as ranks:
                 ranks.run(sum_up, number)
     except RankError:
         pass
-    if number + 1 in (%d, %d):
+    if number + 1 in (WARM_RUNS, NUM_RUNS):
         looks.append(look())
 print(json.dumps(looks))
 """
@@ -58,7 +58,7 @@ def test_200_runs_in_one_kernel_leave_nothing_and_nothing_grows(record_property)
 
     case, said = Case("kernel"), []
     try:
-        cell = CELL % (NUM_RUNS, WARM_RUNS, NUM_RUNS)
+        cell = f"NUM_RUNS, WARM_RUNS = {NUM_RUNS}, {WARM_RUNS}\n{CELL}"
         reply = case.client.execute_interactive(cell, timeout=1000, output_hook=said.append)
     finally:
         case.close()
