@@ -923,9 +923,8 @@ ranks.close()
 # - Fedus et al., *Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity*, 2021:
 #   one expert per token, capacity and the balance loss.
 #
-# **Next.** This is the last lesson that is written so far. `START.ipynb` lists those that are to come: next is lesson
-# 12, on checkpoints and failures, because a run on many ranks must survive the loss of one. `CONTRIBUTING.md` shows
-# three ways through the code, if you want to go on now.
+# **Next: lesson 12.** A run on many ranks must survive the loss of one: checkpoints that are whole at every moment, and
+# a run that goes on as if nothing had happened.
 #
 # ## Sources
 #

@@ -51,13 +51,7 @@ def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] =
 
 
 def run_script(
-    script: str | Path,
-    num_ranks: int,
-    arguments: Sequence[str] = (),
-    *,
-    echo: Echo,
-    limit_s: float = 600.0,
-    max_restarts: int = 0,
+    script: str | Path, num_ranks: int, arguments: Sequence[str] = (), *, echo: Echo, limit_s: float = 600.0
 ) -> int:
     """Run a script on ranks of this machine and return 0, or 1 when its ranks said themselves what is wrong.
 
@@ -67,7 +61,6 @@ def run_script(
         arguments: its own arguments.
         echo: called with (rank, line) for each line of output, in this thread; rank None is torchrun's own output.
         limit_s: after this everything is killed.
-        max_restarts: how often all ranks are started anew when one has failed.
 
     Raises:
         RankError: a rank failed; the text begins with the root cause.
@@ -116,7 +109,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="backslashreplace",
-        env=_environment(),
+        env=own_environment(),
         start_new_session=True,
     ) as process:
         try:
@@ -126,8 +119,8 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
                 _kill(process)
 
 
-def _environment() -> dict[str, str]:
-    """Return what the agent inherits: nothing of a job that this process may be a rank of."""
+def own_environment() -> dict[str, str]:
+    """Return what a job inherits that this process starts: nothing of the job whose rank it may be."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}

@@ -257,7 +257,12 @@ def _draw_load(draw: Draw) -> tuple[Any, ...]:
     )
 
 
-LOAD = Vary(_draw_load, use=resharded, num_calls=16)
+def _use_load(fn: Callable[..., Any], *given: Any) -> dict[str, Any]:
+    found = resharded(fn, *given)
+    return found | {"reads": [sum(stop - start for _, start, stop in reads) for reads in found["reads"]]}
+
+
+LOAD = Vary(_draw_load, use=_use_load, num_calls=16)
 
 _LOOP = "for saved in range(num_saved):"
 _READ = "shard[start - low : stop - low] = read(saved, start - saved * old, stop - saved * old)"

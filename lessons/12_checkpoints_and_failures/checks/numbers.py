@@ -128,10 +128,10 @@ WRONG_STEPS = (
     Mutant("filled up", "twice", "nothing fills up", 1, 45)
     .edit("each, more = divmod(batch, world_size)", "each, more = -(-batch // world_size), 0")
     .edit(_START, "start = min(position + rank * each, position + batch - each)"),
-    Mutant("position in steps", "another place", "counts samples of all ranks", 1, 43).edit(
+    Mutant("position in steps", "another place", "counts the samples of all", 1, 43).edit(
         _START, "start = position * batch + rank * each + min(rank, more)"
     ),
-    Mutant("from the beginning", "another place", "counts samples of all ranks", 1, 43).edit(
+    Mutant("from the beginning", "another place", "counts the samples of all", 1, 43).edit(
         _START, "start = rank * each + min(rank, more)"
     ),
     Mutant("first ranks not counted", "twice", "more than once", 1).edit(" + min(rank, more)", ""),

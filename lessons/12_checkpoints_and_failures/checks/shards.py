@@ -72,7 +72,8 @@ def judge_shards(evidence: Evidence) -> Iterator[Fault]:
             when = f"while rank {row['slow']} was slow, rank {rank}"
             lost = [name for name in names if row["is there"] and name not in row["files"]]
             if lost:
-                yield Fault("missing", f"step-{step} never gets {', '.join(lost)}: each rank writes a file of its own")
+                text = f"step-{step} never gets {', '.join(lost)}: each rank writes a file of its own"
+                yield Fault("missing", f"{text}, after rank 0 has made the folder")
             if row["torn"]:
                 text = f"{when} saw that {row['torn']}: a kill at this moment leaves a checkpoint that does not load"
                 yield Fault("published too soon", f"{text}. Rank 0 gives it its name after every rank has written")
@@ -151,18 +152,17 @@ WRONG_SHARDS = (
     Mutant("returns at once", "returned too soon", "all ranks wait until", 2, 69).edit(
         f"{_PUBLISH}\ndist.barrier()", _PUBLISH
     ),
-    Mutant("folder not awaited", "no folder", "all wait until rank 0 has made it", 2).edit(
-        f"dist.barrier()\n{_WRITE}", _WRITE
-    ),
+    Mutant("folder not awaited", "missing", "after rank 0 has made the folder", 2)
+    .edit(f"dist.barrier()\n{_WRITE}", _WRITE)
+    .edit(_CLEAN, f"time.sleep(0.5)\n{_CLEAN}")
+    .setup("import time"),
     Mutant("what is left stays", "stale", "makes the folder anew", 1, 44)
     .without(_CLEAN)
     .edit("mkdir()", "mkdir(exist_ok=True)"),
     Mutant("must be new", "folder", "is there already", 1, 44).without(_CLEAN),
     Mutant("all rename it", "published too soon", "rank 0, alone", 3).edit(_PUBLISH, _NAME),
     Mutant("one file", "missing", "never gets rank-1.pt", 2).edit('f"rank-{rank}.pt"', '"rank-0.pt"'),
-    Mutant("only rank 0 saves", "missing", "each rank writes a file of its own", 2, 41).edit(
-        _WRITE, f"if rank == 0:\n    {_WRITE}"
-    ),
+    Mutant("only rank 0 saves", "missing", "a file of its own", 2, 41).edit(_WRITE, f"if rank == 0:\n    {_WRITE}"),
     Mutant("barrier of rank 0", "not every rank", "that the others never reach", 2, 5).edit(
         f"{_PUBLISH}\ndist.barrier()", f"{_PUBLISH}\n    dist.barrier()"
     ),
