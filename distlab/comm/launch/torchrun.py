@@ -73,7 +73,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="distlab-torchrun-") as folder, _terminable():
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
         flags += ["--rdzv-endpoint", f"{folder}/rendezvous", "--rdzv-conf", "store_type=file"]
-        flags += ["--local-addr", "127.0.0.1", "--max-restarts", str(max_restarts)]
+        flags += ["--local-addr", "127.0.0.1", "--max-restarts", "0"]
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
         agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
