@@ -18,6 +18,7 @@ QUICK = {
     "04": "--batch 64 --epochs 1",
     "05": "--updates 5 --hidden 8 --samples 2",
     "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
+    "14": "--updates 6 --away-s 0",
 }
 LIMIT_S = 110
 KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of

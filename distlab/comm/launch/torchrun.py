@@ -108,17 +108,17 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="backslashreplace",
-        env=_environment(),
+        env=agent_environment(),
         start_new_session=True,
     ) as process:
         try:
             yield process
         finally:
             if process.poll() is None:
-                _kill(process)
+                kill_agent(process)
 
 
-def _environment() -> dict[str, str]:
+def agent_environment() -> dict[str, str]:
     """Return what the agent inherits: nothing of a job that this process may be a rank of."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -128,7 +128,7 @@ def _environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill_agent(process: subprocess.Popen[Any]) -> None:
     """Kill the agent and its ranks with all that these have started.
 
     The agent is stopped first: it cannot collect a rank that ends now, so no process number is given away meanwhile.
@@ -158,7 +158,7 @@ def _pass_on(process: subprocess.Popen[str], echo: Echo, limit_s: float) -> list
 
     def stop() -> None:
         late.set()
-        _kill(process)
+        kill_agent(process)
 
     timer = threading.Timer(limit_s, stop)
     timer.daemon = True
@@ -174,7 +174,7 @@ def _pass_on(process: subprocess.Popen[str], echo: Echo, limit_s: float) -> list
                 echo(int(found[1]), line[found.end() :].rstrip("\n"))
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:  # its output is closed and it lives on
-        _kill(process)
+        kill_agent(process)
     finally:
         timer.cancel()
     if late.is_set():
