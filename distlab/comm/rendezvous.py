@@ -93,10 +93,12 @@ def _number(env: Mapping[str, str], name: str, least: int, default: int | None =
 
 
 def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignore[name-defined]
-    """Open the store through which ranks find each other, apart for each restart.
+    """Open the store through which ranks find each other.
 
-    After a restart the store still holds the addresses of ranks that have died; a prefix for each restart keeps the new
-    ranks from calling them.
+    A store of torchrun's agent lives on after a restart, with the addresses of ranks that have died; a prefix for each
+    restart keeps the new ranks from calling them. Each agent counts its own restarts, so the agent of a machine that
+    comes back counts from 0 and never meets the others: on several machines set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    Then rank 0 serves a store that is new at each start and needs no prefix.
 
     Raises:
         RuntimeError: rank 0 cannot listen on the address, or no process answers there.
@@ -122,7 +124,7 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
             f"rank {address.rank}: no process answers at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s; "
             "is rank 0 running, and is the address right?"
         ) from error
-    return dist.PrefixStore(f"restart{address.restart}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"restart{address.restart}", store) if address.uses_agent_store else store  # type: ignore[attr-defined]
 
 
 def _listen(address: Address, where: str) -> int | None:

@@ -6,9 +6,10 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 2. `run`: `ElasticRun`, the loop itself.
 3. `leave`: SIGTERM, and ranks that are stopped.
 4. `restart`: new ranks for those that failed, where no torchrun does it.
-5. `faults` and `packets`: make things go wrong, to try all this.
+5. `faults` and `packets`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
 
+from distlab.elastic.agents import Agent, Agents
 from distlab.elastic.faults import Fault, Faults, InjectedFault, plan_faults
 from distlab.elastic.leave import Left
 from distlab.elastic.packets import lossy_loopback
@@ -18,6 +19,8 @@ from distlab.elastic.run import ElasticRun, Saves
 from distlab.elastic.work import BatchRule, Step, Work
 
 __all__ = [
+    "Agent",
+    "Agents",
     "BatchRule",
     "ElasticRun",
     "Fault",

@@ -63,7 +63,7 @@ def slurm_script(said: PlanFile, wish: Wish = PLAIN) -> Exported:
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 srun --kill-on-bad-exit=1 torchrun \\
     --nnodes="$SLURM_NNODES" --nproc-per-node={per_node} \\
     --rdzv-backend=c10d --rdzv-endpoint="$head:{PORT}" --rdzv-id="$SLURM_JOB_ID" \\

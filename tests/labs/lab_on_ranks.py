@@ -31,6 +31,7 @@ QUICK = {
     "09": "--updates 3 --hidden 16 --layers 6 --microbatches 4",
     "10": "--updates 3",
     "11": "--updates 3 --length 48",
+    "14": "--updates 6 --away-s 0",
 }
 LIMIT_S = 110
 KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of

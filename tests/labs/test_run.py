@@ -13,7 +13,7 @@ from distlab.cli.lab import _Echo, find_lab
 from distlab.comm.launch.torchrun import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
-CASES = [("01", 3), ("02", 2), ("02", 3), ("03", 1), ("03", 3), ("04", 3), ("05", 2), ("06", 2)]
+CASES = [("01", 3), ("02", 2), ("02", 3), ("03", 1), ("03", 3), ("04", 3), ("05", 2), ("06", 2), ("14", 1)]
 
 
 def command(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
@@ -51,6 +51,8 @@ def test_a_lab_states_right_facts(lab, number, num_ranks):
         assert found["whole: bytes sent per rank in an update"] == 12_768
         assert found["top-k: bytes sent per rank in an update"] == 31 * (4 + 4)
         assert found["signs: bytes sent per rank in an update"] == 3192 // 8 + 4
+    if number == "14":
+        assert found["your work: once per node"] == found["your rendezvous: world size"] == 1
     if number == "06":
         assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 

@@ -116,7 +116,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             if process.poll() is None:
-                _kill(process)
+                kill_agent(process)
 
 
 def own_environment() -> dict[str, str]:
@@ -130,7 +130,7 @@ def own_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill_agent(process: subprocess.Popen[Any]) -> None:
     """Kill the agent and its ranks with all that these have started.
 
     The agent is stopped first: it cannot collect a rank that ends now, so no process number is given away meanwhile.
@@ -160,7 +160,7 @@ def _pass_on(process: subprocess.Popen[str], echo: Echo, limit_s: float) -> list
 
     def stop() -> None:
         late.set()
-        _kill(process)
+        kill_agent(process)
 
     timer = threading.Timer(limit_s, stop)
     timer.daemon = True
@@ -176,7 +176,7 @@ def _pass_on(process: subprocess.Popen[str], echo: Echo, limit_s: float) -> list
                 echo(int(found[1]), line[found.end() :].rstrip("\n"))
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:  # its output is closed and it lives on
-        _kill(process)
+        kill_agent(process)
     finally:
         timer.cancel()
     if late.is_set():

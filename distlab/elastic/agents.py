@@ -1,0 +1,143 @@
+"""Several agents of torchrun on this machine, each in the place of a machine of its own; all on loopback.
+
+    with Agents() as agents:
+        for name in ("a", "b"):
+            agents.start(name, "train.py", ranks=2, flags=["--nnodes", "2"])
+        agents["b"].kill()  # as if its machine lost its power; start("b", ...) brings it back
+        status = agents["a"].wait(60)
+
+The store in which they meet belongs to this process and listens on loopback alone (torchrun's own listens on every
+interface), so any agent may die. Agents and their ranks end with the block, and with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from distlab.comm.checks import check_timeout
+from distlab.comm.launch.torchrun import own_environment, kill_agent
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent that was started.
+
+    Attributes:
+        name: what the caller calls it.
+        process: the agent; its ranks are below it.
+        log: where the agent and its ranks write.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """What the agent and its ranks have written so far."""
+        return self.log.read_text(encoding="utf-8", errors="backslashreplace")
+
+    def wait(self, limit_s: float) -> int:
+        """Wait for its end and return its exit status.
+
+        Raises:
+            TimeoutError: it runs on after the limit; it is killed then.
+        """
+        try:
+            return self.process.wait(check_timeout(limit_s))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(
+                f"agent {self.name} still ran after {limit_s:g} s and was killed:\n{self.text}"
+            ) from None
+
+    def kill(self) -> None:
+        """Kill it and its ranks at once, as if its machine lost its power."""
+        if self.process.poll() is None:
+            kill_agent(self.process)
+
+
+class Agents:
+    """Agents by name, and the store in which they meet.
+
+    Attributes:
+        port: where the store listens.
+    """
+
+    def __init__(self) -> None:
+        listener = socket.socket()
+        listener.bind((LOOPBACK, 0))
+        listener.listen(64)
+        self.port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="distlab-agents-")
+        self._started: list[Agent] = []
+
+    def start(
+        self,
+        name: str,
+        script: str | Path,
+        arguments: Sequence[str] = (),
+        *,
+        ranks: int = 1,
+        flags: Sequence[str] = (),
+        port: int | None = None,
+    ) -> Agent:
+        """Start an agent; one of the same name may have been there before.
+
+        Args:
+            name: of the agent.
+            script: what each of its ranks runs.
+            arguments: of the script.
+            ranks: how many it starts.
+            flags: more of torchrun's, such as --nnodes 2; what is given here counts.
+            port: where it looks for the others; None: in the store of this object.
+        """
+        folder = Path(self._folder.name) / f"{len(self._started)}-{name}"
+        folder.mkdir()
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:{port or self.port}", "--rdzv-id", "job"]
+        words += ["--rdzv-conf", "is_host=0", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks)]
+        words += ["--monitor-interval", "0.1", "--log-dir", str(folder), *flags]
+        agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), str(folder)]
+        with (folder / "log.txt").open("wb") as log:
+            process = subprocess.Popen(
+                [*agent, *words, str(script), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=own_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                start_new_session=True,
+            )
+        self._started.append(Agent(name, process, folder / "log.txt"))
+        return self._started[-1]
+
+    def __getitem__(self, name: str) -> Agent:
+        return next(agent for agent in reversed(self._started) if agent.name == name)
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs, and remove what they wrote."""
+        for agent in self._started:
+            agent.kill()
+        self._folder.cleanup()

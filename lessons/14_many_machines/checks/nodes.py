@@ -1,0 +1,202 @@
+"""Who shares a node: groups inside and between nodes of unequal sizes, and work that each node needs once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from distlab.comm import RankError
+from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.traffic import calls
+from distlab.grading.values import describe
+from distlab.grading.variation.draw import Draw, Vary
+
+HOSTS = (("a", "a", "b", "b", "b"), ("b", "a", "b", "a", "c"), ("x", "x"), ("x",))
+
+
+def drive_places(fn: Callable[..., Any]) -> list[Any]:
+    """Ask for the groups of each job."""
+    return [fn(list(hosts)) for hosts in HOSTS]
+
+
+def judge_places(evidence: Evidence) -> Iterator[Fault]:
+    """Every rank in one group of each kind; inside one host, between several."""
+    for hosts, got in zip(HOSTS, evidence.results[0], strict=True):
+        yield from judge_groups(list(hosts), got)
+
+
+def judge_groups(hosts: list[str], got: Any) -> Iterator[Fault]:
+    """Judge the groups of one job."""
+    what = f"ranks on {', '.join(hosts)}"
+    if not isinstance(got, list | tuple) or len(got) != 2 or not all(isinstance(part, list | tuple) for part in got):
+        yield Fault("returned", f"{what}: expected groups inside and groups between, got {describe(got)}")
+    inside, between = ([list(group) for group in part] for part in got)
+    nodes = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in hosts}
+    most = max(map(len, nodes.values()))
+    right = list(nodes.values()), [[own[i] for own in nodes.values() if i < len(own)] for i in range(most)]
+    if (inside, between) == right[::-1] != right:
+        yield Fault("turned round", f"{what}: expected {right}: first the groups inside nodes, then those between")
+    for kind, groups in (("inside", inside), ("between", between)):
+        if kind == "between" and len(inside) > len(nodes):
+            yield Fault("node in pieces", f"{what}: there are {len(nodes)} nodes, got the groups inside {inside}")
+        members = [rank for group in groups for rank in group]
+        for rank in range(len(hosts)):
+            if members.count(rank) != 1:
+                text = f"{what}: rank {rank} is in {members.count(rank)} of the groups {kind} nodes, {groups}"
+                yield Fault("rank missing" if rank not in members else "rank twice", f"{text}; each is in one")
+        for group in groups:
+            found = [hosts[rank] for rank in group]
+            if kind == "inside" and len(set(found)) > 1:
+                text = f"{what}: {group} is no node, its ranks run on {', '.join(found)}: ranks of a node need not be"
+                yield Fault("not one node", f"{text} neighbours, and nodes need not be equal")
+            if kind == "between" and len(set(found)) < len(found):
+                yield Fault(
+                    "one node twice", f"{what}: {group} has two ranks of one node, they run on {', '.join(found)}"
+                )
+    if sorted(inside) == sorted(right[0]) and inside != right[0]:
+        yield Fault(
+            "order", f"{what}: nodes stand in the order of their first ranks: expected {right[0]}, got {inside}"
+        )
+    if (inside, between) != right:
+        yield Fault(
+            "between",
+            f"{what}: expected the groups between {right[1]}, got {between}: place by place, as far as there are any",
+        )
+
+
+def budget_places(evidence: Evidence) -> list[str]:
+    """Say how many jobs were asked."""
+    return [f"{len(HOSTS)} jobs, {sum(map(len, HOSTS))} ranks"]
+
+
+def _draw_hosts(draw: Draw) -> tuple[Any, ...]:
+    names = ["n1", "n2", "n3", "a"][: draw.one_of(2, 3, 4, 1)]
+    return ([names[draw.integer(0, len(names) - 1)] for _ in range(draw.integer(1, 9))],)
+
+
+PLACES_VARY = Vary(_draw_hosts)
+_BETWEEN = "[[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]"
+WRONG_PLACES = (
+    Mutant("equal blocks", "node in pieces", "there are 2 nodes", 1).edit(
+        "inside = list(nodes.values())",
+        "size, ranks = len(hosts) // len(nodes), list(range(len(hosts)))\n"
+        "inside = [ranks[first : first + size] for first in range(0, len(hosts), size)]",
+    ),
+    Mutant("runs of one host", "node in pieces", "there are 3 nodes", 1)
+    .setup("from itertools import groupby")
+    .edit(
+        "inside = list(nodes.values())",
+        "inside = [list(run) for _, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank])]",
+    ),
+    Mutant("shortest node counts", "rank missing", "rank 4 is in 0 of the groups between", 1).edit("max(", "min("),
+    Mutant("leaders alone", "rank missing", "rank 1 is in 0 of the groups between", 1).edit("range(most)", "range(1)"),
+    Mutant("modulo", "between", "place by place", 1).edit(
+        _BETWEEN, "[list(range(place, len(hosts), most)) for place in range(most)]"
+    ),
+    Mutant("last rank leads", "between", "expected the groups between [[0, 2]", 1).edit(
+        "ranks[place] for", "ranks[-1 - place] for"
+    ),
+    Mutant("by name", "order", "order of their first ranks", 1).edit(
+        "list(nodes.values())", "[nodes[host] for host in sorted(nodes)]"
+    ),
+    Mutant("turned", "turned round", "first the groups inside", 1).edit(
+        f"return inside, {_BETWEEN}", f"return {_BETWEEN}, inside"
+    ),
+    Mutant("last of each", "rank missing", "rank 0 is in 0 of the groups inside", 1).edit(
+        "nodes.setdefault(host, []).append(rank)", "nodes[host] = [rank]"
+    ),
+    Mutant("everyone together", "not one node", "run on a, a, b", 1).edit(
+        "inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"
+    ),
+)
+
+
+def drive_once(fn: Callable[..., Any]) -> tuple[int, list[int]]:
+    """Call it on nodes of two ranks; return this rank's node, and when it ended each piece of work."""
+    node, local_rank = divmod(dist.get_rank(), 2)
+    done: list[int] = []
+
+    def work() -> None:
+        time.sleep(0.01)
+        done.append(time.monotonic_ns())
+
+    fn(work, local_rank)
+    return node, done
+
+
+def judge_once(evidence: Evidence) -> Iterator[Fault]:
+    """Once on each node, and a collective behind it on every rank."""
+    of_node: dict[int, list[int]] = {}
+    for rank, (node, done) in enumerate(evidence.results):
+        of_node.setdefault(node, []).extend([rank] * len(done))
+    for node, workers in of_node.items():
+        ranks = [rank for rank, (own, _) in enumerate(evidence.results) if own == node]
+        if not workers:
+            text = f"no rank did the work on node {node} (ranks {ranks}): a file that rank 0 writes to its own disk"
+            yield Fault("node left out", f"{text} is not on other machines; the first rank of each node works")
+        if len(workers) > 1:
+            text = f"ranks {workers} did the work on node {node}"
+            yield Fault("too often", f"{text}; once is enough, and two that write one file damage it")
+        if workers != ranks[:1]:
+            yield Fault("another rank", f"rank {workers[0]} did the work on node {node}; its first is {ranks[0]}")
+    for rank, (_, done) in enumerate(evidence.results if evidence.world_size > 1 else ()):
+        starts = [call.start_ns for call in calls(evidence, rank)]
+        if not starts:
+            yield Fault("no wait", f"rank {rank} waits for nobody: it may return before the work is done")
+        if done and max(starts) < done[0]:
+            text = f"rank {rank} meets the others before its work, not after it"
+            yield Fault("waits too early", f"{text}: they go on while it still works")
+
+
+def once_failure(error: RankError, world_size: int) -> Fault | None:
+    """Name a barrier that only some ranks call."""
+    if "barrier" in str(error) and "raised" not in str(error).splitlines()[0]:
+        text = f"on {world_size} ranks some wait in a barrier that others never call"
+        return Fault("under if", f"{text}: take it out of the `if`, every rank calls it")
+    return None
+
+
+def budget_once(evidence: Evidence) -> list[str]:
+    """Say what it cost."""
+    return [
+        f"work on {-(-evidence.world_size // 2)} of {evidence.world_size} ranks, {evidence.records.num_calls()} calls"
+    ]
+
+
+def _draw_once(draw: Draw) -> tuple[Any, ...]:
+    return (draw.rank % draw.one_of(1, 2, 3, draw.integer(2, 4)),)
+
+
+def _use_once(fn: Callable[..., Any], local_rank: int) -> int:
+    """Return how often this rank works."""
+    done: list[int] = []
+    fn(lambda: done.append(1), local_rank)
+    return len(done)
+
+
+ONCE_VARY = Vary(_draw_once, _use_once, left_out={"sub-group": "all nodes of the job wait"})
+_WORK = "if local_rank == 0:\n    work()"
+WRONG_ONCE = (
+    Mutant("rank 0", "node left out", "no rank did the work on node 1", 3, 41).edit(
+        "local_rank == 0", "dist.get_rank() == 0"
+    ),
+    Mutant("every rank", "too often", "damage it", 2).edit(_WORK, "work()"),
+    Mutant("not the first", "another rank", "its first is 0", 4).edit("== 0", "== 1"),
+    Mutant("all but the first", "another rank", "rank 1 did the work", 4).edit("== 0", "> 0"),
+    Mutant("no barrier", "no wait", "may return before", 2).without("dist.barrier()"),
+    Mutant("barrier first", "waits too early", "while it still works", 2).edit(
+        f"{_WORK}\ndist.barrier()", f"dist.barrier()\n{_WORK}"
+    ),
+    Mutant("barrier under if", "under if", "take it out", 2, 5).edit(
+        f"{_WORK}\ndist.barrier()", f"{_WORK}\n    dist.barrier()"
+    ),
+    Mutant("workers skip it", "under if", "every rank calls it", 2, 5).edit(
+        f"{_WORK}\ndist.barrier()", f"{_WORK}\nelse:\n    dist.barrier()"
+    ),
+    Mutant("world size", "node left out", "first rank of each node", 4).edit(
+        "local_rank == 0", "dist.get_rank() % dist.get_world_size() == 0"
+    ),
+)

@@ -1,0 +1,147 @@
+"""deploy/: as the exporter writes it, of a form that Kubernetes takes, and a dry run that starts the plan's ranks."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from simulator import read_plan_file
+from simulator.export import Wish, export
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "pytorchjob": "pytorchjob.json", "jobset": "jobset.json"}
+WISH = Wish(script="lessons/14_many_machines/lab.py --device cuda")
+PLAN = read_plan_file(DEPLOY / "plan.toml")
+HOSTS = ("node08", "node09")
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_it_is_what_the_exporter_writes(tool):
+    again = f"distlab export deploy/plan.toml --to {tool} --script '{WISH.script}' > deploy/{FILES[tool]}"
+    assert (DEPLOY / FILES[tool]).read_text() == export(PLAN, tool, WISH).text, f"run: {again}"
+
+
+def closed(required, **properties):
+    """Return the schema of an object with these fields and no other."""
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
+CONTAINER = closed(
+    ["name", "image", "command", "resources"],
+    name=NAME,
+    image=TEXT,
+    command={"type": "array", "items": TEXT},
+    resources=closed(["limits"], limits={"type": "object", "additionalProperties": {"type": "string"}}),
+)
+CONTAINERS = {"type": "array", "minItems": 1, "items": CONTAINER}
+
+
+def pod(*required, **more):
+    return closed(["spec"], spec=closed(["containers", *required], containers=CONTAINERS, **more))
+
+
+REPLICA = closed(
+    ["replicas", "template"],
+    replicas={"type": "integer", "minimum": 1},
+    restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+    template=pod(),
+)
+PYTORCH_JOB = closed(
+    ["pytorchReplicaSpecs"],
+    nprocPerNode={"type": "string"},
+    runPolicy=closed([], backoffLimit=COUNT, cleanPodPolicy={"enum": ["None", "Running", "All"]}),
+    pytorchReplicaSpecs=closed(["Master"], Master=REPLICA, Worker=REPLICA),
+)
+JOB = closed(
+    ["template"],
+    parallelism=COUNT,
+    completions=COUNT,
+    completionMode={"enum": ["Indexed", "NonIndexed"]},
+    backoffLimit=COUNT,
+    template=pod("restartPolicy", restartPolicy={"enum": ["OnFailure", "Never"]}),
+)
+JOB_SET = closed(
+    ["replicatedJobs"],
+    failurePolicy=closed([], maxRestarts=COUNT),
+    network=closed([], enableDNSHostnames={"type": "boolean"}, subdomain=NAME),
+    replicatedJobs={
+        "type": "array",
+        "items": closed(["name", "template"], name=NAME, replicas=COUNT, template=closed(["spec"], spec=JOB)),
+    },
+)
+SCHEMAS = {"pytorchjob": ("kubeflow.org/v1", PYTORCH_JOB), "jobset": ("jobset.x-k8s.io/v1alpha2", JOB_SET)}
+
+
+@pytest.mark.parametrize("tool", SCHEMAS)
+def test_a_manifest_has_the_fields_of_its_kind(tool):
+    version, spec = SCHEMAS[tool]
+    schema = closed(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": version},
+        kind=TEXT,
+        metadata=closed(["name"], name=NAME),
+        spec=spec,
+    )
+    manifest = json.loads((DEPLOY / FILES[tool]).read_text())
+    jsonschema.validate(manifest, schema)
+    manifest["spec"]["replicas"] = 3
+    with pytest.raises(jsonschema.ValidationError, match="'replicas' was unexpected"):
+        jsonschema.validate(manifest, schema)
+
+
+@pytest.fixture
+def dry_run(tmp_path):
+    """Run a command with programs of ours in place of a cluster's; return the words that reached torchrun."""
+    programs = {"srun": 'shift; exec "$@"', "torchrun": 'printf "%s\\n" "$@"'}
+    programs["scontrol"] = "printf 'node08\\nnode09\\n'"
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def words(command, text=None, **variables):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+        done = subprocess.run(
+            command, input=text, env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.splitlines()
+
+    return words
+
+
+def flags_of(words):
+    assert words[-3:] == shlex.split(WISH.script)
+    return dict(word.removeprefix("--").split("=", 1) for word in words[:-3])
+
+
+def test_a_dry_run_of_the_script_starts_sixteen_ranks_at_one_address(dry_run):
+    job = {"SLURM_JOB_NODELIST": "node[08-09]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "4711"}
+    flags = flags_of(dry_run(["bash"], (DEPLOY / "slurm.sbatch").read_text(), **job))
+    assert flags == flags_of(dry_run(["bash", str(DEPLOY / "torchrun.sh")], HEAD="node08")) | {"rdzv-id": "4711"}
+    assert int(flags["nnodes"]) * int(flags["nproc-per-node"]) == 16
+    assert flags["rdzv-endpoint"] == "node08:29500"
+
+
+def test_a_dry_run_of_the_job_set_gives_each_pod_a_number(dry_run):
+    (jobs,) = json.loads((DEPLOY / "jobset.json").read_text())["spec"]["replicatedJobs"]
+    spec = jobs["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    found = [
+        flags_of(dry_run(container["command"], JOB_COMPLETION_INDEX=str(pod))) for pod in range(spec["completions"])
+    ]
+    assert [flags["node-rank"] for flags in found] == ["0", "1"]
+    assert len({flags["master-addr"] for flags in found}) == 1
+    assert sum(int(flags["nproc-per-node"]) for flags in found) == 16
+
+
+def test_a_dry_run_of_the_pytorch_job_leaves_the_numbers_to_its_operator(dry_run):
+    spec = json.loads((DEPLOY / "pytorchjob.json").read_text())["spec"]
+    for replica in spec["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert flags_of(dry_run(container["command"])) == {}
+    assert sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values()) * int(spec["nprocPerNode"]) == 16

@@ -1,0 +1,235 @@
+"""Right answers to lesson 14, written in other ways than the reference."""
+
+import itertools
+import re
+import struct
+from collections import Counter, defaultdict
+
+import torch
+import torch.distributed as dist
+
+
+def hosts_letter_by_letter(node_list):
+    names, depth, name = [], 0, ""
+    for letter in node_list + ",":
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            names.append(name)
+            name = ""
+        else:
+            name += letter
+    return [host for name in names for host in expanded(name)]
+
+
+def expanded(name):
+    if "[" not in name:
+        return [name]
+    head, inside, tail = re.split(r"[\[\]]", name)
+    hosts = []
+    for part in inside.split(","):
+        ends = part.split("-")
+        width = len(ends[0])
+        hosts += [f"{head}{number:0{width}d}{tail}" for number in range(int(ends[0]), int(ends[-1]) + 1)]
+    return hosts
+
+
+def hosts_split_outside_brackets(node_list):
+    return [host for name in re.split(r",(?![^\[]*\])", node_list) for host in expanded(name)]
+
+
+def hosts_one_by_one(node_list):
+    found = re.match(r"([^,\[]*)(\[[^\]]*\][^,]*)?,?(.*)", node_list)
+    own = expanded(found[1] + (found[2] or ""))
+    return own + (hosts_one_by_one(found[3]) if found[3] else [])
+
+
+def variables_by_expanding(slurm, hosts):
+    counts = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"]).split(
+        ","
+    )
+    found = dict(
+        zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK"), ("PROCID", "LOCALID", "NTASKS", "NODEID"), strict=True)
+    )
+    found = {name: slurm["SLURM_" + source] for name, source in found.items()}
+    port = 20000 + int(slurm["SLURM_JOB_ID"][-4:])
+    return {
+        **found,
+        "LOCAL_WORLD_SIZE": counts[int(found["GROUP_RANK"])],
+        "MASTER_ADDR": hosts[0],
+        "MASTER_PORT": f"{port}",
+    }
+
+
+def variables_by_counting_down(slurm, hosts):
+    node, own = int(slurm["SLURM_NODEID"]), None
+    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm["SLURM_TASKS_PER_NODE"]):
+        if own is None and node < int(times or 1):
+            own = size
+        node -= int(times or 1)
+    return {
+        "RANK": slurm["SLURM_PROCID"],
+        "WORLD_SIZE": slurm["SLURM_NTASKS"],
+        "LOCAL_RANK": slurm["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": own,
+        "GROUP_RANK": slurm["SLURM_NODEID"],
+        "MASTER_ADDR": next(iter(hosts)),
+        "MASTER_PORT": str(20000 + int(slurm["SLURM_JOB_ID"]) % 10**4),
+    }
+
+
+class Variables:
+    def __call__(self, slurm, hosts):
+        pairs = [part.split("(x") for part in slurm["SLURM_TASKS_PER_NODE"].replace(")", "").split(",")]
+        sizes = list(itertools.chain.from_iterable([one[0]] * int((one + ["1"])[1]) for one in pairs))
+        found = {"MASTER_ADDR": hosts[0], "LOCAL_WORLD_SIZE": sizes[int(slurm["SLURM_NODEID"])]}
+        for name in ("RANK=PROCID", "LOCAL_RANK=LOCALID", "WORLD_SIZE=NTASKS", "GROUP_RANK=NODEID"):
+            mine, theirs = name.split("=")
+            found[mine] = slurm[f"SLURM_{theirs}"]
+        return found | {"MASTER_PORT": str(int(slurm["SLURM_JOB_ID"]) % 10000 + 20000)}
+
+
+def places_by_unique(hosts):
+    inside = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    columns = itertools.zip_longest(*inside)
+    return inside, [[rank for rank in column if rank is not None] for column in columns]
+
+
+def places_by_counting(hosts):
+    seen, inside, between = Counter(), defaultdict(list), defaultdict(list)
+    first = {host: hosts.index(host) for host in hosts}
+    for rank, host in enumerate(hosts):
+        inside[host].append(rank)
+        between[seen[host]].append((first[host], rank))
+        seen[host] += 1
+    return list(inside.values()), [[rank for _, rank in sorted(between[place])] for place in sorted(between)]
+
+
+def places_by_sorting(hosts):
+    order = sorted(range(len(hosts)), key=lambda rank: (hosts.index(hosts[rank]), rank))
+    inside = [list(ranks) for _, ranks in itertools.groupby(order, key=lambda rank: hosts[rank])]
+    between = []
+    rest = [list(ranks) for ranks in inside]
+    while any(rest):
+        between.append([ranks.pop(0) for ranks in rest if ranks])
+    return tuple(inside), tuple(between)
+
+
+def meet_by_struct(store, attempt, num_agents, local_ranks, address):
+    number = store.add(f"{attempt} count", 1) - 1
+    if not number < num_agents:
+        raise RuntimeError("the job is full")
+    store.set(f"{attempt} size {number}", struct.pack("i", local_ranks))
+    if number == 0:
+        store.set(f"{attempt} master", address)
+    sizes = [struct.unpack("i", store.get(f"{attempt} size {other}"))[0] for other in range(num_agents)]
+    return number, sum(sizes[:number]), sum(sizes), store.get(f"{attempt} master").decode()
+
+
+def meet_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
+    number = store.add(f"{attempt}/came", 1) - 1
+    if number >= num_agents:
+        raise RuntimeError(f"{address}: {number} were here before")
+    store.set(f"{attempt}/ranks/{number}", str(local_ranks))
+    store.set(f"{attempt}/address/{number}", address)
+    store.wait([f"{attempt}/{what}/{other}" for what in ("ranks", "address") for other in range(num_agents)])
+    first = [0, *itertools.accumulate(int(store.get(f"{attempt}/ranks/{other}")) for other in range(num_agents))]
+    return number, first[number], first[-1], store.get(f"{attempt}/address/0").decode()
+
+
+def meet_and_number_by_arrival_of_all(store, attempt, num_agents, local_ranks, address):
+    key = f"attempt {attempt}, agent "
+    place = int(store.add(key, 1))
+    if place > num_agents:
+        raise RuntimeError("too late")
+    store.set(key + str(place), f"{local_ranks} {address}")
+    told = [store.get(key + str(other)).decode().split(" ", 1) for other in range(1, num_agents + 1)]
+    before = sum(int(size) for size, _ in told[: place - 1])
+    return [place - 1, before, sum(int(size) for size, _ in told), told[0][1]]
+
+
+def clocks_by_sorting(rounds):
+    trip, middle, theirs = sorted((back - go, go + (back - go) / 2, other) for go, other, back in rounds)[0]
+    return middle - theirs, trip / 2
+
+
+def clocks_by_tensor(rounds):
+    sent, theirs, received = torch.tensor(rounds, dtype=torch.float64).unbind(1)
+    best = int((received - sent).argmin())
+    return [float((sent + received)[best] / 2 - theirs[best]), float((received - sent)[best]) / 2]
+
+
+def clocks_by_bounds(rounds):
+    go, other, back = min(rounds, key=lambda one: abs(one[0] - one[-1]))
+    low, high = go - other, back - other  # the offset lies between the two
+    return 0.5 * (low + high), 0.5 * (high - low)
+
+
+def preflight_by_counting(facts):
+    everyone = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    names, table = set().union(*everyone) - {"host"}, defaultdict(lambda: defaultdict(set))
+    for one in everyone:
+        for name in names:
+            table[name][one.get(name, "missing")].add(one["host"])
+    return {
+        name: {value: sorted(hosts) for value, hosts in values.items()}
+        for name, values in table.items()
+        if len(values) > 1
+    }
+
+
+def preflight_through_rank_0(facts):
+    box = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(facts, box)
+    answer = [told(box) if box else None]
+    dist.broadcast_object_list(answer)
+    return answer[0]
+
+
+def told(everyone):
+    found = {}
+    for name in {key: 0 for one in everyone for key in one}:
+        at = {}
+        for one in sorted(everyone, key=lambda one: one["host"]):
+            hosts = at.setdefault(one.get(name, "missing"), [])
+            hosts += [] if one["host"] in hosts else [one["host"]]
+        if name != "host" and len(at) >= 2:
+            found[name] = at
+    return found
+
+
+def preflight_by_the_store(facts):
+    everyone = [None] * dist.get_world_size()
+    for rank in range(len(everyone)):
+        box = [facts]
+        dist.broadcast_object_list(box, src=rank)
+        everyone[rank] = box[0]
+    return told(everyone)
+
+
+def once_by_all_reduce(work, local_rank):
+    if not local_rank:
+        work()
+    dist.all_reduce(torch.ones(1))
+
+
+def once_by_async_barrier(work, local_rank):
+    for _ in range(local_rank == 0):
+        work()
+    dist.barrier(async_op=True).wait()
+
+
+def once_by_gathering(work, local_rank):
+    done = work() if local_rank == 0 else None
+    dist.all_gather_object([None] * dist.get_world_size(), done)
+
+
+ANSWERS = {
+    "14.hosts": [hosts_letter_by_letter, hosts_split_outside_brackets, hosts_one_by_one],
+    "14.slurm": [variables_by_expanding, variables_by_counting_down, Variables()],
+    "14.places": [places_by_unique, places_by_counting, places_by_sorting],
+    "14.rendezvous": [meet_by_struct, meet_with_a_last_agent, meet_and_number_by_arrival_of_all],
+    "14.clocks": [clocks_by_sorting, clocks_by_tensor, clocks_by_bounds],
+    "14.preflight": [preflight_by_counting, preflight_through_rank_0, preflight_by_the_store],
+    "14.repair": [once_by_all_reduce, once_by_async_barrier, once_by_gathering],
+}
