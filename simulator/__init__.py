@@ -16,6 +16,7 @@ file.
 from simulator.advisor.question import Question
 from simulator.advisor.reasons import Reason, near_fit, reasons, words_of
 from simulator.advisor.search import Choice, Search, search
+from simulator.advisor.strategies import MapCell, strategy_map, strategy_of
 from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
 from simulator.hardware.cost import (
     all_gather_s,
@@ -79,6 +80,7 @@ __all__ = [
     "Jitter",
     "LatentSizes",
     "LlamaSizes",
+    "MapCell",
     "Measured",
     "MeasuredCodec",
     "Memory",
@@ -152,6 +154,8 @@ __all__ = [
     "smallest_change",
     "spread",
     "stack",
+    "strategy_map",
+    "strategy_of",
     "sweep_compression",
     "sweep_units",
     "why_not_timed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,8 +29,8 @@ class _Found:
     bounds: list[Floats] = field(default_factory=list)
 
 
-def candidates(question: Question) -> Candidates:
-    """Return all plans for a question.
+def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) -> Candidates:
+    """Return all plans for a question, or those of the shapes to keep.
 
     Searched: every way to divide the devices among pipeline, data, expert, context and tensor ranks whose groups sit
     alike in all nodes (3 tensor ranks in nodes of 8 would cross some); micro-batches of up to MOST_MICROBATCH samples;
@@ -46,6 +46,8 @@ def candidates(question: Question) -> Candidates:
     shapes: list[Shape] = []
     costs: list[Costs] = []
     for shape, workload in _shapes(question):
+        if keep is not None and not keep(shape):
+            continue
         rows = _rows(question, shape, workload)
         if not len(rows):
             continue

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from distlab.plan import Plan
 from simulator.advisor.candidates import candidates
 from simulator.advisor.pipelines import Pipelines
-from simulator.advisor.question import Candidates, Question
+from simulator.advisor.question import Candidates, Question, Shape
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
 
@@ -159,10 +159,10 @@ class Search:
         return sorted(large, key=self.pipelines.least_bytes)
 
 
-def search(question: Question) -> Search:
-    """Return a search over all plans for a question; see `Search.best`.
+def search(question: Question, keep: Callable[[Shape], bool] | None = None) -> Search:
+    """Return a search over all plans for a question, or over those of the shapes to keep; see `Search.best`.
 
     Raises:
         ValueError: no plan divides the model and the batch among the devices.
     """
-    return Search(candidates(question))
+    return Search(candidates(question, keep))

@@ -41,8 +41,10 @@ from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
+from simulator.viz.mesh.planner import describe_planner, planner_figure
 from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
 from simulator.viz.runs.goodput import describe_goodput, draw_goodput
+from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
 from simulator.viz.schedules.bubbles import (
     describe_bubbles,
     describe_memory_against_bubble,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from simulator.viz.panels.gradients import compression_panel, train_step_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
+    from simulator.viz.panels.planner import planner_panel, strategy_panel
     from simulator.viz.panels.runs import cost_panel, goodput_panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
     from simulator.viz.timeline.timeline_widget import Timeline
@@ -83,6 +86,8 @@ _HOMES = {
     "degrees_panel": "panels.degrees",
     "cost_panel": "panels.runs",
     "goodput_panel": "panels.runs",
+    "planner_panel": "panels.planner",
+    "strategy_panel": "panels.planner",
     "schedule_panel": "panels.schedules",
     "schedule_editor": "panels.schedules",
 }
@@ -116,6 +121,7 @@ __all__ = [
     "describe_mesh",
     "describe_message_diagram",
     "describe_placement",
+    "describe_planner",
     "describe_race",
     "describe_ring_frame",
     "describe_routing",
@@ -125,6 +131,7 @@ __all__ = [
     "describe_sections",
     "describe_sharding",
     "describe_shards",
+    "describe_strategy_map",
     "describe_timeline",
     "describe_train_step",
     "draw_bars",
@@ -147,6 +154,7 @@ __all__ = [
     "draw_schedules",
     "draw_sections",
     "draw_sharding",
+    "draw_strategy_map",
     "draw_timeline",
     "draw_train_step",
     "facts_of",
@@ -155,6 +163,8 @@ __all__ = [
     "mesh_figure",
     "picture_html",
     "placement_figure",
+    "planner_figure",
+    "planner_panel",
     "race_panel",
     "ring_panel",
     "routing_figure",
@@ -164,6 +174,7 @@ __all__ = [
     "sharding_panel",
     "shards_figure",
     "step_of",
+    "strategy_panel",
     "sweep_memory",
     "sweep_microbatches",
     "to_png",

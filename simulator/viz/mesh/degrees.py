@@ -36,11 +36,11 @@ def degrees_figure(step: Step, *, num_devices: int | None = None, title: str | N
         title: replaces the takeaway.
     """
     figure, pen = sheet(HEIGHT_IN)
-    _draw_equation(pen, step.plan, step)
+    draw_equation(pen, step.plan, step, HEIGHT_IN - 1.3)
     _draw_time(pen, step)
-    _draw_memory(figure, pen, step)
+    draw_memory_bars(figure, pen, step, top=2.9, bottom=MEMORY_LOW_IN)
     pen.flush()
-    put_title(figure, title or _fit_and_utilization(step, num_devices), _speed_of_step(step, num_devices))
+    put_title(figure, title or fit_and_utilization(step), _speed_of_step(step, num_devices))
     return figure
 
 
@@ -56,7 +56,7 @@ def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
     )
     sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
     lines = (
-        f"{_fit_and_utilization(step, num_devices)}. {_speed_of_step(step, num_devices)}",
+        f"{fit_and_utilization(step)}. {_speed_of_step(step, num_devices)}",
         f"{equation(step.plan)}.",
         f"Time: {parts}.",
         f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.",
@@ -68,7 +68,7 @@ def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
 def impossible_figure(plan: Plan, reason: str) -> Figure:
     """Draw the degrees of a plan that cannot run, and say why."""
     figure, pen = sheet(HEIGHT_IN)
-    _draw_equation(pen, plan, None)
+    draw_equation(pen, plan, None, HEIGHT_IN - 1.3)
     lines = textwrap.wrap(reason, REASON_CHARACTERS)
     top = TIME_IN - 0.1
     tall = 0.3 * len(lines) + 0.4
@@ -91,7 +91,8 @@ def equation(plan: Plan) -> str:
     return f"{product} = {counted(plan.world_size, 'rank')}"
 
 
-def _fit_and_utilization(step: Step, num_devices: int | None) -> str:
+def fit_and_utilization(step: Step) -> str:
+    """Return the takeaway: whether a step fits, how much of the peak it uses, and what costs most."""
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     if memory.max_bytes > capacity:
         return f"Does not fit: {format_bytes(memory.max_bytes)} per rank, and a device has {format_bytes(capacity)}"
@@ -114,9 +115,9 @@ def _speed_of_step(step: Step, num_devices: int | None) -> str:
     )
 
 
-def _draw_equation(pen: Pen, plan: Plan, step: Step | None) -> None:
-    """Draw the degrees as boxes with a times between, and the wire that each axis is on."""
-    x, y = LEFT_IN, HEIGHT_IN - 1.3
+def draw_equation(pen: Pen, plan: Plan, step: Step | None, y: float) -> None:
+    """Draw the degrees as boxes with a times between, and the wire that each axis is on; their middle is at y."""
+    x = LEFT_IN
     inside = () if step is None else axes_inside_nodes(step.cluster, plan, step.order)
     for number, axis in enumerate(AXES):
         style, degree = axis_style(axis), getattr(plan, axis)
@@ -162,17 +163,18 @@ def _draw_time(pen: Pen, step: Step) -> None:
     )
 
 
-def _draw_memory(figure: Figure, pen: Pen, step: Step) -> None:
-    """Draw what ranks of the pipeline hold at their peaks, with the device's memory as a line."""
+def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom: float) -> None:
+    """Draw what ranks of the pipeline hold at their peaks, with the device's memory as a line, between two heights."""
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     ranks = spread_evenly(len(memory.at_peak_bytes), MAX_ROWS)
     names = [f"stage {rank}" if len(memory.at_peak_bytes) > 1 else "each rank" for rank in ranks]
-    axes = frame(figure, left=1.15, right=0.5, top=HEIGHT_IN - 2.9, bottom=MEMORY_LOW_IN, bare=True)
+    height = figure.get_size_inches()[1]
+    axes = frame(figure, left=1.15, right=0.5, top=height - top, bottom=bottom, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
     _mark_capacity(axes, capacity, limit)
     heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
-    pen.words((LEFT_IN, 3.05), heading, size=TEXT_PT, bold=True, side="left")
+    pen.words((LEFT_IN, top + 0.15), heading, size=TEXT_PT, bold=True, side="left")
     pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.models.by_name import model_by_name
-from simulator.step.simulate import simulate
+from simulator.step.simulate import Step, simulate
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
 from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
@@ -57,33 +57,48 @@ def degrees_panel(
             )
 
     def draw(on: str = first, **values: Any) -> tuple[Figure, str]:
-        return draw_degrees(model, clusters[on], _plan(base, **values))
+        return draw_degrees(model, clusters[on], changed_plan(base, **values))
 
-    return Panel(draw, **_controls(base, choices, clusters))
+    return Panel(draw, **degree_controls(base, choices, clusters))
 
 
 def draw_degrees(workload: Workload, cluster: Cluster, plan: Plan) -> tuple[Figure, str]:
     """Draw a plan, or why it cannot run; and say the same."""
+    return or_why_not(
+        workload,
+        cluster,
+        plan,
+        lambda step: (
+            degrees_figure(step, num_devices=cluster.num_devices),
+            describe_degrees(step, num_devices=cluster.num_devices),
+        ),
+    )
+
+
+def or_why_not(
+    workload: Workload, cluster: Cluster, plan: Plan, draw: Callable[[Step], tuple[Figure, str]]
+) -> tuple[Figure, str]:
+    """Draw a plan's step, or why it cannot run; and say the same."""
     try:
         if plan.world_size > cluster.num_devices:
             raise ValueError(
                 f"the product is {plan.world_size}, and {cluster.name} has {cluster.num_devices} GPUs: lower a degree "
                 f"until it is at most {cluster.num_devices}"
             )
-        step = simulate(workload, cluster, plan)
-        figure = degrees_figure(step, num_devices=cluster.num_devices)
-        return figure, describe_degrees(step, num_devices=cluster.num_devices)
+        return draw(simulate(workload, cluster, plan))
     except ValueError as error:
         reason = " ".join(str(error).split())
         return impossible_figure(plan, reason), describe_impossible(plan, reason)
 
 
-def _plan(base: Plan, *, stage: int, **values: Any) -> Plan:
+def changed_plan(base: Plan, *, stage: int, **values: Any) -> Plan:
+    """Return a plan with what the controls say."""
     sharding = replace(base.sharding, stage=stage) if base.sharding.stage else Sharding(stage)
     return replace(base, sharding=sharding, **values)
 
 
-def _controls(base: Plan, choices: Sequence[int], clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
+def degree_controls(base: Plan, choices: Sequence[int], clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
+    """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
     controls: dict[str, widgets.Widget] = {
         axis: widgets.SelectionSlider(options=list(choices), value=getattr(base, axis), description=axis)
         for axis in reversed(AXES)

@@ -86,7 +86,7 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
     few = counts[:: -(-len(counts) // 8)]
     mark_ticks(axes.xaxis, few, lambda value: f"{value:,.0f}")
-    ticks = sorted({low, high, (low * high) ** 0.5}) if high > 1.05 * low else [low]
+    ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
     mark_ticks(axes.yaxis, ticks, _short)
     axes.yaxis.set_minor_locator(NullLocator())
     name_axes(axes, "devices")

@@ -102,22 +102,27 @@ def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure
     below = 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes))
     figure = new_figure(min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN) + above + below)
     axes = frame(figure, left=left, right=RIGHT_IN, top=above, bottom=below, bare=True)
-    axes.set_xlim(view)
-    axes.set_ylim(placement.total_height, 0)
-    if exact:
-        _shade(axes, placement)
-        for which, side in enumerate(sides):
-            add_boxes(axes, side, placement, which, styles, dim=words.dim)
-    else:
-        add_pixels(axes, sides, placement, styles, view, dim=words.dim)
-    _label_rows(axes, placement)
+    fill_axes(axes, scene, view, exact=exact, dim=words.dim)
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
-    draw_time_scale(axes)
     _mark_ends(axes, sides, words)
     put_title(figure, words.title, words.note)
     put_legend(figure, boxes)
     return figure
+
+
+def fill_axes(axes: Axes, scene: Scene, view: View, *, exact: bool, dim: bool = False) -> None:
+    """Draw the rows of a scene, their names and the time axis on bare axes: exact boxes, or else pixel columns."""
+    axes.set_xlim(view)
+    axes.set_ylim(scene.placement.total_height, 0)
+    if exact:
+        _shade(axes, scene.placement)
+        for which, side in enumerate(scene.sides):
+            add_boxes(axes, side, scene.placement, which, scene.styles, dim=dim)
+    else:
+        add_pixels(axes, scene.sides, scene.placement, scene.styles, view, dim=dim)
+    _label_rows(axes, scene.placement)
+    draw_time_scale(axes)
 
 
 def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:

@@ -1,0 +1,86 @@
+"""The planner and the strategy map show a plan's own figures, and say the same in words."""
+
+from dataclasses import replace
+
+import pytest
+from pen_facts import clashes, words
+
+from distlab.plan import Plan, Sharding
+from simulator import Failures, Run, bill, cluster, gpt_workload, link, simulate, strategy_map, strategy_of
+from simulator.viz import describe_planner, describe_strategy_map, draw_strategy_map, planner_figure, to_png
+
+WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
+MACHINE = cluster("dgx-h100", 32)
+RUN = Run(1e9, 2.0, Failures("llama-3"))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(2, 4, 8, tensor=2), Plan(8, sharding=Sharding(3))])
+def test_the_planner_shows_degrees_cost_a_step_and_memory(plan):
+    paid = bill(simulate(WORKLOAD, MACHINE, plan), RUN)
+    figure, text = planner_figure(paid), describe_planner(paid)
+    assert clashes(figure) == []
+    assert f"=  {plan.world_size} rank{'s' if plan.world_size > 1 else ''}" in words(figure)
+    cost = f"{paid.dollars:,.0f} dollars"
+    assert any(cost in line for line in words(figure))
+    assert cost in text
+    assert "Memory of the fullest rank" in text
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (Plan(), "one device"),
+        (Plan(2), "data"),
+        (Plan(2, sharding=Sharding(1)), "ZeRO-1"),
+        (Plan(2, sharding=Sharding(2)), "ZeRO-2"),
+        (Plan(2, sharding=Sharding(3)), "FSDP"),
+        (Plan(2, tensor=2, sharding=Sharding(3)), "tensor"),
+        (Plan(2, 2, 2), "pipeline"),
+        (Plan(2, 2, 2, tensor=2), "tensor and pipeline"),
+    ],
+)
+def test_a_plan_is_named_by_what_it_splits(plan, name):
+    assert strategy_of(plan) == name
+
+
+def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
+    fast, slow = (
+        strategy_map(("llama-2-7b",), replace(MACHINE, inter_node=link(wire)), (1, 32), batch_size=64)
+        for wire in ("infiniband-ndr", "ethernet-10g")
+    )
+    assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "FSDP")]
+    assert fast[1].choice.seconds < slow[1].choice.seconds
+    figure, text = draw_strategy_map(fast), describe_strategy_map(fast)
+    assert clashes(figure) == []
+    assert any(line.startswith("F  ") for line in words(figure))
+    assert text.splitlines()[1] == "llama-2-7b on 1 GPU: does not fit, or does not divide."
+    assert "data 32" in text.splitlines()[2]
+    assert draw_strategy_map(fast[:1]) is not None
+    with pytest.raises(ValueError, match="no field to draw"):
+        draw_strategy_map(())
+    with pytest.raises(ValueError, match="llama-2-8b"):
+        strategy_map(("llama-2-8b",), MACHINE, (8,), batch_size=64)
+
+
+def test_the_panels_follow_their_controls_and_refuse_what_they_cannot_show():
+    pytest.importorskip("anywidget", reason="panels need the notebooks extra")
+    from simulator.viz import planner_panel, strategy_panel
+
+    panel = planner_panel({"small": WORKLOAD}, MACHINE, plan=Plan(2, tensor=2), tokens=1e9)
+    before = panel.text
+    for name, value in (("price", 5.0), ("pipeline", 2), ("trillions", -1.0)):
+        panel.controls[name].value = value
+        assert panel.error is None
+        assert panel.text != before
+        before = panel.text
+    panel.controls["data"].value = 32
+    assert panel.text.startswith("This plan cannot run")
+    fields = strategy_panel(("gpt-2-1.5b",), (1, 8), wires=("infiniband-ndr", "ethernet-10g"))
+    assert "on 8 GPUs: " in fields.text
+    fields.controls["batch_size"].value = 64
+    assert fields.text.startswith("One device: ") or "64 samples a step" in fields.text
+    with pytest.raises(ValueError, match="there is no model"):
+        planner_panel(())
+    with pytest.raises(ValueError, match="no number of GPUs"):
+        strategy_panel(("gpt-2-1.5b",), ())

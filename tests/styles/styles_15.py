@@ -1,0 +1,220 @@
+"""Right answers to lesson 15, written in other ways than the reference."""
+
+import itertools
+import math
+from collections import namedtuple
+
+
+def fits_by_sums(parameters, layers, hidden, sequence, plan):
+    own = parameters / plan.tensor / plan.pipeline
+    n, stage = plan.data, plan.sharding.stage
+    weights, gradients, adam = 2 * own, 4 * own, 12 * own
+    if stage:
+        adam /= n
+    if stage > 1:
+        gradients /= n
+    if stage > 2:
+        weights /= n
+    tokens = sequence * hidden
+    if plan.recompute == "full":
+        layer = 2 * tokens
+        layer /= plan.tensor if plan.sequence_parallel else 1
+    elif plan.sequence_parallel:
+        layer = 34 * tokens / plan.tensor
+    else:
+        layer = 10 * tokens + 24 * tokens / plan.tensor
+    in_flight = plan.num_microbatches if plan.num_microbatches < plan.pipeline else plan.pipeline
+    return weights + gradients + adam + in_flight * layers * layer / plan.pipeline
+
+
+def fits_by_table(parameters, layers, hidden, sequence, plan):
+    shards = [plan.data if plan.sharding.stage >= first else 1 for first in (3, 2, 1)]
+    states = sum(size / shard for size, shard in zip((2, 4, 12), shards, strict=True))
+    s = (1, plan.tensor)[plan.sequence_parallel]
+    kept = {"full": 2 / s}.get(plan.recompute, 10 / s + 24 / plan.tensor)
+    layer_share = layers / plan.pipeline * min(plan.num_microbatches, plan.pipeline)
+    return math.fsum([states * parameters / (plan.pipeline * plan.tensor), kept * sequence * hidden * layer_share])
+
+
+def fits_by_match(parameters, layers, hidden, sequence, plan):
+    d = plan.data
+    states = {0: 18, 1: 6 + 12 / d, 2: 2 + 16 / d, 3: 18 / d}[plan.sharding.stage]
+    match (plan.recompute, plan.sequence_parallel):
+        case ("full", True):
+            units = 2 / plan.tensor
+        case ("full", False):
+            units = 2
+        case (_, True):
+            units = 34 / plan.tensor
+        case _:
+            units = 10 + 24 / plan.tensor
+    held = sorted((plan.pipeline, plan.num_microbatches))[0]
+    return (
+        parameters * states / (plan.tensor * plan.pipeline) + units * sequence * hidden * layers * held / plan.pipeline
+    )
+
+
+def _wire(cluster, reach):
+    link = cluster.inter_node if reach > cluster.devices_per_node else cluster.intra_node
+    return link.protocols[-1].bytes_per_s
+
+
+def step_by_microbatch(parameters, layers, hidden, sequence, plan, cluster):
+    parts = plan.tensor * plan.pipeline
+    again = 4 / 3 if plan.recompute == "full" else 1.0
+    compute = again * 6 * parameters * sequence / parts / cluster.device.matmul_flops_per_s
+    calls = (12 if plan.recompute == "full" else 8) * layers / plan.pipeline
+    tensor = calls * (1 - 1 / plan.tensor) * 2 * sequence * hidden / _wire(cluster, plan.tensor)
+    sent = 4 * (1 - 1 / plan.data) * parameters / parts
+    late = sent / _wire(cluster, plan.tensor * plan.data) - compute * 2 / 3
+    result = dict.fromkeys(("compute", "tensor", "bubble", "data"), 0.0)
+    for _ in range(plan.num_microbatches):
+        result["compute"] += compute
+        result["tensor"] += tensor
+    for _ in range(plan.pipeline - 1):
+        result["bubble"] += compute + tensor
+    result["data"] = late if late > 0 else 0.0
+    return result
+
+
+def step_by_names(parameters, layers, hidden, sequence, plan, cluster):
+    t, p, d, m = plan.tensor, plan.pipeline, plan.data, plan.num_microbatches
+    flops, activations = {"full": (8, 12)}.get(plan.recompute, (6, 8))
+    times = {"compute": flops * parameters * sequence / cluster.device.matmul_flops_per_s / t / p}
+    times["tensor"] = activations * 2 * sequence * hidden * (t - 1) / t * layers / p / _wire(cluster, t)
+    backward = times["compute"] / 1.5
+    ring = (d - 1) * 4 * parameters / (d * t * p * _wire(cluster, t * d))
+    bubble = sum(times.values()) * (p - 1)
+    return {name: m * value for name, value in times.items()} | {"bubble": bubble, "data": max(ring - backward, 0.0)}
+
+
+class Steps:
+    def __call__(self, *sizes_and_plan):
+        *sizes, self.plan, self.cluster = sizes_and_plan
+        self.parameters, self.layers, self.hidden, self.sequence = sizes
+        self.full = self.plan.recompute == "full"
+        one, calls = self.compute(), self.calls()
+        m, p = self.plan.num_microbatches, self.plan.pipeline
+        return {"data": self.data(one), "bubble": (p - 1) * (one + calls), "compute": m * one, "tensor": m * calls}
+
+    def compute(self):
+        operations = (6 + 2 * self.full) * self.parameters * self.sequence
+        return operations / (self.plan.tensor * self.plan.pipeline * self.cluster.device.matmul_flops_per_s)
+
+    def calls(self):
+        t = self.plan.tensor
+        each = (8 + 4 * self.full) * (t - 1) * 2 * self.sequence * self.hidden / t
+        return each * (self.layers / self.plan.pipeline) / _wire(self.cluster, t)
+
+    def data(self, one):
+        t, d = self.plan.tensor, self.plan.data
+        own = 2 * self.parameters / (t * self.plan.pipeline)
+        return max(0.0, 2 * own * (d - 1) / d / _wire(self.cluster, t * d) - one + one / 3)
+
+
+def choose_by_product(num_gpus, per_node, layers, heads, batch, fits, seconds):
+    best = None
+    for tensor, pipeline in itertools.product(range(1, per_node + 1), range(1, num_gpus + 1)):
+        if per_node % tensor or heads % tensor or layers % pipeline or num_gpus % (tensor * pipeline):
+            continue
+        degrees = (num_gpus // (tensor * pipeline), tensor, pipeline)
+        if batch % degrees[0] == 0 and fits(*degrees):
+            time = seconds(*degrees)
+            if best is None or time < best[0]:
+                best = time, degrees
+    return best and best[1]
+
+
+def choose_by_divisors(num_gpus, per_node, layers, heads, batch, fits, seconds):
+    def divides(part, whole):
+        return whole % part == 0
+
+    every = [
+        (d, t, num_gpus // (d * t))
+        for t in filter(lambda t: divides(t, math.gcd(per_node, heads, num_gpus)), range(1, per_node + 1))
+        for d in range(1, num_gpus // t + 1)
+        if divides(d * t, num_gpus) and divides(d, batch) and divides(num_gpus // (d * t), layers)
+    ]
+    room = sorted((d, t, p) for d, t, p in every if fits(d, t, p))
+    return min(room, key=lambda each: (seconds(*each), each[1], each[2]), default=None)
+
+
+def choose_recursively(num_gpus, per_node, layers, heads, batch, fits, seconds):
+    Found = namedtuple("Found", "time tensor pipeline data")
+
+    def options(tensor, pipeline):
+        if tensor > per_node:
+            return
+        if pipeline * tensor > num_gpus:
+            yield from options(tensor + 1, 1)
+            return
+        if num_gpus % (tensor * pipeline) == 0:
+            yield num_gpus // (tensor * pipeline), tensor, pipeline
+        yield from options(tensor, pipeline + 1)
+
+    found = []
+    for data, tensor, pipeline in options(1, 1):
+        rules = (per_node % tensor, heads % tensor, layers % pipeline, batch % data)
+        if not any(rules) and fits(data, tensor, pipeline):
+            found.append(Found(seconds(data, tensor, pipeline), tensor, pipeline, data))
+    return [min(found).data, min(found).tensor, min(found).pipeline] if found else None
+
+
+def bill_in_hours(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
+    mean, save, restart = mtbf_hours / num_gpus, save_s / 3600, restart_s / 3600
+    every = (2 * save * mean) ** 0.5
+    lost = save / every + every / mean / 2 + restart / mean
+    if lost >= 1:
+        return math.inf, math.inf
+    hours = num_steps * step_s / 3600 / (1 - lost)
+    return hours / 24, price * hours * num_gpus
+
+
+def bill_by_halves(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
+    between = mtbf_hours * 3600 / num_gpus
+    half = math.sqrt(save_s / (2 * between))  # at Young's interval saving and lost work are equal
+    part = 1 - 2 * half - restart_s / between
+    days = num_steps * step_s / part / 86_400 if part > 0 else float("inf")
+    return days, 24 * days * num_gpus * price
+
+
+def bill_as_a_list(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
+    rate = num_gpus / (3600 * mtbf_hours)
+    interval = math.sqrt(2 * save_s / rate)
+    useful = 1 - sum((save_s / interval, rate * interval / 2, rate * restart_s))
+    gpu_hours = math.inf if useful <= 0 else num_gpus * num_steps * step_s / (3600 * useful)
+    return [gpu_hours / num_gpus / 24, gpu_hours * price]
+
+
+def cheapest_by_sorting(offers, days):
+    in_time = sorted((gpus * time * price, time, name) for name, gpus, time, price in offers if time <= days)
+    return in_time[0][2] if in_time else None
+
+
+def cheapest_by_loop(offers, days):
+    best = None
+    for name, gpus, time, price in offers:
+        if time > days:
+            continue
+        cost = 24 * time * gpus * price, time
+        if best is None or cost < best[0]:
+            best = cost, name
+    return None if best is None else best[1]
+
+
+def cheapest_by_infinity(offers, days):
+    def cost(offer):
+        _, gpus, time, price = offer
+        return (gpus * time * price if time <= days else math.inf, time)
+
+    best = min(offers, key=cost, default=None)
+    return best[0] if best is not None and best[2] <= days else None
+
+
+ANSWERS = {
+    "15.fits": [fits_by_sums, fits_by_table, fits_by_match],
+    "15.step": [step_by_names, step_by_microbatch, Steps()],
+    "15.choose": [choose_by_product, choose_by_divisors, choose_recursively],
+    "15.bill": [bill_in_hours, bill_by_halves, bill_as_a_list],
+    "15.cheapest": [cheapest_by_sorting, cheapest_by_loop, cheapest_by_infinity],
+}
