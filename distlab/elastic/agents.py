@@ -25,7 +25,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from distlab.comm.checks import check_timeout
-from distlab.comm.launch.torchrun import own_environment, kill_agent
+from distlab.comm.launch.torchrun import kill_agent, own_environment
 
 LOOPBACK = "127.0.0.1"
 
