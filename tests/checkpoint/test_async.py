@@ -154,6 +154,7 @@ def compare_one(folder, make):
     return contents, resumed.step, resumed.data_position
 
 
+@pytest.mark.soak_where(world_size=(1, 3))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_saved_is_the_state_when_save_was_called(ranks, tmp_path, world_size):
     for found in ranks(world_size).run(compare, tmp_path):
@@ -344,7 +345,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("power_fails", [False, True])
-def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails):
+def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
     stop_at, outcomes, finished = 0, set(), False
     while not finished:
         stop_at += 1
@@ -371,6 +372,7 @@ def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monke
         module = model_of(0)
         assert load(directory, parts={"model": module}).step == found.step
         assert all(bool((parameter == found.step).all()) for parameter in module.parameters())
+    record_property("tried", stop_at)
     assert stop_at > 15
     assert outcomes == {2, 3}
 
@@ -395,7 +397,10 @@ def save_for_ever(directory, victim, delay_s):
 
 
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 6), (2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
-def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(ranks, tmp_path, world_size, kills):
+def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(
+    ranks, tmp_path, world_size, kills, record_property
+):
+    record_property("tried", kills)
     chance = random.Random(world_size)
     for _ in range(kills):
         with pytest.raises(RankError) as caught:

@@ -25,20 +25,6 @@ def python(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 
 SCRIPT = """
-from distlab.comm import run
-def total(k):
-    import torch
-    import torch.distributed as dist
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    return tensor.item() * k
-print(run(total, 3, args=(2,)), run(lambda: __name__, 2))
-print("imported once")
-"""
-EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__']\nimported once\n"
-
-
-CLASS_INSIDE = """
 from typing import Any
 from distlab.comm import run
 class Base: sign = -1
@@ -47,17 +33,20 @@ def f():
         size: Any = 3
         def get(self: Any): return self.sign * self.size
     return Inner().get()
-print(run(f, 1))
+def total(k):
+    import torch
+    import torch.distributed as dist
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item() * k
+print(run(total, 3, args=(2,)), run(lambda: __name__, 2), run(f, 1))
+print("imported once")
 """
-
-
-def test_names_that_a_class_inside_a_function_reads_travel_with_it():
-    done = python("-c", CLASS_INSIDE)
-    assert done.stdout == "[-3]\n", done.stderr
+EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]\nimported once\n"
 
 
 # From `python -c` and from standard input: test_no_orphans; from a notebook: test_launch_notebook.
-def test_works_from_a_script_without_a_guard_and_imports_it_once(tmp_path):
+def test_works_from_a_script_without_a_guard_and_imports_it_once_with_all_names_that_a_function_reads(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = python(str(script))

@@ -55,6 +55,23 @@ def test_the_rank_that_failed_is_blamed_first(how, message):
         assert "comm/worker.py" not in text, "the launcher's own frames are not"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["raise", "exit", "os._exit", "segfault", "kill"])
+def test_the_first_failure_is_told_first_and_soon(how, tmp_path, record_property):
+    def fail(path) -> None:
+        if dist.get_rank() == 2:
+            path.write_text(str(time.monotonic()))
+        fail_on(2, how)
+
+    for number in range(20):
+        path = tmp_path / str(number)
+        with pytest.raises(RankError) as caught:
+            run(fail, 4, args=(path,), timeout_s=60)
+        record_property("seconds", time.monotonic() - float(path.read_text()))
+        assert caught.value.failures[0].rank == 2, str(caught.value)
+    record_property("tried", 20)
+
+
 def test_a_failure_is_reported_while_others_run():
     def fail() -> None:
         dist.barrier()
