@@ -33,6 +33,7 @@ from distlab.grading import Lesson
 
 MARK = "DISTLAB_GRADE"  # in the environment of every process of a submission
 LOOK_S = 0.2
+END_S = 60.0  # for a check that has closed its pipe to end, also on a busy machine
 LAST_WORDS = 400
 
 
@@ -152,7 +153,7 @@ def _check(
             try:
                 lines, stopped = _listen(pipe, home, limits, ending)
                 if not stopped:
-                    process.wait(timeout=10)
+                    process.wait(timeout=END_S)
             except subprocess.TimeoutExpired:
                 stopped = "its check did not end"
             finally:
