@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from distlab.grading import Lesson
 
 MARK = "DISTLAB_GRADE"  # in the environment of every process of a submission
 LOOK_S = 0.2
+END_S = 60.0  # for a check that has closed its pipe to end, also on a busy machine
 LAST_WORDS = 400
 
 
@@ -90,12 +91,19 @@ def grade_all(
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(grade, submission) for submission in submissions]
         try:
-            return [future.result() for future in futures]
+            return [_result_of(future) for future in futures]
         except BaseException:
             ending.set()
             for future in futures:
                 future.cancel()
             raise
+
+
+def _result_of(future: Future[Grade]) -> Grade:
+    """Wait in short turns: an interrupt that another thread gets is seen between two of them."""
+    while wait([future], LOOK_S).not_done:
+        pass
+    return future.result()
 
 
 def lesson_digest(lesson: Lesson) -> str:
@@ -145,7 +153,7 @@ def _check(
             try:
                 lines, stopped = _listen(pipe, home, limits, ending)
                 if not stopped:
-                    process.wait(timeout=10)
+                    process.wait(timeout=END_S)
             except subprocess.TimeoutExpired:
                 stopped = "its check did not end"
             finally:

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from distlab.classroom import Limits, find_submissions, grade_all
 from distlab.classroom.marks import grade_of, read_grade, write_grade
 from distlab.classroom.page import class_page, student_page, to_csv
+from distlab.classroom.run import _result_of
 from distlab.cli import main
 from distlab.grading import load_lesson
 
@@ -141,6 +145,26 @@ def test_an_interrupt_keeps_what_is_graded(here):
     assert "the same command goes on" in said
     assert [path.name for path in (here / "grades" / "91_trial" / "results").iterdir()] == ["ann.json"]
     assert processes_of_grading() == []
+
+
+def test_an_interrupt_that_another_thread_gets_is_seen():
+    waits, go = threading.Event(), threading.Event()
+
+    def work():
+        waits.wait(100)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        go.wait(100)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            future = pool.submit(work)
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (it may come at once)
+                waits.set()
+                _result_of(future)
+            assert not future.done()
+        finally:
+            go.set()
 
 
 def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):

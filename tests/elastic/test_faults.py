@@ -99,7 +99,7 @@ def test_packets_are_lost_and_the_job_goes_on(tmp_path):
     lossy_or_skip(0.02)
     with lossy_loopback(0.02) as words:
         with torchrun(tmp_path, 2, before=words, num_epochs=1) as job:
-            assert job.wait(60) == 0, (tmp_path / "output.txt").read_text()
+            assert job.wait(100) == 0, (tmp_path / "output.txt").read_text()
         shown = subprocess.run([*words, "tc", "-s", "qdisc", "show", "dev", "lo"], capture_output=True, text=True)
     dropped = int(shown.stdout.split("dropped ")[1].split(",")[0])
     assert "loss 2%" in shown.stdout
