@@ -253,22 +253,28 @@ def save_and_die(directory, step, victim, stop_at):
     return module.weight[0, 0].item()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(ranks, tmp_path, victim):
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    [(2, 0), (2, 1), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((1, 0), (4, 0), (4, 1), (4, 2), (4, 3)))],
+)
+def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(
+    ranks, tmp_path, world_size, victim, record_property
+):
     stop_at, outcomes, finished = 0, set(), False
     while not finished:
         stop_at += 1
         directory = tmp_path / str(stop_at)
-        ranks(2).run(save_and_die, directory, 1, None, 0)
+        ranks(world_size).run(save_and_die, directory, 1, None, 0)
         try:
-            ranks(2).run(save_and_die, directory, 2, victim, stop_at)
+            ranks(world_size).run(save_and_die, directory, 2, victim, stop_at)
             finished = True
         except RankError as error:
             require_kill(error)
         found = newest(directory)
         assert found.step in ((2,) if finished else (1, 2))
-        assert found.world_size == 2
+        assert found.world_size == world_size
         outcomes.add(found.step)
+    record_property("tried", stop_at)
     assert outcomes == {1, 2}
 
 

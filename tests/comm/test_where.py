@@ -33,7 +33,7 @@ def load():
 
 def train():
     x = torch.ones(4)
-    dist.all_reduce(x)
+    dist.all_reduce(x); (go.parent / f"here{dist.get_rank()}").touch()
     if dist.get_rank() == 1:
         load()
     dist.all_reduce(x)
@@ -61,7 +61,7 @@ OURS = FOREIGN.replace(
 OURS = OURS.replace("finally:\n    dist.destroy_process_group()\n", "")
 
 
-def wait_for(what, limit_s=60):
+def wait_for(what, limit_s=100):
     deadline = time.monotonic() + limit_s
     while not (found := what()):
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ def busy(tmp_path):
         thread = threading.Thread(target=lambda: results.append(ranks.run(program, go, here)))
         thread.start()
         wait_for(here.exists)
-        time.sleep(0.3)  # the others reach their call
+        wait_for(lambda: sum(call.wait_ns > 0 for rank in (0, 2) for call in ranks.records().calls(rank)) == 2)
         yield ranks, results
         go.touch()
         thread.join()
@@ -177,8 +177,8 @@ def job_of_torchrun(tmp_path, text, path):
         text=True,
     )
     try:
-        wait_for((tmp_path / "late").exists)
-        time.sleep(0.3)
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("late", "here0")))
+        time.sleep(0.5)  # rank 0 reaches its next call
         yield process, tmp_path
         (tmp_path / "go").touch()
         out, _ = process.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +20,24 @@ def lab(tmp_path: Path) -> Callable[..., Ended]:
     """
 
     def started(
-        number: str, num_ranks: int, *more: str, hidden: tuple[str, ...] = (), calibrated: bool = False
+        number: str,
+        num_ranks: int,
+        *more: str,
+        hidden: tuple[str, ...] = (),
+        calibrated: bool = False,
+        updates: Path | None = None,
     ) -> Ended:
-        folder = tmp_path / "ranks"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         arguments = [*QUICK[number].split(), *more]
-        every = start(str(find_lab(number)[1]), num_ranks, arguments, folder, hidden=hidden, calibrated=calibrated)
+        every = start(
+            str(find_lab(number)[1]),
+            num_ranks,
+            arguments,
+            folder,
+            hidden=hidden,
+            calibrated=calibrated,
+            updates=updates,
+        )
         assert {rank.status for rank in every} == {every[0].status}, every
         assert not any(rank.stdout for rank in every[1:]), "rank 0 speaks for all"
         return Ended(every[0].status, every[0].stdout, "\n".join(filter(None, (rank.failures for rank in every))))

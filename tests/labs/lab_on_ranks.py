@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import os
@@ -25,6 +26,11 @@ QUICK = {
     "04": "--batch 64 --epochs 1",
     "05": "--updates 5 --hidden 8 --samples 2",
     "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
+    "07": "--updates 3 --hidden 16 --layers 2 --width 24 --units 2",
+    "08": "--updates 3 --hidden 24 --heads 12 --layers 4 --context 24",
+    "09": "--updates 3 --hidden 16 --layers 6 --microbatches 4",
+    "10": "--updates 3",
+    "11": "--updates 3 --length 48",
 }
 LIMIT_S = 110
 KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of
@@ -75,6 +81,7 @@ def start(
     *,
     hidden: tuple[str, ...] = (),
     calibrated: bool = False,
+    updates: Path | None = None,
 ) -> list[Ended]:
     """Run a script on forked ranks; the folder gets one of each rank."""
     import torch.distributed as dist
@@ -82,12 +89,19 @@ def start(
     preload("distlab.lab", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = (script, arguments, store.port, str(folder))
-    started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated)
+    started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
     return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
 
 
 def run_as_torchrun_does(
-    script: str, arguments: list[str], port: int, folder: str, *, hidden: tuple[str, ...], calibrated: bool
+    script: str,
+    arguments: list[str],
+    port: int,
+    folder: str,
+    *,
+    hidden: tuple[str, ...],
+    calibrated: bool,
+    updates: Path | None = None,
 ) -> Ended:
     """Run a script on this rank: its variables, its arguments, its own process group and `__main__`."""
     import torch.distributed as dist
@@ -106,6 +120,8 @@ def run_as_torchrun_does(
     hide(hidden)
     if not calibrated:
         calibrate_in_no_time()
+    if updates is not None:
+        note_updates(updates / f"updates-{os.environ['RANK']}")
     status, said = 0, io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
@@ -132,6 +148,28 @@ def calibrate_in_no_time() -> None:
 
     speed._time_reference = time_reference
     speed._time_contention = lambda device: (0.9, 0.9)
+
+
+def note_updates(path: Path, first: int = 3) -> None:
+    """Write a digest of the parameters after the first updates of each optimizer; later ones depend on the clock."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    counts: dict[int, int] = {}
+    kept = []  # or another optimizer could get a number that was freed
+
+    def note(optimizer, *_) -> None:
+        kept.append(optimizer)
+        counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
+        if counts[id(optimizer)] <= first:
+            tensors = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+            bits = b"".join(one.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+            with path.open("a") as file:
+                file.write(f"{len(counts)} {hashlib.sha256(bits).hexdigest()}\n")
+
+    import torch
+
+    path.touch()
+    register_optimizer_step_post_hook(note)
 
 
 def hide(packages: tuple[str, ...]) -> None:
