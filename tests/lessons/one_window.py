@@ -4,7 +4,7 @@ The times that a cell prints are not compared; the notebooks as they are given o
 """
 
 from distlab.measure.machine import speed
-from distlab.measure.runs import beside, run
+from distlab.measure.runs import beside, overhead, run
 
 beside_whole, windows_whole = beside.time_beside, run.time_windows
 
@@ -18,4 +18,4 @@ def time_windows(measured_s, **options):
 
 
 beside.time_beside, run.time_windows = time_beside, time_windows
-speed.REPEATS = 1
+speed.REPEATS = overhead.REPEATS = 1
