@@ -68,7 +68,7 @@ promises: setup
 soak: setup
 	$(MAKE) --keep-going promises proofs
 
-# All other long tests, and each lesson as it is given out.
+# All other long tests, and every cell of each notebook as it is.
 proofs: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600 $$($(BIN)/python tools/promises.py --others)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(NOTEBOOKS) $(wildcard lessons/*/lesson.ipynb))

@@ -12,14 +12,14 @@ from distlab.trace import read_chrome
 
 @pytest.fixture
 def short(monkeypatch):
-    """Three windows instead of ten; nothing else differs."""
+    """One window instead of ten; nothing else differs."""
     prepare = tour.prepare
 
     def prepare_short(arguments):
         from dataclasses import replace
 
         training, data = prepare(arguments)
-        return replace(training, num_windows=2, num_updates=4, budget_s=6.0), data
+        return replace(training, num_windows=1, num_updates=4, budget_s=0.0), data
 
     monkeypatch.setattr(tour, "prepare", prepare_short)
 
