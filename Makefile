@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := labs,notebooks,test,browser,bench,dev
+EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
 # Two files of tests at a time for each core: most tests wait for processes. The browser's run alone, since they print
 # times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -90,6 +90,11 @@ test-exports:
 versions:
 	$(MAKE) setup VENV=.venv-torch-2.11 EXTRAS=labs CONSTRAINTS= PIP_FLAGS='$(PIP_FLAGS) "torch==2.11.*"'
 	$(MAKE) setup VENV=.venv-torch-newest EXTRAS=labs CONSTRAINTS=
+
+# The website, in build/site: pages are read from where they stand, notebooks are not run, and a warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . build/site
+	@echo "The website is in build/site: open build/site/index.html in a browser."
 
 tour: setup
 	$(BIN)/distlab tour

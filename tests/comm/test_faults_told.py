@@ -1,7 +1,7 @@
 """Each fault of `_faults` is told with the lines of the ranks that have a part in it; `make promises` says how soon."""
 
 import pytest
-from _faults import PROGRAMS, has_line, tell
+from _faults import GROUP_S, PROGRAMS, has_line, tell
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
@@ -10,4 +10,5 @@ def test_a_fault_is_told_with_ranks_and_lines(program, backend, record_property)
     told = tell(program, backend)
     record_property("seconds", told.seconds)  # benchmarks/PROMISES.md has the slowest beside the limit
     assert told.text, "silence"
+    assert told.seconds < GROUP_S, "by a wait that has timed out"
     assert [rank for rank in program.lines_of if not has_line(told, rank)] == [], told.text

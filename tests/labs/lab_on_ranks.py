@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
 import runpy
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from distlab.comm import RankError, run
+from distlab.comm.launch import torchrun
+from distlab.comm.launch.fork_client import preload
 
 QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
@@ -43,6 +50,47 @@ def facts(done: Ended) -> dict[str, object]:
     found = json.loads(done.stdout)
     assert found["passed"]
     return {row["what"]: row["value"] for row in found["rows"] if row["expected"] is not None}
+
+
+def on_forked_ranks(
+    folder: Path, script: Path, num_ranks: int, arguments: Sequence[str], *, echo: torchrun.Echo, limit_s: float
+) -> int:
+    """Stand for `torchrun.run_script`: the same ranks, the same files for what went wrong, the same last words."""
+    every = folder / "run" / "attempt_0"
+    every.mkdir(parents=True)
+    with contextlib.suppress(RankError):  # the files say it
+        start(str(script), num_ranks, [*arguments], every)
+    exits = {}
+    for rank in range(num_ranks):
+        status = every / str(rank) / "status"
+        if not status.exists():  # it left by itself, or was ended with the others
+            exits[rank] = 1 if (every / str(rank) / "error.json").exists() else -signal.SIGTERM
+        elif int(status.read_text()):
+            exits[rank] = int(status.read_text())
+        for line in (every / str(rank) / "said").read_text().splitlines() if status.exists() else ():
+            echo(rank, line)
+    (folder / torchrun._ENDED).write_text(json.dumps(exits))
+    return torchrun._conclude(folder, num_ranks, int(bool(exits)), [])
+
+
+def start(
+    script: str,
+    num_ranks: int,
+    arguments: list[str],
+    folder: Path,
+    *,
+    hidden: tuple[str, ...] = (),
+    calibrated: bool = False,
+    updates: Path | None = None,
+) -> list[Ended]:
+    """Run a script on forked ranks; the folder gets one of each rank."""
+    import torch.distributed as dist
+
+    preload("distlab.lab", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = (script, arguments, store.port, str(folder))
+    started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
+    return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
 
 
 def run_as_torchrun_does(
@@ -80,6 +128,10 @@ def run_as_torchrun_does(
             runpy.run_path(script, run_name="__main__")
         except SystemExit as left:
             status = left.code
+    (own / "said").write_text(said.getvalue())
+    (own / "status").write_text(str(status))
+    if status not in (0, torchrun.SAID):
+        sys.exit(status)  # which ends the others
     failures = "\n".join(path.read_text() for path in own.glob("error.json"))
     return Ended(status, said.getvalue(), failures)
 

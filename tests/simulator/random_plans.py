@@ -17,7 +17,7 @@ from simulator.plan_file import OwnDevice, OwnLink
 
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
 MOST_RANKS_DRAWN = 64
-LONGEST_S = 20.0  # for one configuration: more counts as hanging
+LONGEST_S = 60.0  # for one configuration: more counts as hanging
 
 
 def sometimes(random, often, make, otherwise=None):
