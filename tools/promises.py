@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
+
 from distlab.measure import this_machine
 from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_s
 
@@ -75,6 +77,8 @@ def attempt(tests: list[str]) -> dict[str, Any]:
         options += ["--timeout", str(LIMIT_S), "-rs"]
         command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if done.returncode == pytest.ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {done.returncode} and left no report")
         found = counted(ElementTree.parse(report).getroot().iter("testcase"))

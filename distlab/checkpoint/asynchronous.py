@@ -55,7 +55,7 @@ class AsyncSaves:
     Attributes:
         held_s: seconds for which `save`, and steps of optimizers, have held training up so far.
 
-    Cost: `save` exchanges outcomes twice, and twice more where a save before it is awaited; nothing else is sent, and
+    Cost: `save` exchanges outcomes once, and twice more where a save before it is awaited; nothing else is sent, and
         nothing by threads. Host memory for a copy of what this rank writes, made once and used again.
     """
 
@@ -79,16 +79,21 @@ class AsyncSaves:
         begin_s = time.perf_counter()
         self.wait()
         everywhere = self._everywhere(step)
-        contents = agreed_contents(everywhere, step, self._keep, parts, data_position)
         buffers = [one for part in parts.values() if isinstance(part, nn.Module) for one in part.buffers()]
-        mine = contents if self._rank == 0 else {OWN: contents[OWN]}
         taken: list[dict[str, Any]] = []
 
-        def begin() -> Path | None:
+        def begin(contents: dict[str, Any]) -> Path | None:
+            mine = contents if self._rank == 0 else {OWN: contents[OWN]}
             taken.append(self._snapshot.begin(mine, at_once=buffers))
             return files.begin(self._directory, step) if self._rank == 0 else None
 
-        self._writing = _Writing(self, everywhere(begin)[0], step, taken[0])
+        try:
+            _, begun = agreed_contents(everywhere, step, self._keep, parts, data_position, begin=begin)
+        except (ValueError, CheckpointError):
+            if self._rank == 0 and self._directory.is_dir():
+                files.quietly(lambda: files.discard(self._directory))
+            raise
+        self._writing = _Writing(self, begun[0], step, taken[0])
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self.held_s += time.perf_counter() - begin_s
 

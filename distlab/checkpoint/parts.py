@@ -19,7 +19,7 @@ from torch import nn
 from distlab.gradient_hook import GradientHook
 from distlab.rng import random_state, restore_random_state
 
-_PLAIN = (bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None))
+_PLAIN = {bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None), nn.Parameter}
 
 
 class Stateful(Protocol):
@@ -122,12 +122,15 @@ def require_plain(value: Any, where: str) -> None:
     """Refuse what only code could rebuild."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            require_plain(key, f"a key of {where}")
-            require_plain(item, f"{where}[{key!r}]")
+            if type(key) not in _PLAIN:
+                require_plain(key, f"a key of {where}")
+            if type(item) not in _PLAIN:
+                require_plain(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            require_plain(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN and type(value) is not nn.Parameter:
+            if type(item) not in _PLAIN:
+                require_plain(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN:
         raise ValueError(
             f"{where} is a {type(value).__name__}; a checkpoint holds numbers, strings, tensors, and lists and "
             "dictionaries of them: convert it in the part's state_dict()"

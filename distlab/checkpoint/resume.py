@@ -78,7 +78,7 @@ def save(
     rank, world_size = place_in(group)
     directory = Path(directory)
     everywhere = partial(together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError)
-    contents = agreed_contents(everywhere, step, keep, parts, data_position)
+    contents, _ = agreed_contents(everywhere, step, keep, parts, data_position)
     try:
         prepared = everywhere(lambda: files.begin(directory, step) if rank == 0 else None)[0]
         assert prepared is not None
@@ -151,16 +151,24 @@ def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:
 
 
 def agreed_contents(
-    everywhere: Callable[[Callable[[], Any]], list[Any]], step: int, keep: int, parts: Parts, data_position: Any
-) -> dict[str, Any]:
+    everywhere: Callable[[Callable[[], Any]], list[Any]],
+    step: int,
+    keep: int,
+    parts: Parts,
+    data_position: Any,
+    *,
+    begin: Callable[[dict[str, Any]], Any] = lambda _: None,
+) -> tuple[dict[str, Any], list[Any]]:
     """Return what rank 0 writes for all, and this rank's own: by the names of files, with the parts' own tensors.
+
+    `begin` is called with them before ranks have compared, so that one exchange will do; its results come from all.
 
     Raises:
         ValueError: on every rank: arguments or parts are wrong, or ranks differ.
     """
     kept: list[dict[str, Any]] = []
 
-    def look() -> tuple[int, str]:
+    def look() -> tuple[int, str, Any]:
         if not isinstance(step, int) or not 0 <= step < 10**10:
             raise ValueError(f"step is {step!r}; pass the number of updates made so far")
         if not isinstance(keep, int) or keep < 1:
@@ -168,13 +176,13 @@ def agreed_contents(
         require_plain(data_position, "data_position")
         shared, own = collect(parts)
         kept.append({SHARED: {"step": step, "data_position": data_position, "parts": shared}, OWN: own})
-        return step, repr(data_position)
+        return step, repr(data_position), begin(kept[0])
 
-    places = everywhere(look)
-    if len(set(places)) > 1:
-        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d) in enumerate(places))
+    looks = everywhere(look)
+    if len({(step, place) for step, place, _ in looks}) > 1:
+        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d, _) in enumerate(looks))
         raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
-    return kept[0]
+    return kept[0], [begun for *_, begun in looks]
 
 
 def write(prepared: Path, contents: dict[str, Any], rank: int) -> tuple[FileRecord, ...]:

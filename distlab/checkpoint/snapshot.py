@@ -26,6 +26,7 @@ from distlab.comm import device
 from distlab.structures import replace
 
 SMALL_BYTES = 1 << 16
+_LEAVES = {bool, int, float, str, bytes, type(None)}
 
 
 class _Later(NamedTuple):
@@ -60,7 +61,7 @@ class Snapshot:
         soon, places = {one.data_ptr() for one in at_once}, set()
 
         def copy(value: Tensor) -> Tensor:
-            value = value.detach()
+            value = value.detach() if value.requires_grad else value
             places.add(value.device)
             memory = _memory_of(value)
             if memory in known:
@@ -106,9 +107,9 @@ def _rebuilt(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
     """Return a state with lists and dictionaries of its own: a part may go on to change those that it gave."""
     kind = type(state)
     if kind in (dict, OrderedDict):
-        return kind((key, _rebuilt(one, copy)) for key, one in state.items())
+        return kind((key, one if type(one) in _LEAVES else _rebuilt(one, copy)) for key, one in state.items())
     if kind in (list, tuple):
-        return kind([_rebuilt(one, copy) for one in state])
+        return kind([one if type(one) in _LEAVES else _rebuilt(one, copy) for one in state])
     return copy(state) if isinstance(state, Tensor) else state
 
 

@@ -347,6 +347,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path):
     """A real disk of 2 MB, which only this script sees."""
     apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
@@ -355,7 +356,7 @@ def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "script.py").write_text(ON_A_DISK_OF_ITS_OWN)
     command = [*apart, sys.executable, str(tmp_path / "script.py"), str(tmp_path / "disk")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     for kind, words in (("full", "No space left on device"), ("read-only", "Read-only file system")):

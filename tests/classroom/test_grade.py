@@ -79,10 +79,12 @@ def hand_in(folder: Path, **texts: str) -> Path:
 
 
 def processes_of_grading() -> list[str]:
+    """Return those of this run of tests: another one may grade on the same machine."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if b"DISTLAB_GRADE=" in path.read_bytes():
+            environment = path.read_bytes()
+            if b"DISTLAB_GRADE=" in environment and os.environ["DISTLAB_TEST_RUN"].encode() in environment:
                 lines.append(path.parent.name)
         except OSError:
             continue

@@ -73,6 +73,7 @@ def listening(mark, *, ranks_alone):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_listens_listens_on_loopback(way, tmp_path, record_property):
     source, words = WAYS[way]
@@ -82,7 +83,7 @@ def test_whatever_listens_listens_on_loopback(way, tmp_path, record_property):
     environment = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "output.txt", "w") as output:
         job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 400
         try:
             while job.poll() is None and time.monotonic() < deadline and not (way == "lessons" and found):
                 found |= listening(mark, ranks_alone=way.startswith("torchrun"))

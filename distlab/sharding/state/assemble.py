@@ -35,9 +35,10 @@ def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) 
     Shapes: values [row elements] each -> parts of [stop - start] each.
     """
     held = {piece.tensor: piece for piece in row.pieces}
+    flat = {key: value.detach().reshape(-1) for key, value in values.items()}
     for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
         _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
-        own = {key: value.detach().reshape(-1)[offset : offset + stop - start] for key, value in values.items()}
+        own = {key: value[offset : offset + stop - start] for key, value in flat.items()}
         yield name, SavedPart(shape, start, stop, own, dict(numbers))
 
 
