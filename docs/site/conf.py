@@ -49,4 +49,5 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_extra_path = ["front"]  # index.html, which leads to the front page
 html_copy_source = False
+html_show_search_summary = False  # it would fetch pages, which a browser refuses to files
 html_theme_options = {"navigation_with_keys": False}
