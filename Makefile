@@ -94,7 +94,7 @@ versions:
 
 # The website, in build/site: pages are read from where they stand, notebooks are not run, and a warning is an error.
 docs: setup
-	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -j $(CORES) -c docs/site -d build/doctrees . build/site
 	@echo "The website is in build/site: open build/site/index.html in a browser."
 
 tour: setup

@@ -9,7 +9,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-LINK = re.compile(r'(href="[^"]*)\.ipynb(#[^"]*)?"')
+LINK = re.compile(r'href="([^":]*)\.ipynb"')
+TITLE = re.compile(r"^# ", re.MULTILINE)
 
 
 def shown(output: dict[str, Any], cell: dict[str, Any], player: str) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def shown(output: dict[str, Any], cell: dict[str, Any], player: str) -> list[dic
         below = {"output_type": "display_data", "metadata": {}, "data": said}
         return [{**output, "data": {"image/png": data["image/png"]}}, below]
     if "text/html" in data:
-        return [{**output, "data": {"text/html": LINK.sub(r'\1.html\2"', "".join(data["text/html"]))}}]
+        return [{**output, "data": {"text/html": LINK.sub(r'href="\1.html"', "".join(data["text/html"]))}}]
     return [output]
 
 
@@ -33,6 +34,8 @@ def prepared(source: str, players: dict[int, str]) -> str:
     """Return a notebook's JSON, ready to become a page; `players` has the HTML of a widget by the cell's place."""
     notebook = json.loads(source)
     for place, cell in enumerate(notebook["cells"]):
+        if place and cell["cell_type"] == "markdown":  # a page has one title
+            cell["source"] = TITLE.sub("## ", "".join(cell["source"]))
         if cell["cell_type"] == "code":
             player = players.get(place, "")
             cell["outputs"] = [part for output in cell["outputs"] for part in shown(output, cell, player)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,10 +49,12 @@ def html_of(name: str, data: dict[str, Any], up: str) -> str:
     state = data["states"][sum(at * step for at, step in zip(data["first"], steps_of(data), strict=True))]
     shown = state.get("timeline", state)
     title, text = shown["title"], shown.get("summary", state.get("text"))
-    scripts = [*(["timeline"] if "timeline" in state else []), name]
+    canvas = "timeline" in state
+    scripts = [*(["timeline"] if canvas else []), name]
+    style = f'<link rel="stylesheet" href="{up}players/timeline.css">' if canvas else ""
     picture = f"{up}players/{name}/{state.get('picture', 'first.png')}"
     return (
-        f'<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" '
+        f'{style}<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" '
         f'aria-label="{html.escape(title)}"><img src="{picture}" alt="{html.escape(title)}">'
         f'<p class="said">{html.escape(text)}</p></div>'
         + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts)
@@ -100,7 +103,7 @@ def _make_all(app: Sphinx) -> None:
     app.distlab_widgets = {
         name: make(folder, name, source, wanted.pop(name, {})) for name, source in table["widgets"].items()
     }
-    for lesson in sorted(Path(app.srcdir).glob("lessons/[0-9]*/lesson.ipynb")):
+    for lesson in sorted(Path(app.srcdir).glob(app.config.lessons)):
         players = app.distlab_players[f"lessons/{lesson.parent.name}/lesson"] = {}
         for place, name, source in found_in(lesson):
             if data := make(folder, name, source, wanted.pop(name, {})):
@@ -110,6 +113,7 @@ def _make_all(app: Sphinx) -> None:
         raise ValueError(f"players.toml has values of widgets that no lesson shows: {', '.join(wanted)}")
     canvas = "\n".join((Path(app.srcdir) / "simulator/viz/timeline" / name).read_text() for name in TIMELINE)
     canvas = canvas.replace("export default {", "return {")
+    shutil.copy(Path(app.srcdir) / "simulator/viz/timeline/timeline_widget.css", folder / "timeline.css")
     (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")
 
 
@@ -129,5 +133,6 @@ class Player(SphinxDirective):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Make the widgets before pages are read, and let pages show them."""
     app.connect("builder-inited", _make_all)
+    app.add_config_value("lessons", "", "env", str)
     app.add_directive("player", Player)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -12,6 +12,12 @@
   dark.addEventListener("change", follow);
   follow();
 
+  for (const [place, label] of [[".sidebar-tree", "Pages"], [".toc-tree", "On this page"]]) {
+    const tree = document.querySelector(place);
+    tree?.setAttribute("role", "navigation");
+    tree?.setAttribute("aria-label", label);
+  }
+
   const make = (parent, tag, properties = {}) => {
     const element = Object.assign(document.createElement(tag), properties);
     parent.append(element);

@@ -1,0 +1,173 @@
+"""The website, opened as files in a real Chromium: it plays, is searched, and asks for nothing elsewhere."""
+
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from browser_lab import CHROMIUM_FLAGS, Notebook, find_chromium
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT, LESSON, PACKAGE = "docs/index.html", "lessons/09_pipeline/lesson.html", "docs/api/distlab.collectives.html"
+
+
+pytestmark = pytest.mark.timeout(395)  # the first test waits for the site: some 40 s of one core
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The site with one lesson; warnings are errors, as in `make docs`."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-D", "toc_object_entries=0"]
+    command += ["-c", "docs/site", ".", str(folder)]  # pages without lists of their functions take a fifth less time
+    environment = os.environ | {"DISTLAB_DOCS_LESSONS": "09_*"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_chromium(), headless=True, args=list(CHROMIUM_FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(site, chromium):
+    """Open a page of the site as a file; no page may ask for anything else, or complain."""
+    opened = []
+
+    def show(name, *, dark=False, wide=1280):
+        scheme = "dark" if dark else "light"
+        page = chromium.new_page(viewport={"width": wide, "height": 900}, color_scheme=scheme)
+        watched = Notebook(page, "file:")
+        watched.watch()
+        opened.append(watched)
+        page.goto(f"file://{site / name}")
+        return page
+
+    yield show
+    for watched in opened:
+        watched.page.close()
+        assert watched.console == []
+        assert watched.offsite == []
+
+
+class Page(HTMLParser):
+    """What a page links to, what can be linked to in it, its headings, and pictures without an alt text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.ids, self.headings, self.silent = [], set(), [], []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids |= {values[name] for name in ("id", "name") if values.get(name)}
+        self.links += [values[name] for name in ("href", "src") if values.get(name)]
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append(tag)
+        if tag == "img" and "alt" not in values:
+            self.silent.append(values.get("src"))
+
+
+def test_every_link_leads_somewhere_and_every_picture_has_words(site):
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            address, anchor = urldefrag(link)
+            if address.startswith(("http:", "https:", "mailto:", "data:")):
+                continue
+            target = (path.parent / unquote(address.partition("?")[0])).resolve() if address else path
+            if target.name == "lesson.html" and path.name == "START.html":  # of lessons left out
+                continue
+            known = target not in pages or not anchor or unquote(anchor) in pages[target].ids
+            if not (target.exists() and known):
+                broken.append(f"{path.relative_to(site)}: {link}")
+        assert page.silent == [], path
+        assert page.headings.count("h1") == 1 or path.name in ("index.html", "search.html"), path
+    assert broken == [], "\n".join(broken[:40])
+    assert len(pages) > 60
+
+
+def test_a_picture_moves_by_keyboard_and_by_mouse(open_page, shots):
+    page = open_page("docs/play.html")
+    box = page.locator('.distlab-player[data-widget="cost"][data-ready]')
+    image, slider = box.locator("img"), box.get_by_label("dollars per GPU hour")
+    before, said = image.get_attribute("src"), box.locator("figcaption").inner_text()
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext") == "5.00"
+    assert image.get_attribute("src") != before
+    assert box.locator("figcaption").inner_text() != said
+    assert image.evaluate("async (image) => { await image.decode(); return image.naturalWidth; }") > 400
+    after = image.get_attribute("src")
+    box.get_by_label("failures").select_option("none")
+    assert image.get_attribute("src") not in (before, after)
+    box.scroll_into_view_if_needed()
+    page.screenshot(path=str(shots / "site_play.png"))
+
+
+def test_a_timeline_moves_by_keyboard_and_by_mouse(open_page, shots):
+    page = open_page(LESSON)
+    box = page.locator('.distlab-player[data-widget="09_pipeline.both"][data-ready]')
+    canvas = box.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    view = canvas.get_attribute("data-view")
+    canvas.focus()
+    page.keyboard.press("+")
+    page.wait_for_function("([canvas, view]) => canvas.dataset.view !== view", arg=[canvas.element_handle(), view])
+    zoomed = canvas.get_attribute("data-view")
+    place = canvas.bounding_box()
+    page.mouse.move(place["x"] + 400, place["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(place["x"] + 200, place["y"] + 100, steps=4)
+    page.mouse.up()
+    page.wait_for_function("([canvas, view]) => canvas.dataset.view !== view", arg=[canvas.element_handle(), zoomed])
+    clock = box.get_by_label("step through")
+    clock.focus()
+    page.keyboard.press("Home")
+    assert "rank 0 runs" in box.locator("figcaption").inner_text()
+    page.screenshot(path=str(shots / "site_timeline.png"))
+
+
+@pytest.mark.parametrize("name", [FRONT, LESSON, PACKAGE])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots, name, dark):
+    page = open_page(name, dark=dark)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, paper[4:-1].split(",")[:3])) < 380) == dark, paper
+    assert page.evaluate("document.body.dataset.jpThemeLight") == str(not dark).lower()
+    page.screenshot(path=str(shots / f"site_{Path(name).stem}_{'dark' if dark else 'light'}.png"))
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.screenshot(path=str(shots / f"site_{Path(name).stem}_{'dark' if dark else 'light'}_400.png"))
+
+
+def test_landmarks_names_and_the_skip_link(open_page):
+    page = open_page(LESSON)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "#furo-main-content"
+    for role in ("main", "navigation"):
+        assert page.get_by_role(role).count() >= 1, role
+    nameless = """() => [...document.querySelectorAll("main :is(input, select, button, canvas, a[href])")]
+        .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim() || one.title))
+        .map((one) => one.outerHTML.slice(0, 120))"""
+    assert page.evaluate(nameless) == []
+
+
+def test_search_finds_a_word_without_a_server(open_page):
+    page = open_page(FRONT)
+    page.get_by_role("textbox", name="Search").first.fill("halving")
+    page.keyboard.press("Enter")
+    page.locator("#search-results li a").first.wait_for()
+    found = page.locator("#search-results li a").all_inner_texts()
+    assert any("collectives" in text.lower() for text in found), found
