@@ -710,8 +710,9 @@ pairs = ", ".join(f"{1e3 * at:.0f} ms: {share:.0%}" for at, share in zip(tried, 
 show(draw_shares("Formula, trial and a real run agree on how often to save"), f"Useful share of the real run. {pairs}.")
 
 # %% [markdown]
-# The black squares are few failures each, so they scatter; and a save on a busy machine takes longer at one time than
-# at another. But they follow the same hill.
+# Formula and trial are the same hill. The black squares are a few failures each, so they scatter. Where they lie far
+# below the curve, the machine was busy: saves took longer than the one that was measured before, so the best interval
+# is longer too. Close other programs and run the three cells again.
 #
 # Now with the numbers of Llama 3, and sliders. Where does the time go if you take more devices, or restart faster?
 
