@@ -58,7 +58,7 @@ def train(
         with open(folder / f"taken-{rank}.jsonl", "a") as file:
             file.write(f"{json.dumps([number, [int(one) for one in samples]])}\n")
         inputs, targets = (torch.cat([corpus.batch(int(at), 1)[which] for at in samples]) for which in (0, 1))
-        loss = GPT.loss(replicas(inputs.to(member.device)), targets.to(member.device)) * weight
+        loss = GPT.loss(model(inputs.to(member.device)), targets.to(member.device)) * weight
         (loss + NOISE * float(torch.randn((), generator=noise)) * next(model.parameters()).sum()).backward()
         replicas.synchronize()
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.comm.launch.torchrun import own_environment
 from distlab.elastic import plan_faults
 from distlab.lab import CommonSettings, Lab, flag, main
 
@@ -109,8 +111,10 @@ def start(lab: Lab[Settings], folder: Path, num_ranks: int, steps: int, faults: 
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--max-restarts", str(MOST_RESTARTS), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "-m", "distlab.comm.standby"]
-    done = lab.child([*command, str(JOB), str(folder), json.dumps(options)])
-    if not (folder / "end.pt").exists():
+    command += [str(JOB), str(folder), json.dumps(options)]
+    words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=own_environment(), timeout=settings.limit_s, check=False, **words)
+    if done.returncode or not (folder / "end.pt").exists():
         raise RuntimeError(f"the job ended with status {done.returncode}: {done.stdout[-1500:]}")
 
 
