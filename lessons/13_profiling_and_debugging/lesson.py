@@ -58,18 +58,11 @@ def batches(load_s):
         yield None
 
 
-# %%
-def average(gradients):
-    """Start one all-reduce for each gradient."""
-    return [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
-
-
 def backward(gradients, layer_s, overlap):
-    works = []
     for gradient in gradients:
         time.sleep(2 * layer_s)
-        works += average([gradient] if overlap else [])
-    return works or average(gradients)
+        yield from [gradient] if overlap else []  # this layer is done: its gradient may travel
+    yield from [] if overlap else gradients
 
 
 # %%
@@ -81,7 +74,7 @@ def train(slow=(), load=(), overlap=True):
             with profiler.section("forward"):
                 time.sleep(NUM_LAYERS * layer_s)
             with profiler.section("backward"):
-                works = backward(gradients, layer_s, overlap)
+                works = [dist.all_reduce(one, async_op=True) for one in backward(gradients, layer_s, overlap)]
             with profiler.section("sync"):
                 [work.wait() for work in works]
                 dist.all_reduce(torch.zeros(1))  # the norm of all gradients
@@ -356,8 +349,8 @@ for name, profile in sections.items():
 #
 # The next function times the four sections of a step. Its numbers say that communication takes no time at all, and
 # that the optimizer is slow. Run the check as it is, read what it says, find the line, repair it. (The same happens on
-# a GPU to everyone who reads the clock without `torch.cuda.synchronize()`: a kernel that was *launched* is not
-# *over*.)
+# a GPU to everyone who reads the clock before the GPU is done (torch calls that wait `synchronize`): a kernel that was
+# *launched* is not *over*.)
 
 # %% exercise="13.repair"
 
