@@ -349,8 +349,7 @@ for name, profile in sections.items():
 #
 # The next function times the four sections of a step. Its numbers say that communication takes no time at all, and
 # that the optimizer is slow. Run the check as it is, read what it says, find the line, repair it. (The same happens on
-# a GPU to everyone who reads the clock before the GPU is done (torch calls that wait `synchronize`): a kernel that was
-# *launched* is not *over*.)
+# a GPU to everyone who reads the clock without waiting for the device: a kernel that was *launched* is not *over*.)
 
 # %% exercise="13.repair"
 
