@@ -8,7 +8,7 @@ from distlab.grading import Exercise
 
 TITLE = "Profiling and debugging"
 MINUTES = 90
-NEEDS = ("01", "03")
+NEEDS = ("01", "03", "12")
 AIMS = (
     "Read a trace of several ranks: what is exposed, who is late, and what each of them costs.",
     "Bring traces of several machines to one clock, and say how far it can be off.",

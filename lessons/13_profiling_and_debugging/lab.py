@@ -223,7 +223,7 @@ def hang(lab: Lab[Settings], hidden: Hidden) -> None:
     with lab.watched():
         for number in range(PARTS):
             if (lab.member.rank, number) != (hidden.rank, 1):
-                dist.all_reduce(torch.zeros(1000 * (number + 1), device=lab.member.device))
+                dist.all_reduce(torch.zeros(1000, device=lab.member.device))
 
 
 if __name__ == "__main__":

@@ -58,18 +58,11 @@ def batches(load_s):
         yield None
 
 
-# %%
-def average(gradients):
-    """Start one all-reduce for each gradient."""
-    return [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
-
-
 def backward(gradients, layer_s, overlap):
-    works = []
     for gradient in gradients:
         time.sleep(2 * layer_s)
-        works += average([gradient] if overlap else [])
-    return works or average(gradients)
+        yield from [gradient] if overlap else []  # this layer is done: its gradient may travel
+    yield from [] if overlap else gradients
 
 
 # %%
@@ -81,7 +74,7 @@ def train(slow=(), load=(), overlap=True):
             with profiler.section("forward"):
                 time.sleep(NUM_LAYERS * layer_s)
             with profiler.section("backward"):
-                works = backward(gradients, layer_s, overlap)
+                works = [dist.all_reduce(one, async_op=True) for one in backward(gradients, layer_s, overlap)]
             with profiler.section("sync"):
                 [work.wait() for work in works]
                 dist.all_reduce(torch.zeros(1))  # the norm of all gradients
