@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train import train
 
 from distlab.comm.rendezvous import read_environment
-from distlab.elastic.agents import Agent, Agents
+from distlab.elastic import Agent, Agents
 from distlab.lab import CommonSettings, Lab, flag, main
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"

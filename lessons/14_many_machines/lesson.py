@@ -117,7 +117,7 @@ for agent in both:
 # |---|---|---|
 # | `RANK` | number of this process among all | who sends to whom; who writes the log |
 # | `WORLD_SIZE` | number of all processes | the mean over ranks |
-# | `LOCAL_RANK` | number on this machine | which GPU: `torch.cuda.set_device(LOCAL_RANK)` |
+# | `LOCAL_RANK` | number on this machine | which GPU: `cuda.set_device(LOCAL_RANK)` |
 # | `LOCAL_WORLD_SIZE` | processes on this machine | how to share its cores and its disk |
 # | `GROUP_RANK` | number of this machine | which node |
 # | `GROUP_WORLD_SIZE` | machines | |
