@@ -137,7 +137,7 @@ print(json.dumps(lines_of(both[0])[0], indent=1))
 # GROUP_RANK is 1, and so is its LOCAL_RANK.
 
 # %%
-equal = Mesh({"GROUP_RANK": 2, "LOCAL_RANK": 4})
+equal = Mesh({"group": 2, "local": 4})
 show(mesh_figure(equal, devices_per_node=4, rank=5), describe_mesh(equal, devices_per_node=4, rank=5))
 
 # %% [markdown]
