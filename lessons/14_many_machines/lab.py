@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train import train
 
 from distlab.comm.rendezvous import read_environment
-from distlab.elastic.agents import Agent, Agents
+from distlab.elastic import Agent, Agents
 from distlab.lab import CommonSettings, Lab, flag, main
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
@@ -84,7 +84,8 @@ def check_places(lab: Lab[Settings]) -> None:
     own = next(group for group in inside if rank in group)
     right = [other for other, name in enumerate(hosts) if name == hosts[rank]]
     lab.report.fact("your groups inside nodes", lab.everywhere(list(own) == right), True)
-    lab.report.fact("your leaders", list(between[0]), [hosts.index(name) for name in dict.fromkeys(hosts)])
+    leaders = ", ".join(str(hosts.index(name)) for name in dict.fromkeys(hosts))
+    lab.report.fact("your leaders", ", ".join(map(str, between[0])), leaders)
     done: list[int] = []
     lab.function("14.repair")(lambda: done.append(1), right.index(rank))
     lab.report.fact("your work: once per node", sum(map(len, gathered(done))), len(inside))

@@ -117,7 +117,7 @@ for agent in both:
 # |---|---|---|
 # | `RANK` | number of this process among all | who sends to whom; who writes the log |
 # | `WORLD_SIZE` | number of all processes | the mean over ranks |
-# | `LOCAL_RANK` | number on this machine | which GPU: `torch.cuda.set_device(LOCAL_RANK)` |
+# | `LOCAL_RANK` | number on this machine | which GPU: `cuda.set_device(LOCAL_RANK)` |
 # | `LOCAL_WORLD_SIZE` | processes on this machine | how to share its cores and its disk |
 # | `GROUP_RANK` | number of this machine | which node |
 # | `GROUP_WORLD_SIZE` | machines | |
@@ -131,6 +131,14 @@ for agent in both:
 
 # %%
 print(json.dumps(lines_of(both[0])[0], indent=1))
+
+# %% [markdown]
+# On equal machines the numbers are those of a mesh: here are two machines of four, and where rank 5 stands. Its
+# GROUP_RANK is 1, and so is its LOCAL_RANK.
+
+# %%
+equal = Mesh({"group": 2, "local": 4})
+show(mesh_figure(equal, devices_per_node=4, rank=5), describe_mesh(equal, devices_per_node=4, rank=5))
 
 # %% [markdown]
 # ## Slurm
@@ -162,6 +170,17 @@ TASK = {"PROCID": "6", "LOCALID": "2", "NTASKS": "7", "NODEID": "1", "TASKS_PER_
 slurm = {f"SLURM_{name}": value for name, value in TASK.items()}
 for name, value in torch_variables(slurm, hosts_of("node[08-09]")).items():
     print(f"{name:17} {value}")
+
+# %% [markdown]
+# Nodes need not be equal. What a task of each node of a larger job is told, by your function:
+
+# %%
+from simulator.viz import describe_bars, draw_bars
+
+tasks = [slurm | {"SLURM_TASKS_PER_NODE": "8(x3),4", "SLURM_NODEID": str(node)} for node in range(4)]
+told = {f"node {i}": int(torch_variables(one, ["a"])["LOCAL_WORLD_SIZE"]) for i, one in enumerate(tasks)}
+words = {"unit": "ranks", "title": "LOCAL_WORLD_SIZE: the last node of a job may have fewer"}
+show(draw_bars(told, **words), describe_bars(told, **words))
 
 # %% [markdown]
 # The other way to use Slurm is one task per *node*, which runs torchrun. Then torchrun gives the numbers, and
@@ -284,8 +303,6 @@ def time_levels(length=524_288, turns=5):
 
 
 # %%
-from simulator.viz import describe_bars, draw_bars
-
 with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
     flat_s, two_s = (max(own) for own in zip(*ranks.run(time_levels), strict=True))
 guess_1.default(1)  # assumed if you gave no number above
@@ -495,7 +512,14 @@ try:
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     print(done.stdout or f"no network namespaces here: {done.stderr.strip().splitlines()[-1]}")
 except FileNotFoundError:
+    done = subprocess.CompletedProcess(own, 1, "", "")
     print("no network namespaces here: there is no unshare (Linux has it)")
+
+# %%
+tried = {line[:24].strip(): float(line.split()[-2]) for line in done.stdout.splitlines() if "after" in line}
+words = {"unit": "s", "title": "Only silence takes time: the other answers come at once"}
+tried = tried or {"not tried here": 0.0}
+show(draw_bars(tried, subtitle="limit 1.5 s", **words), describe_bars(tried, **words))
 
 # %% [markdown]
 # Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
