@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := labs,notebooks,test,browser,bench,dev
+EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
 # Two files of tests at a time for each core: most tests wait for processes. The browser's run alone, since they print
 # times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
@@ -29,7 +29,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench gpu soak zoo test-zoo test-exports format clean
+.PHONY: setup gates quick test browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -59,8 +59,17 @@ browser: setup
 lessons: setup
 	$(BIN)/distlab lesson start
 
+# Every promise with its counts, an hour at most; after an interrupt the same command goes on. PROMISES.md has the table.
+promises: setup
+	$(BIN)/python tools/promises.py $(if $(ONLY),--only $(ONLY))
+
+# The promises, and the rest also where one of them does not hold.
 soak: setup
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(MAKE) --keep-going promises proofs
+
+# All other long tests, and each lesson as it is given out.
+proofs: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600 $$($(BIN)/python tools/promises.py --others)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(wildcard lessons/*/lesson.ipynb))
 
 # Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
@@ -76,6 +85,16 @@ test-zoo:
 test-exports:
 	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports CONSTRAINTS=
 	OMP_NUM_THREADS=1 .venv-exports/bin/python -m pytest tests/simulator/export
+
+# Environments with the oldest and the newest torch, in which `make promises ONLY=R14` compares techniques with one process.
+versions:
+	$(MAKE) setup VENV=.venv-torch-2.11 EXTRAS=labs CONSTRAINTS= PIP_FLAGS='$(PIP_FLAGS) "torch==2.11.*"'
+	$(MAKE) setup VENV=.venv-torch-newest EXTRAS=labs CONSTRAINTS=
+
+# The website, in build/site: pages are read from where they stand, notebooks are not run, and a warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . build/site
+	@echo "The website is in build/site: open build/site/index.html in a browser."
 
 tour: setup
 	$(BIN)/distlab tour

@@ -5,7 +5,7 @@ bitwise equal to the uninterrupted one, whichever way its gradients are averaged
 newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
 where in the code they fall differs each time.
 
-    python benchmarks/checkpoint.py            # 6 x 100 kills of training, 200 while saving: minutes
+    python benchmarks/checkpoint.py            # 7 x 100 kills of training, 200 while saving: minutes
     python benchmarks/checkpoint.py --quick
 """
 
@@ -37,9 +37,10 @@ from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
 from distlab.gradient_hook import GradientHook
+from distlab.hybrid import Hybrid
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
-from distlab.plan import one_f_one_b
+from distlab.plan import Plan, one_f_one_b
 from distlab.plan.compression import Compression
 from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
@@ -54,6 +55,7 @@ WAYS = {
     "fsdp": "reduced to shards by FullyShard, which each rank saves for itself",
     "zero-2": "reduced to shards by ShardedOptimizer, stage 2",
     "pipeline": "of a pipeline's stages, which each rank saves for itself",
+    "tensor": "of layers cut over the ranks, which each rank saves for itself",
 }
 
 
@@ -73,6 +75,8 @@ def prepare(way: str, module: GPT) -> Way:
     """Shard, replicate or split a module, and give it an optimizer."""
     if way == "pipeline":
         return split()
+    if way == "tensor":
+        return cut(module)
     model: Any = module
     close: Callable[[], None] = _nothing
     if way == "fsdp":
@@ -114,6 +118,13 @@ def split() -> Way:
         optimizer.step()
 
     return Way(step, pipeline.close, {"both": StageState(own, optimizer)})
+
+
+def cut(module: GPT) -> Way:
+    """Cut each layer of the model over all ranks."""
+    hybrid = Hybrid(module, Plan(tensor=dist.get_world_size()), adamw)
+    corpus = ByteCorpus(python_documentation(), CONFIG.context)
+    return Way(lambda number: hybrid.train_step(*corpus.batch(number, 6)), hybrid.close, {"both": hybrid})
 
 
 def kill_after(seconds: float) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from distlab.comm.command import put_on_path
+from distlab.comm.launch import fork_client
 from distlab.comm.launch.fork_client import shut_down
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 MARK = "DISTLAB_TEST_RUN"
+# What ranks of tests import. Loaded where they are forked, it takes its second once, not in each of a thousand ranks.
+TECHNIQUES = (
+    *(f"distlab.{name}" for name in ("checkpoint", "collectives", "compression", "context_parallel", "data_parallel")),
+    *(f"distlab.{name}" for name in ("data", "elastic", "expert_parallel", "hybrid", "large_batch", "models")),
+    *(f"distlab.{name}" for name in ("pipeline", "profile", "sharding", "tensor_parallel")),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+)
 put_on_path()  # messages write commands as they are where the lessons are read
 
 
@@ -51,22 +59,35 @@ def marked_processes(value: str) -> list[psutil.Process]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
-    """Whatever the tests start has gone 5 seconds after the last one."""
+    """Whatever the tests start goes after the last one."""
     value = os.environ[MARK] = uuid.uuid4().hex
     yield
     shut_down()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := marked_processes(value)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --backend shared, skip what is about gloo itself."""
+    """Mark what `soak_where` names; with --backend shared, skip what is about gloo itself."""
+    for item in items:
+        for mark in item.iter_markers("soak_where"):
+            given = item.callspec.params  # type: ignore[attr-defined]
+            if all(given[name] in values for name, values in mark.kwargs.items()):
+                item.add_marker(pytest.mark.soak)
     if config.getoption("--backend") == "shared":
         for item in items:
             if (mark := item.get_closest_marker("gloo")) is not None:
                 item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loaded_once(no_process_left: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_client, "PRELOAD", (*fork_client.PRELOAD, *TECHNIQUES))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,8 +72,12 @@ def many(num, seed, every):
     ("world_size", "num", "every"),
     [(3, 40, 3), (4, 20, 50), pytest.param(3, 200, 3, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
 )
-def test_each_flipped_bit_is_found_with_its_rank_its_step_and_its_tensor(ranks, world_size, num, every):
+def test_each_flipped_bit_is_found_with_its_rank_its_step_and_its_tensor(
+    ranks, world_size, num, every, record_property
+):
     results = ranks(world_size).run(many, num, world_size, every)
+    record_property("tried", num)
+    record_property("held", num - len(results[0]))
     assert results == [[]] * world_size
 
 

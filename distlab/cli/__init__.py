@@ -14,6 +14,7 @@ import distlab
 from distlab.cli import (
     bench,
     calibrate,
+    capstone,
     check,
     cost,
     doctor,
@@ -47,6 +48,7 @@ COMMANDS = {
     "lab": lab,
     "lesson": lesson,
     "check": check,
+    "capstone": capstone,
     "release": release,
     "grade": grade,
     "where": where,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from distlab.comm import RankError, run
+from distlab.comm import Nodes, RankError, run
+from distlab.comm.launch.launch import Watching
 
 
 def run_elastic(
@@ -22,7 +23,8 @@ def run_elastic(
     max_restarts: int = 3,
     timeout_s: float = 600.0,
     backend: str | None = None,
-    echo: bool = True,
+    nodes: Nodes | int = 1,
+    **watching: Unpack[Watching],
 ) -> list[Any]:
     """Call fn(*args) on ranks as `distlab.comm.run` does, and again on new ranks when it fails.
 
@@ -35,7 +37,8 @@ def run_elastic(
         max_restarts: starts after the first one.
         timeout_s: how long one start may take; ranks that hang are ended then.
         backend: as of `run`.
-        echo: whether what ranks print is shown.
+        nodes: as of `run`.
+        watching: as of `run`.
 
     Returns:
         What each rank of the last start returned.
@@ -49,7 +52,7 @@ def run_elastic(
     for start in itertools.count():
         num_ranks = world_size(start) if callable(world_size) else world_size
         try:
-            return run(fn, num_ranks, args=args, timeout_s=timeout_s, backend=backend, echo=echo)
+            return run(fn, num_ranks, args=args, timeout_s=timeout_s, backend=backend, nodes=nodes, **watching)
         except RankError as error:
             refused = bool(error.failures) and error.failures[0].summary.startswith("raised ValueError")
             if refused or start >= max_restarts:

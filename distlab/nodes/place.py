@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distlab.nodes.wire import Wire
+from distlab.nodes.wire import Wire, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,13 @@ class Place:
         """The group's ranks in the node of this rank, itself too."""
         me = set(self.row)
         return next(numbers for numbers in self.nodes if me <= set(numbers))
+
+    def bytes_out(self, op: str, num_bytes: int) -> int:
+        """Return the bytes that this rank sends to other nodes for a collective, as `wire.ring_bytes` counts them.
+
+        Args:
+            op: plain name of the call ("all_reduce", ...).
+            num_bytes: payload that the rank hands to the call.
+        """
+        is_shared = op in ("all_reduce", "reduce_scatter")  # the ranks of a node add up first, each its part
+        return ring_bytes(op, num_bytes // len(self.row) if is_shared else num_bytes, len(self.nodes))

@@ -12,6 +12,7 @@ import threading
 import time
 
 from distlab.comm.command import put_on_path
+from distlab.comm.launch.forkserver import children, kill_group
 
 GRACE_S = 3.0
 
@@ -30,11 +31,13 @@ def main() -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Read until the parent is gone; then end kindly, and after a grace in any case."""
+    """Read until the parent is gone; then end kindly, and after a grace in any case, with every kernel and terminal."""
     while os.read(lifeline, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
+    for child in children():
+        kill_group(child)  # a kernel that is starting or stopped would not see that its parent is gone
     os._exit(1)
 
 

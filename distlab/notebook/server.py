@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ HOST = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 8888, 20
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 3.5
+KERNEL_STOP_S = 1.6  # one that is starting hears no request: SIGTERM after half of it, SIGKILL at its end
 SETTINGS = ".jupyter"
 # JupyterLab breaks a long line of an output in the middle of a word; here it breaks between words where it can.
 STYLE = "body .jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }\n"
@@ -66,16 +66,14 @@ class Server:
 
     def stop(self) -> None:
         """End the server, and with it kernels and ranks, within five seconds."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
         if self._lifeline is not None:
-            os.close(self._lifeline)
+            os.close(self._lifeline)  # it ends by itself, in any case before the timeout
             self._lifeline = None
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> Server:
         return self
@@ -139,6 +137,7 @@ def _options(work: Path, port: int) -> list[str]:
         "--ServerApp.allow_root=True",
         "--ServerApp.allow_remote_access=False",
         "--ServerApp.open_browser=False",
+        f"--KernelManager.shutdown_wait_time={KERNEL_STOP_S}",
         "--ServerApp.kernel_websocket_connection_class=distlab.notebook.websocket.PromptConnection",
         "--IdentityProvider.hashed_password=",
         f"--ServerApp.terminado_settings={{'shell_command': {_shell(work)!r}}}",

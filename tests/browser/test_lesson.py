@@ -86,11 +86,11 @@ def move_panel(page):
     slider.focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=20_000)
+    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=60_000)
     page.wait_for_timeout(1000)
     source = image.get_attribute("src")
     page.mouse.click(track["x"] + 0.7 * track["width"], track["y"] + track["height"] / 2)
-    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=20_000)
+    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=60_000)
 
 
 def move_timeline(page, canvas):
@@ -100,7 +100,7 @@ def move_timeline(page, canvas):
         before = canvas.evaluate("(canvas) => [canvas.dataset.view, canvas.toDataURL()]")
         act(page, canvas)
         other = "([canvas, [view, pixels]]) => canvas.dataset.view !== view && canvas.toDataURL() !== pixels"
-        page.wait_for_function(other, arg=[canvas.element_handle(), before], timeout=20_000)
+        page.wait_for_function(other, arg=[canvas.element_handle(), before], timeout=60_000)
 
 
 def zoom_in(page, canvas):

@@ -29,7 +29,7 @@ def test_a_slider_with_options_reads_out_its_option(notebook):
     for key, option in (("ArrowLeft", "4"), ("ArrowRight", "8")):
         page.keyboard.press(key)
         read = "([slider, option]) => slider.getAttribute('aria-valuetext') === option"
-        page.wait_for_function(read, arg=[slider.element_handle(), option], timeout=20_000)
+        page.wait_for_function(read, arg=[slider.element_handle(), option], timeout=60_000)
         assert slider.get_attribute("aria-valuenow") != f"{option}.0", "the option's place among all"
 
 

@@ -46,7 +46,7 @@ def picture(page, place):
 def canvas(page, place):
     found = page.locator(".distlab-timeline canvas").nth(place)
     found.scroll_into_view_if_needed()
-    page.wait_for_function("(canvas) => canvas.dataset.sharp === 'true'", arg=found.element_handle(), timeout=20_000)
+    page.wait_for_function("(canvas) => canvas.dataset.sharp === 'true'", arg=found.element_handle(), timeout=60_000)
     return found
 
 
@@ -63,7 +63,7 @@ def after(page, found, act):
     before = found.evaluate("(canvas) => canvas.dataset.view")
     act()
     ready = "([canvas, before]) => canvas.dataset.view !== before && canvas.dataset.sharp === 'true'"
-    page.wait_for_function(ready, arg=[found.element_handle(), before], timeout=20_000)
+    page.wait_for_function(ready, arg=[found.element_handle(), before], timeout=60_000)
     return view(found), pixels(found)
 
 
@@ -71,7 +71,7 @@ def next_source(page, image, act):
     before = image.get_attribute("src")
     act()
     changed = "([image, before]) => image.src !== before && image.complete && image.naturalWidth > 0"
-    page.wait_for_function(changed, arg=[image.element_handle(), before], timeout=20_000)
+    page.wait_for_function(changed, arg=[image.element_handle(), before], timeout=60_000)
     return image.get_attribute("src")
 
 
@@ -107,7 +107,7 @@ def test_fast_moves_draw_the_newest_value_only(notebook):
     for _ in range(20):
         page.keyboard.press("ArrowRight")
     line = picture(page, 1).locator("figcaption").element_handle()
-    page.wait_for_function("(line) => line.textContent === 'size 20'", arg=line, timeout=30_000)
+    page.wait_for_function("(line) => line.textContent === 'size 20'", arg=line, timeout=60_000)
     drawn = notebook.execute("print(*drawn)").split()
     assert (drawn[0], drawn[-1]) == ("0", "20")
     assert len(drawn) < 16, f"20 key presses drew {len(drawn)} pictures: {drawn}"
@@ -235,9 +235,9 @@ def test_colours_that_arrive_after_the_name_of_their_theme_are_drawn(notebook):
     data = "new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)"
     magenta = f"{data}.includes(0xffff00ff)"
     late = page.add_style_tag(content=".distlab-timeline { --jp-content-font-color1: #f0f; }")
-    page.wait_for_function(f"(canvas) => {magenta}", arg=found.element_handle(), timeout=20_000)
+    page.wait_for_function(f"(canvas) => {magenta}", arg=found.element_handle(), timeout=60_000)
     late.evaluate("(style) => style.remove()")
-    page.wait_for_function(f"(canvas) => !{magenta}", arg=found.element_handle(), timeout=20_000)
+    page.wait_for_function(f"(canvas) => !{magenta}", arg=found.element_handle(), timeout=60_000)
 
 
 def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook, shots):
@@ -286,6 +286,7 @@ def test_a_degree_changes_the_picture_and_its_text(notebook, shots):
     assert "tensor (8) = 64 ranks" in line.inner_text()
 
 
+@pytest.mark.soak
 def test_speeds_are_printed_and_far_from_unbearable(notebook, capsys):
     before = speed.slowdown(notebook)
     measures = (speed.measure, speed.measure_schedules, speed.measure_degrees)

@@ -154,6 +154,7 @@ def compare_one(folder, make):
     return contents, resumed.step, resumed.data_position
 
 
+@pytest.mark.soak_where(world_size=(1, 3))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_saved_is_the_state_when_save_was_called(ranks, tmp_path, world_size):
     for found in ranks(world_size).run(compare, tmp_path):
@@ -178,7 +179,7 @@ class Live:
 
 def test_what_a_part_goes_on_to_change_is_saved_as_it_was(tmp_path, monkeypatch):
     go_on, write = threading.Event(), asynchronous.write
-    monkeypatch.setattr(asynchronous, "write", lambda *arguments: go_on.wait(20) and write(*arguments))
+    monkeypatch.setattr(asynchronous, "write", lambda *arguments: go_on.wait(60) and write(*arguments))
     part, small = Live(), torch.zeros(3)
     part.history.append(small)
     with AsyncSaves(tmp_path) as saves:
@@ -198,8 +199,8 @@ def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, monkeyp
     write = asynchronous.write
 
     def slow(*arguments):
-        begun.append(time.perf_counter())
-        assert go_on.wait(20)
+        begun.append(newest(tmp_path))
+        assert go_on.wait(60)
         return write(*arguments)
 
     monkeypatch.setattr(asynchronous, "write", slow)
@@ -209,9 +210,8 @@ def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, monkeyp
     assert newest(tmp_path) is None
     threading.Timer(0.3, go_on.set).start()
     saves.save(2, parts={"model": model_of(2)})
-    assert begun[1] - begun[0] > 0.25
-    assert newest(tmp_path).step == 1, "complete before the second began"
     saves.close()
+    assert [one and one.step for one in begun] == [None, 1], "the first is complete before the second begins"
     assert newest(tmp_path).step == 2
     assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000002"]
     assert threading.active_count() <= before + 1, "the timer at most"
@@ -277,7 +277,7 @@ def test_who_changes_weights_by_hand_is_told_and_nothing_torn_is_published(tmp_p
     finish, go_on = snapshot.Snapshot.finish, threading.Event()
 
     def late(self):
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         finish(self)
 
     monkeypatch.setattr(snapshot.Snapshot, "finish", late)
@@ -303,16 +303,17 @@ def test_training_that_raises_leaves_no_thread_no_hook_and_the_one_before(ranks,
             saves.save(1, parts={"model": model_of(1)})
             saves.wait()
             if dist.get_rank() == 1:  # its file never comes, so rank 0's thread waits
-                asynchronous.write, write = lambda *_: time.sleep(0.1), asynchronous.write
+                asynchronous.write = lambda *_: None
             saves.save(2, parts={"model": model_of(2)})
-            if dist.get_rank() == 1:
-                asynchronous.write = write
             raise ZeroDivisionError
 
     def fail():
-        before = threading.active_count(), len(_global_optimizer_pre_hooks)
-        with pytest.raises(ZeroDivisionError):
-            train()
+        before, write = (threading.active_count(), len(_global_optimizer_pre_hooks)), asynchronous.write
+        try:
+            with pytest.raises(ZeroDivisionError):
+                train()
+        finally:
+            asynchronous.write = write
         return before == (threading.active_count(), len(_global_optimizer_pre_hooks))
 
     assert ranks(2).run(fail) == [True, True]
@@ -344,7 +345,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("power_fails", [False, True])
-def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails):
+def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
     stop_at, outcomes, finished = 0, set(), False
     while not finished:
         stop_at += 1
@@ -371,6 +372,7 @@ def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monke
         module = model_of(0)
         assert load(directory, parts={"model": module}).step == found.step
         assert all(bool((parameter == found.step).all()) for parameter in module.parameters())
+    record_property("tried", stop_at)
     assert stop_at > 15
     assert outcomes == {2, 3}
 
@@ -395,7 +397,10 @@ def save_for_ever(directory, victim, delay_s):
 
 
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 6), (2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
-def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(ranks, tmp_path, world_size, kills):
+def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(
+    ranks, tmp_path, world_size, kills, record_property
+):
+    record_property("tried", kills)
     chance = random.Random(world_size)
     for _ in range(kills):
         with pytest.raises(RankError) as caught:

@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -260,7 +262,7 @@ def test_a_link_to_a_checkpoint_is_read_and_pruning_leaves_its_target(tmp_path):
     assert len(os.listdir(tmp_path / "archive")) == 3
 
 
-def test_cut_off_while_deleting_the_newest_complete_one_is_there(tmp_path, monkeypatch):
+def test_cut_off_while_deleting_the_newest_complete_one_is_there(tmp_path, monkeypatch, record_property):
     """Keep one of many: at each operation of the deletions, and with power lost there."""
     stop_at, finished, cut_while_deleting = 0, False, 0
     while not finished:
@@ -284,6 +286,7 @@ def test_cut_off_while_deleting_the_newest_complete_one_is_there(tmp_path, monke
         assert found.step in ((4,) if finished else (3, 4))
         save(directory, 5, parts={"model": model_of(5)}, keep=1)
         assert os.listdir(directory) == ["step-0000000005"]
+    record_property("tried", stop_at)
     assert cut_while_deleting > 9
 
 
@@ -306,3 +309,61 @@ def test_a_world_size_that_no_rule_covers_is_refused_on_every_rank(ranks, tmp_pa
     assert "this job has 3; resume with 2, or pass reshard=True" in results[0][0]
     assert "resume with 2 ranks and the same schedule" in results[0][1]
     assert len({told[1] for told in results}) == 1
+
+
+ON_A_DISK_OF_ITS_OWN = """
+import json, os, subprocess, sys
+import torch
+from distlab.checkpoint import AsyncSaves, CheckpointError, load, save
+from distlab.comm import run
+
+def beside(folder, step, parts):
+    saves = AsyncSaves(folder)
+    saves.save(step, parts=parts)
+    saves.wait()
+
+def refused(folder, way, parts):
+    try:
+        way(folder, 2, parts=parts)
+    except CheckpointError as error:
+        return str(error)
+
+def work(folder, is_full):
+    small, large = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(500_000)  # 4 MB of buffers on each rank
+    if is_full:
+        save(folder, 1, parts={"model": small})
+        return [refused(folder, way, {"model": large}) for way in (save, beside)]
+    texts = [refused(folder, way, {"model": small}) for way in (save, beside)]
+    return [*texts, load(folder, parts={"model": small}).step]
+
+disk = sys.argv[1]
+mount = lambda *words: subprocess.run(["mount", *words, disk], check=True)
+mount("-t", "tmpfs", "-o", "size=2M", "none")
+said = {"full": run(work, 2, args=(disk + "/run", True), echo=False)}
+mount("-o", "remount,ro")
+said["read-only"] = run(work, 2, args=(disk + "/run", False), echo=False)
+said["left"] = sorted(os.listdir(disk + "/run"))
+print(json.dumps(said))
+"""
+
+
+def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path):
+    """A real disk of 2 MB, which only this script sees."""
+    apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no program mount a disk that others do not see")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "script.py").write_text(ON_A_DISK_OF_ITS_OWN)
+    command = [*apart, sys.executable, str(tmp_path / "script.py"), str(tmp_path / "disk")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    for kind, words in (("full", "No space left on device"), ("read-only", "Read-only file system")):
+        one, other = said[kind]
+        assert one == other, "the same on every rank"
+        for text in one[:2]:
+            assert words in text
+            assert text.startswith("cannot save step 2 in ")
+            assert "\n" not in text
+    assert said["read-only"][0][2] == 1
+    assert said["left"] == ["step-0000000001"]

@@ -93,7 +93,7 @@ def model_of(value):
 
 
 @pytest.mark.parametrize("power_fails", [False, True])
-def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails):
+def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
     stop_at, outcomes, finished = 0, set(), False
     while not finished:
         stop_at += 1
@@ -121,6 +121,7 @@ def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monke
         save(directory, 4, parts={"model": model_of(4)}, keep=2)  # and the run goes on
         assert newest(directory).step == 4
         assert sorted(os.listdir(directory))[:-1] == [f"step-{found.step:010d}"]
+    record_property("tried", stop_at)
     assert stop_at > 15
     assert outcomes == {2, 3}
 
@@ -157,8 +158,10 @@ def damaged(tmp_path):
     return newer, check
 
 
-def test_every_flipped_bit_is_found_and_named(damaged):
+def test_every_flipped_bit_is_found_and_named(damaged, record_property):
     path, check = damaged
+    record_property("tried", 1000)
+    record_property("figure", "1,000 flipped bits")
     generator = random.Random(0)
     for name in ["shared.pt", "rank-0.pt", "rank-1.pt", "manifest.json"]:
         data = (path / name).read_bytes()
@@ -171,21 +174,26 @@ def test_every_flipped_bit_is_found_and_named(damaged):
     assert newest(path.parent).path == path
 
 
-def test_every_truncation_is_found_and_named(damaged):
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.soak)])
+def test_every_truncation_is_found_and_named(damaged, stride, record_property):
     path, check = damaged
-    for name in ["shared.pt", "rank-1.pt", "manifest.json"]:
+    tried = 0
+    for name in ["shared.pt", "rank-0.pt", "rank-1.pt", "manifest.json"]:
         data = (path / name).read_bytes()
-        lengths = range(len(data)) if name == "manifest.json" else range(0, len(data), 17)
-        for length in lengths:
+        for length in range(0, len(data), stride):
             (path / name).write_bytes(data[:length])
             check("step-0000000020", name)
+            tried += 1
         (path / name).write_bytes(data + b"\n")
         check("step-0000000020", name)
         (path / name).write_bytes(data)
+    record_property("tried", tried + 4)
+    record_property("figure", f"{tried:,} truncations" + " (all)" * (stride == 1))
 
 
-def test_missing_and_swapped_files_are_found_and_named(damaged):
+def test_missing_and_swapped_files_are_found_and_named(damaged, record_property):
     path, check = damaged
+    record_property("tried", 5)
     for name in ["shared.pt", "rank-0.pt", "rank-1.pt", "manifest.json"]:
         (path / name).rename(path / "elsewhere")
         check(name, "cannot be read")

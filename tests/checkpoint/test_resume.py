@@ -138,6 +138,7 @@ def half(directory, **how):
 
 
 @pytest.mark.equality("checkpoint")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size):
     """A run that is resumed at its last checkpoint but one repeats its own end, the memory of a hook included."""
@@ -252,22 +253,28 @@ def save_and_die(directory, step, victim, stop_at):
     return module.weight[0, 0].item()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(ranks, tmp_path, victim):
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    [(2, 0), (2, 1), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((1, 0), (4, 0), (4, 1), (4, 2), (4, 3)))],
+)
+def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(
+    ranks, tmp_path, world_size, victim, record_property
+):
     stop_at, outcomes, finished = 0, set(), False
     while not finished:
         stop_at += 1
         directory = tmp_path / str(stop_at)
-        ranks(2).run(save_and_die, directory, 1, None, 0)
+        ranks(world_size).run(save_and_die, directory, 1, None, 0)
         try:
-            ranks(2).run(save_and_die, directory, 2, victim, stop_at)
+            ranks(world_size).run(save_and_die, directory, 2, victim, stop_at)
             finished = True
         except RankError as error:
             require_kill(error)
         found = newest(directory)
         assert found.step in ((2,) if finished else (1, 2))
-        assert found.world_size == 2
+        assert found.world_size == world_size
         outcomes.add(found.step)
+    record_property("tried", stop_at)
     assert outcomes == {1, 2}
 
 

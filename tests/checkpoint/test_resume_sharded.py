@@ -107,6 +107,7 @@ MANY, FEW = list(OPTIONS), ["as it is", "ZeRO-2"]
 
 
 @pytest.mark.equality("checkpoint")
+@pytest.mark.soak_where(world_size=(1, 4))
 @pytest.mark.parametrize(("world_size", "names"), [(1, FEW), (2, MANY), (3, FEW), (4, FEW)])
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size, names):
     """A run that is resumed at its last checkpoint but one repeats its own end."""

@@ -1,13 +1,31 @@
-"""The long proof: 600 kills of training, 100 a way, and 200 while saving, as the benchmark counts them."""
+"""The long proofs: 20 kills of each way of training, and 200 while saving. benchmarks/checkpoint.py makes 100 a way."""
 
+import sys
+
+import checkpoint  # benchmarks/checkpoint.py
+import cloudpickle
 import pytest
 
-from distlab.cli.bench import load_rows
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_every_killed_run_ends_with_the_same_bits_and_no_checkpoint_is_lost():
-    rows = list(load_rows("checkpoint"))
-    assert len(rows) == 8
-    assert all(row.holds for row in rows), rows
+@pytest.fixture(autouse=True)
+def _ranks_get_the_benchmark_by_value():
+    cloudpickle.register_pickle_by_value(sys.modules["checkpoint"])
+
+
+@pytest.mark.parametrize("way", checkpoint.WAYS)
+def test_every_killed_run_ends_with_the_same_bits(way, record_property):
+    wrong, _, kills = checkpoint.count_wrong_endings(20, 2, way)
+    record_property("tried", kills)
+    record_property("figure", way)
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_no_kill_while_saving_loses_a_checkpoint(world_size, record_property):
+    lost = checkpoint.count_lost_checkpoints(100, world_size)
+    record_property("tried", 100)
+    record_property("held", 100 - lost)
+    record_property("figure", f"100 kills of {world_size} rank{'s' * (world_size > 1)}")
+    assert lost == 0

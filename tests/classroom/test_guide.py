@@ -32,3 +32,8 @@ def test_faults_that_it_warns_of_are_of_exercises_that_exist():
     named = re.findall(r"\b(\d\d\.[a-z_0-9]+)\b", GUIDE.split("## What students get wrong")[1].split("\n## ")[0])
     assert named
     assert [name for name in named if f"| {name} |" not in faults] == []
+
+
+def test_it_says_that_limits_are_no_security_boundary():
+    assert "under limits that stop accidents, not attackers" in GUIDE
+    assert "Grade work that you do not trust in a container." in GUIDE

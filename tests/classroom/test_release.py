@@ -63,8 +63,6 @@ shift = load_lesson("01").exercise("01.shift")
 print(shift.vary, shift.mutants != ())
 print(examine(shift, reference_of(shift), worlds=(1, 2)))
 print(examine(shift, lambda tensor: tensor.clone(), worlds=(2,)))
-for _ in range(3):
-    examine(shift, lambda tensor: tensor)
 from distlab.grading import progress
 progress._remembered.exercises["01.shift"] = progress.Entry(failed=3, hints=3)
 print(repr(solution("01.shift")))

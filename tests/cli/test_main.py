@@ -172,7 +172,7 @@ def test_doctor_finds_what_ranks_need_here(capsys):
 
 
 def test_the_console_script_is_installed():
-    done = subprocess.run([sys.executable, "-m", "distlab", "--version"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-m", "distlab", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("distlab ")
 
 

@@ -1,13 +1,14 @@
-"""Each fault of `_faults` is told within 5 seconds, with the lines of the ranks that have a part in it."""
+"""Each fault of `_faults` is told with the lines of the ranks that have a part in it; `make promises` says how soon."""
 
 import pytest
-from _faults import LIMIT_S, PROGRAMS, has_line, tell
+from _faults import GROUP_S, PROGRAMS, has_line, tell
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.run.__name__)
-def test_a_fault_is_told_in_time_with_ranks_and_lines(program, backend):
+def test_a_fault_is_told_with_ranks_and_lines(program, backend, record_property):
     told = tell(program, backend)
+    record_property("seconds", told.seconds)  # benchmarks/PROMISES.md has the slowest beside the limit
     assert told.text, "silence"
-    assert told.seconds <= LIMIT_S, told
+    assert told.seconds < GROUP_S, "by a wait that has timed out"
     assert [rank for rank in program.lines_of if not has_line(told, rank)] == [], told.text

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
@@ -123,13 +124,15 @@ def test_a_rank_of_nccl_is_asked_through_its_pipe_and_an_old_dump_is_not_taken_f
     assert len(ask([process])) == 0, "an earlier process wrote it"
     os.mkfifo(tmp_path / "ask_0.pipe")
 
+    end = os.open(tmp_path / "ask_0.pipe", os.O_RDONLY | os.O_NONBLOCK)  # the monitor listens before it is asked
+
     def answer():  # as torch's monitor does
-        with open(tmp_path / "ask_0.pipe", "rb") as file:
+        with open(end, "rb") as file:
+            select.select([file], [], [])
             if file.read(1) == b"1":
                 (tmp_path / "fr_0").write_bytes(pickle.dumps(dump_of(0, last=5)))
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    time.sleep(0.3)
     assert len(ask([process._replace(environment=environment | {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(pipe)})])) == 5
-    thread.join(10)
+    thread.join(60)

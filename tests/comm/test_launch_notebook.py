@@ -56,7 +56,7 @@ def odd(k):
 """
 
 
-def test_cells(notebook):
+def test_cells(notebook, tmp_path):
     assert notebook.cell(SETUP) == ("", "")
     printed, error = notebook.cell("print(run(total, 2, args=(3,)))")
     assert error == ""
@@ -72,13 +72,15 @@ def test_cells(notebook):
     assert (printed[:10], error) == ("[2.0, 2.0]", "")
     pids = eval(printed[10:])
 
-    source = "import time\nranks.run(time.sleep, 60)"
+    begun = tmp_path / "begun"
+    source = f"import time\nranks.run(lambda: (open({str(begun)!r}, 'w').close(), time.sleep(60)))"
     identity = notebook.client.execute(source, stop_on_error=False)
-    time.sleep(1)
+    while not begun.exists():
+        time.sleep(0.05)
     notebook.manager.interrupt_kernel()
-    reply = notebook.client.get_shell_msg(timeout=30)
+    reply = notebook.client.get_shell_msg(timeout=60)
     while reply["parent_header"]["msg_id"] != identity:
-        reply = notebook.client.get_shell_msg(timeout=30)
+        reply = notebook.client.get_shell_msg(timeout=60)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     for pid in pids:
         with pytest.raises(ProcessLookupError):

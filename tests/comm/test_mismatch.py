@@ -73,7 +73,7 @@ def roots(rank):
 )
 def test_a_mismatch_that_ends_at_once_is_told(fn, says):
     with (
-        Ranks(2, timeout_s=20) as ranks,
+        Ranks(2, timeout_s=60) as ranks,
         pytest.raises(RankError, match=f"(?s)ranks of group .* do not make the same call.*{says}") as caught,
     ):
         ranks.run(lambda: fn(dist.get_rank()))
@@ -102,7 +102,7 @@ def test_what_fits_passes():
         dist.all_gather_object(gathered, "a" * (1 + 30 * rank))
         return x[0].item() + again
 
-    with Ranks(2, timeout_s=20) as ranks:
+    with Ranks(2, timeout_s=60) as ranks:
         for again in range(2):
             assert ranks.run(fits, again) == [2.0 + again] * 2
 
@@ -113,7 +113,7 @@ def test_a_rank_that_the_group_lacks_is_refused():
             dist.send(torch.ones(2), dst=2)
 
     with (
-        Ranks(2, timeout_s=20) as ranks,
+        Ranks(2, timeout_s=60) as ranks,
         pytest.raises(RankError, match=r"send at .*test_mismatch.py:\d+ names rank 2: there is no such rank"),
     ):
         ranks.run(past_the_end)
@@ -136,10 +136,10 @@ def test_a_message_to_oneself_is_refused_with_the_line():
         return x[0].item()
 
     for fn, says in ((sends, "send at .* is to this rank itself"), (receives, "recv at .* is from this rank itself")):
-        with Ranks(2, timeout_s=20) as ranks, pytest.raises(RankError, match=says) as caught:
+        with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match=says) as caught:
             ranks.run(fn)
         assert re.search(r"rank 1: \w+ at .*test_mismatch.py:\d+ is .*keep the tensor", str(caught.value))
-    with Ranks(2, timeout_s=20) as ranks:
+    with Ranks(2, timeout_s=60) as ranks:
         assert ranks.run(fits) == [0.0, 0.0]
 
 

@@ -54,3 +54,13 @@ def test_a_kernel_that_is_restarted_or_killed_leaves_nothing(case):
     case.start_all()
     case.end("kill")
     assert case.leftovers() == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("launcher", "how"), [(one, how) for one, ends in launch.ENDS.items() for how in ends])
+def test_no_ending_leaves_anything(launcher, how, record_property):
+    left = launch.leftovers_after(launcher, how)
+    record_property("tried", 2 * len(launch.KINDS))  # with run and with Ranks
+    record_property("figure", f"{launcher}: {how}")
+    assert left == []

@@ -84,6 +84,7 @@ def test_records_survive_a_failure_and_closing_forgets_them():
 
 def test_interrupt_from_another_thread_ends_the_call():
     with Ranks(2) as pool:
+        pool.run(int)  # they are up before the timer runs
         timer = threading.Timer(0.5, pool.interrupt)
         timer.start()
         with pytest.raises(RankError, match="the call was interrupted") as caught:
@@ -93,13 +94,22 @@ def test_interrupt_from_another_thread_ends_the_call():
         assert pool.run(dist.get_rank) == [0, 1]
 
 
-def test_a_second_call_at_the_same_time_is_refused():
+def test_a_second_call_at_the_same_time_is_refused(tmp_path):
+    begun, go = tmp_path / "begun", tmp_path / "go"
+
+    def stay():
+        begun.touch()
+        while not go.exists():
+            time.sleep(0.02)
+
     with Ranks(1) as pool:
-        thread = threading.Thread(target=pool.run, args=(time.sleep, 1.0))
+        thread = threading.Thread(target=pool.run, args=(stay,))
         thread.start()
-        time.sleep(0.3)
+        while not begun.exists():
+            time.sleep(0.02)
         with pytest.raises(RuntimeError, match="busy with another call"):
             pool.run(os.getpid)
+        go.touch()
         thread.join()
 
 

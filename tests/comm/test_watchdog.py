@@ -304,6 +304,7 @@ def test_overwritten_rows_lead_to_no_false_claim(job, quick):
     assert verdict(job) is None
 
 
+@pytest.mark.soak
 def test_a_look_is_cheap_however_many_rows_there_are(job):
     job = job(4, slots=4096)
     watchdog = Watchdog(job.folder, 4, since_ns=0)

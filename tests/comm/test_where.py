@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def load():
 
 def train():
     x = torch.ones(4)
-    dist.all_reduce(x)
+    dist.all_reduce(x); (go.parent / f"here{dist.get_rank()}").touch()
     if dist.get_rank() == 1:
         load()
     dist.all_reduce(x)
@@ -60,7 +61,7 @@ OURS = FOREIGN.replace(
 OURS = OURS.replace("finally:\n    dist.destroy_process_group()\n", "")
 
 
-def wait_for(what, limit_s=60):
+def wait_for(what, limit_s=100):
     deadline = time.monotonic() + limit_s
     while not (found := what()):
         assert time.monotonic() < deadline
@@ -95,7 +96,7 @@ def busy(tmp_path):
         thread = threading.Thread(target=lambda: results.append(ranks.run(program, go, here)))
         thread.start()
         wait_for(here.exists)
-        time.sleep(0.3)  # the others reach their call
+        wait_for(lambda: sum(call.wait_ns > 0 for rank in (0, 2) for call in ranks.records().calls(rank)) == 2)
         yield ranks, results
         go.touch()
         thread.join()
@@ -146,13 +147,25 @@ def test_a_launcher_is_as_good_as_a_rank_and_ranks_that_wait_for_nothing_are_wel
     assert ranks(2).run(os.getpid) == list(ranks(2).pids), "they live on"
 
 
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A job of torchrun that knows nothing of distlab: (process, folder)."""
+    with job_of_torchrun(tmp_path_factory.mktemp("foreign"), FOREIGN, {}) as found:
+        yield found
+
+
 @pytest.fixture
-def foreign(tmp_path, request):
-    """A job of torchrun that knows nothing of distlab; yields (process, folder) and ends it well."""
+def with_process_group(tmp_path):
+    """A job of torchrun whose script uses distlab's process group."""
+    with job_of_torchrun(tmp_path, OURS, {"PYTHONPATH": str(Path(distlab.__file__).parents[1])}) as found:
+        yield found
+
+
+@contextmanager
+def job_of_torchrun(tmp_path, text, path):
+    """Yield (process, folder) while one rank waits for the other, and end the job well."""
     script = tmp_path / "train.py"
-    is_ours = "process_group" in request.node.name
-    script.write_text(OURS if is_ours else FOREIGN)
-    path = {"PYTHONPATH": str(Path(distlab.__file__).parents[1])} if is_ours else {}
+    script.write_text(text)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TORCH_FR_BUFFER_SIZE": "100"} | path
     flags = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     flags += ["--local-addr", "127.0.0.1"]
@@ -164,8 +177,8 @@ def foreign(tmp_path, request):
         text=True,
     )
     try:
-        wait_for((tmp_path / "late").exists)
-        time.sleep(0.3)
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("late", "here0")))
+        time.sleep(0.5)  # rank 0 reaches its next call
         yield process, tmp_path
         (tmp_path / "go").touch()
         out, _ = process.communicate(timeout=60)
@@ -206,9 +219,9 @@ def test_without_py_spy_a_foreign_rank_gets_no_signal_and_the_reader_is_told(for
     assert "py-spy is not installed: pip install 'distlab[where]'" in text
 
 
-def test_without_py_spy_ranks_of_process_group_answer_and_live_on(foreign, monkeypatch):
+def test_without_py_spy_ranks_of_process_group_answer_and_live_on(with_process_group, monkeypatch):
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
-    text = said(foreign[0].pid)
+    text = said(with_process_group[0].pid)
     assert "--- rank 1 stands here (innermost call last) ---" in text
     verdict = next(line for line in text.splitlines() if line.startswith("=> "))
     assert "rank 0 waits for rank 1 in all_reduce at " in verdict, text

@@ -91,6 +91,7 @@ def beside_torch(rank, feedback, warm):
     return max(differences)
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradients_are_those_of_torchs_hook(ranks, world_size):
     def all_settings():
@@ -123,6 +124,7 @@ def train(hook, optimizer_name):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_at_full_rank_equal_one_process(ranks, world_size):
     def body():

@@ -48,6 +48,7 @@ def run_steps(hook, steps, dtype=torch.float32, first=0, num_buckets=2):
     return [bucket.buffer.clone() for bucket in buckets]
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_claims_hold_on_any_number_of_ranks(ranks, world_size):
     def body():

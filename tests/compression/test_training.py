@@ -79,6 +79,7 @@ def flat(replica):
 
 
 @pytest.mark.equality("compression")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_hook_that_sends_everything_equals_one_process(ranks, world_size):
     def run():

@@ -110,6 +110,7 @@ def averaged():
 
 
 @pytest.mark.equality("context_parallel")
+@pytest.mark.soak_where(world_size=(1, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     config = config_for(world_size)

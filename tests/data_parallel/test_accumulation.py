@@ -117,6 +117,7 @@ CASES = [
 
 
 @pytest.mark.equality("data_parallel")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_clipped_updates_from_unequal_micro_batches_equal_one_process(ranks, world_size):
     results = ranks(world_size).run(lambda: [train(*case) for case in CASES])

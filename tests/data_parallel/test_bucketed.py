@@ -350,7 +350,7 @@ def test_communication_starts_before_backward_ends(ranks):
             store.add(key, 1)
             while store.add(key, 0) < 2:
                 time.sleep(0.001)
-            time.sleep(0.1)
+            time.sleep(0.5)
             return gradient
 
     def train():

@@ -56,6 +56,7 @@ def three_steps(case, layer, part):
     return found
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_forward_backward_and_running_statistics_equal_one_process(ranks, world_size):
     sizes = PARTS[world_size]

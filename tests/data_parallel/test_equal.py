@@ -80,6 +80,7 @@ def alone():
 
 
 @pytest.mark.equality("data_parallel")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
     results = ranks(world_size).run(train, WAYS, torch.float64, "sgd")

@@ -30,6 +30,7 @@ def restarted(folder, world_size=2, **changes):
     return results[0], [str(one.message) for one in caught if "starting anew" in str(one.message)]
 
 
+@pytest.mark.soak_where(optimizer=["sgd"])
 @pytest.mark.parametrize(("optimizer", "beside"), [("sgd", False), ("adam", True)])
 def test_killed_ranks_start_anew_and_the_final_bits_are_the_same(ranks, tmp_path, optimizer, beside):
     expected = ranks(3).run(lambda: train(tmp_path / "whole", optimizer=optimizer))[0]
@@ -42,6 +43,7 @@ def test_killed_ranks_start_anew_and_the_final_bits_are_the_same(ranks, tmp_path
     assert used(tmp_path / "killed") == dict.fromkeys(range(101), 4)
 
 
+@pytest.mark.soak_where(optimizer=["adam"])
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-10), ("adam", 1e-8)])
 def test_on_more_and_fewer_ranks_the_run_that_keeps_its_batch_ends_with_the_same_numbers(
     ranks, tmp_path, optimizer, bound

@@ -242,8 +242,10 @@ ENDINGS = {
 
 @pytest.mark.parametrize("line", ENDINGS)
 def test_every_end_of_an_import_has_a_verdict(
-    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str], own_fork_server: None
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
+    if "getppid" in line:
+        request.getfixturevalue("own_fork_server")
     file = tmp_path / "answers.py"
     file.write_text(f"import os\n{line}\n")
     assert main(["check", "03.buckets", "--impl", str(file)]) == 1

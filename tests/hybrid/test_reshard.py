@@ -67,6 +67,7 @@ def go_on(folder, plan, options, *, reshard=True):
 
 
 @pytest.mark.equality("hybrid")
+@pytest.mark.soak_where(before=("tensor 2 x pipeline 2", "ZeRO-2 2 x pipeline 2", "one rank", "expert 2 x pipeline 2"))
 @pytest.mark.parametrize(("before", "after", "options"), PAIRS)
 def test_another_plan_goes_on_as_one_process(ranks, tmp_path, before, after, options):
     middle, _, _ = train_alone("adam", steps=2, **options)

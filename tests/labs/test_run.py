@@ -36,6 +36,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.soak_where(number=("02",), num_ranks=(2,))
 @pytest.mark.parametrize(("number", "num_ranks"), CASES)
 def test_a_lab_states_right_facts(lab, number, num_ranks):
     found = facts(lab(number, num_ranks, "--json", calibrated=True))

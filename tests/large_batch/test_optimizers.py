@@ -61,6 +61,7 @@ def train_all():
 
 
 @pytest.mark.equality("large_batch")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     alone = train_all()

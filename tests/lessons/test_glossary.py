@@ -11,7 +11,7 @@ from distlab.notebook.copies import make_copies
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 ENTRIES = re.findall(r"^### (.+)\n\nLesson ([\d, ]+)\. \S", (LESSONS / "GLOSSARY.md").read_text(), re.M)
 LINK = re.compile(r"\]\(\.\./GLOSSARY\.md(?:#([^)]*))?\)")
-LINKED = (*(f"{number:02}" for number in range(1, 12)), "15")  # the lessons that link each of their words once
+LINKED = (*(f"{number:02}" for number in range(1, 14)), "15")  # the lessons that link each of their words once
 
 
 def text_of(number):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
-WITH_PICTURES = (*(f"{number:02}" for number in range(1, 12)), "15")
+WITH_PICTURES = (*(f"{number:02}" for number in range(1, 14)), "15")
 FIRST_PICTURE = 6  # the cell, counted from 1, in which the first picture stands at the latest
 MOST_WITHOUT = 15
 

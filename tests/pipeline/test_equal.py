@@ -135,6 +135,7 @@ def difference(one, other):
 
 
 @pytest.mark.equality("pipeline")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_schedule_equals_one_process_and_its_plan(ranks, world_size):
     oracles = {name: one_process(world_size, name) for name in OPTIMIZERS}

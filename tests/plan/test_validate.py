@@ -393,8 +393,12 @@ def test_grid_refuses_a_fault_outside(fault):
         text_grid(gpipe(2, 2), fault)
 
 
+def test_a_big_schedule_is_checked():
+    assert validate(one_f_one_b(64, 1024)).longest_chain == 2 * (1024 + 63)
+
+
+@pytest.mark.soak
 def test_a_big_schedule_is_checked_at_once():
     start = time.process_time()  # other programs do not count
-    report = validate(one_f_one_b(64, 1024))
+    validate(one_f_one_b(64, 1024))
     assert time.process_time() - start < 2
-    assert report.longest_chain == 2 * (1024 + 63)

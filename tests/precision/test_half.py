@@ -29,6 +29,7 @@ def summed(sizes, dtype, op):
 
 
 @pytest.mark.equality("precision")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(ranks, world_size):
     sizes = [1, 2, 7, 1000]

@@ -76,6 +76,7 @@ def alone():
 
 
 @pytest.mark.equality("precision")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_skip_together_and_equal_one_process(ranks, alone, world_size):
     results = ranks(world_size).run(train_scaled, make_sgd, torch.float32, 0.5)

@@ -83,6 +83,7 @@ def build():
     return found
 
 
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_same_bits_as_built_whole(ranks, world_size):
     for found in ranks(world_size).run(build):

@@ -112,6 +112,7 @@ def alone():
 
 
 @pytest.mark.equality("zero")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, alone, world_size):
     cases = BY_ELEMENT + BY_TENSOR if world_size == 3 else BY_ELEMENT + BY_TENSOR[:1]

@@ -121,7 +121,7 @@ def test_gathers_start_one_unit_ahead_and_arrive_while_it_computes(ranks):
         def wait_for_the_next(index):
             if prefetch and index < 3:  # what the other rank has is not zero
                 others = model.units[index + 1]._full.chunk(2)[1 - dist.get_rank()]
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + 60
                 while not (done := bool(others[:8].all())) and time.monotonic() < deadline:
                     time.sleep(0.001)
                 arrived.append(done)

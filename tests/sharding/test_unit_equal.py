@@ -113,10 +113,11 @@ def alone(dtype, optimizer_name, **options):
 
 
 @pytest.mark.equality("fully_shard")
+@pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, world_size):
     def both():
-        ways = list(WAYS) if dist.get_world_size() == 2 else ["default", "whole until backward", "small units"]
+        ways = list(WAYS) if dist.get_world_size() == 3 else ["default", "whole until backward", "small units"]
         return train(ways, torch.float64, "sgd"), train(["default"], torch.float64, "adam")
 
     oracles = [alone(torch.float64, name) for name in ("sgd", "adam")]

@@ -1,7 +1,5 @@
 """A unit that one rank skips, in forward or in backward: every rank names it, and none waits for the others."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,14 +37,12 @@ def test_a_block_that_one_rank_skips_is_named_on_every_rank_and_none_waits(ranks
                 texts.append(str(error))
         return texts
 
-    start = time.monotonic()
     for texts in ranks(3).run(steps):
         assert texts[0] == texts[3] == [False] * 4
         assert texts[2] == [index == skipped for index in range(4)]  # all of them skip it: nothing is wrong
         assert "ranks disagree on the units that this forward pass runs, in order" in texts[1]
         assert f'"blocks.{skipped}"' in texts[1]
         assert "rank 1 has" in texts[1]
-    assert time.monotonic() - start < 30
 
 
 class Stopping(Skipping):
@@ -88,7 +84,6 @@ def test_a_unit_that_backward_skips_on_one_rank_is_named_on_every_rank_and_none_
         model.synchronize()
         return texts, [unit.shard.grad.abs().sum().item() > 0 for unit in model.units]
 
-    start = time.monotonic()
     for texts, goes_on in ranks(3).run(steps):
         assert texts[0] == [False] * 4
         assert "ranks disagree on the units that this backward pass reaches" in texts[1]
@@ -96,4 +91,3 @@ def test_a_unit_that_backward_skips_on_one_rank_is_named_on_every_rank_and_none_
         assert texts[2] == [True, True, False, False]  # all of them stop there: nothing is wrong
         assert "ranks disagree on the units that this backward pass reaches" in texts[3]
         assert all(goes_on)
-    assert time.monotonic() - start < 30

@@ -4,6 +4,8 @@ import math
 import time
 from random import Random
 
+import numpy as np
+
 from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
 from distlab.plan.compression import METHODS, Compression
 from distlab.plan.partition import CUTS
@@ -14,7 +16,8 @@ from simulator.hardware import presets
 from simulator.plan_file import OwnDevice, OwnLink
 
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
-LONGEST_S = 20.0  # for one configuration: more counts as hanging
+MOST_RANKS_DRAWN = 64
+LONGEST_S = 60.0  # for one configuration: more counts as hanging
 
 
 def sometimes(random, often, make, otherwise=None):
@@ -120,6 +123,19 @@ def random_plan(random):
     }
 
 
+def check_trace(seed, step):
+    """See that no lane does two things at once, that what is sent is received, and that all is over at the end."""
+    trace = step.trace
+    order = np.lexsort((trace.end_ns, trace.start_ns, trace.lane, trace.rank))
+    rank, lane, start, end = (column[order] for column in (trace.rank, trace.lane, trace.start_ns, trace.end_ns))
+    same = (rank[1:] == rank[:-1]) & (lane[1:] == lane[:-1])
+    overlap = np.flatnonzero(same & (start[1:] < end[:-1]))
+    assert not len(overlap), f"seed {seed}: {trace[order[overlap[0]]]} and {trace[order[overlap[0] + 1]]}"
+    sent, received = (trace.num_bytes[trace.is_word("kind", kind)].sum() for kind in ("send", "recv"))
+    assert sent == received, f"seed {seed}: {sent} bytes sent, {received} received"
+    assert trace.end_ns.max() <= step.duration_s * 1e9 + 1, f"seed {seed}: {trace.end_ns.max()} ns, {step.duration_s} s"
+
+
 def check_configuration(seed):
     """Draw a configuration and simulate it; return whether it has a time. A ValueError of one line is an answer too."""
     random = Random(seed)
@@ -147,6 +163,8 @@ def check_configuration(seed):
     assert all(math.isfinite(figure) and figure >= 0 for figure in figures), f"seed {seed}: {figures}"
     assert step.steady_s <= step.duration_s, f"seed {seed}: {step.steady_s} in a run, {step.duration_s} alone"
     assert step.memory.max_bytes > 0, f"seed {seed}: {step.memory.max_bytes} bytes"
+    if written.plan.world_size <= MOST_RANKS_DRAWN:
+        check_trace(seed, step)
     took = time.monotonic() - began
     assert took < LONGEST_S, f"seed {seed}: {took:.0f} s for one configuration"
     return True

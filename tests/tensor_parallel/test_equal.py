@@ -115,6 +115,7 @@ def alone(ranks):
 
 
 @pytest.mark.equality("tensor_parallel")
+@pytest.mark.soak_where(world_size=(1, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process_and_repeat(ranks, alone, world_size):
     results = ranks(world_size).run(several, BY_WORLD_SIZE[world_size])

@@ -250,6 +250,7 @@ def check_autocast():
     assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.soak_where(world_size=(1, 2))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_layers_equal_those_they_were_cut_from(ranks, world_size):
     def check():

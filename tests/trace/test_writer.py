@@ -61,6 +61,7 @@ def test_threads_share_a_writer():
     assert sorted(writer.trace().microbatch.tolist()) == sorted(list(range(200)) * 4)
 
 
+@pytest.mark.soak
 def test_a_span_is_cheap():
     writer = SpanWriter(0)
     start = time.perf_counter()

@@ -51,7 +51,13 @@ def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] =
 
 
 def run_script(
-    script: str | Path, num_ranks: int, arguments: Sequence[str] = (), *, echo: Echo, limit_s: float = 600.0
+    script: str | Path,
+    num_ranks: int,
+    arguments: Sequence[str] = (),
+    *,
+    echo: Echo,
+    limit_s: float = 600.0,
+    max_restarts: int = 0,
 ) -> int:
     """Run a script on ranks of this machine and return 0, or 1 when its ranks said themselves what is wrong.
 
@@ -61,6 +67,7 @@ def run_script(
         arguments: its own arguments.
         echo: called with (rank, line) for each line of output, in this thread; rank None is torchrun's own output.
         limit_s: after this everything is killed.
+        max_restarts: how often all ranks are started anew when one has failed.
 
     Raises:
         RankError: a rank failed; the text begins with the root cause.
@@ -72,7 +79,8 @@ def run_script(
         raise ValueError(f"there is no script {script}; pass the path of a Python file")
     with tempfile.TemporaryDirectory(prefix="distlab-torchrun-") as folder, _terminable():
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
-        flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+        flags += ["--rdzv-endpoint", f"{folder}/rendezvous", "--rdzv-conf", "store_type=file"]
+        flags += ["--local-addr", "127.0.0.1", "--max-restarts", str(max_restarts)]
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
         agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
@@ -125,6 +133,7 @@ def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
     root = str(Path(__file__).resolve().parents[3])  # the agent finds this very distlab, whatever is installed
     path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
@@ -247,20 +256,13 @@ def launcher_folder() -> Path | None:
 
 
 def record_failure(error: BaseException, stack: str = "") -> bool:
-    """Write an exception where torchrun, and `run_script`, look for the reason that a rank failed.
-
-    Returns:
-        Whether a launcher will read it. A script that was not started by torchrun must report its error itself.
-    """
+    """Write an exception where torchrun and `run_script` look for it; return whether there is such a launcher."""
     folder = launcher_folder()
     if folder is None:
         return False
     text = f"{type(error).__name__}: {error}"
-    more = {
-        "py_callstack": stack if text in stack else f"{text}\n{stack}",
-        "timestamp": str(int(time.time())),
-        "stack": stack,
-    }
+    whole = stack if text in stack else f"{text}\n{stack}"
+    more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
     fresh = folder / f"{_ERROR}.new"  # torchrun itself ends where it meets half a file of a rank that was killed
     fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     fresh.replace(folder / _ERROR)

@@ -117,6 +117,7 @@ def test_counts_must_be_whole():
         gpipe(2, 2.5)
 
 
+@pytest.mark.soak
 def test_a_big_schedule_is_planned_at_once():
     start = time.process_time()  # other programs do not count
     schedule = one_f_one_b(64, 1024)

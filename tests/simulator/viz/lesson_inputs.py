@@ -229,4 +229,4 @@ def given_11() -> dict[str, Any]:
     return {"overlay": overlay_of_plan(Plan(context=2), 2)}
 
 
-INPUTS = {f"{number:02}": globals().get(f"given_{number:02}", dict) for number in range(1, 12)}
+INPUTS = {f"{number:02}": globals().get(f"given_{number:02}", dict) for number in range(1, 13)}

@@ -1,0 +1,20 @@
+"""The capstone: a plan of your own trains on two nodes, survives a kill, and keeps a budget of seconds and bytes.
+
+Read in this order:
+
+1. `task`: the model, the machines, the budget, and the plan to begin with.
+2. `train`: what each rank does.
+3. `judge`: the run, a plain run beside it, and the verdict.
+4. `board`: the class's table.
+"""
+
+from distlab.capstone.board import add_row as add_row
+from distlab.capstone.board import read_board as read_board
+from distlab.capstone.board import table as table
+from distlab.capstone.judge import Verdict as Verdict
+from distlab.capstone.judge import attempt as attempt
+from distlab.capstone.task import FIRST_PLAN as FIRST_PLAN
+from distlab.capstone.task import Entry as Entry
+from distlab.capstone.task import read_entry as read_entry
+
+__all__ = ["FIRST_PLAN", "Entry", "Verdict", "add_row", "attempt", "read_board", "read_entry", "table"]

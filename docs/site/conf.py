@@ -1,0 +1,45 @@
+"""How the website is built: `make docs` writes it to build/site. Pages are taken from where they stand."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "docs" / "site"), str(ROOT)]
+
+project = "distlab"
+author = "The distlab authors"
+project_copyright = "the distlab authors, Apache-2.0"
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**", "lessons/*.md", "lessons/*/*.md", "benchmarks/*.md", "deploy/**"]
+include_patterns += ["lessons/START.ipynb", "lessons/*/lesson.ipynb"]
+exclude_patterns = [".*", "build", "work", "tests", "distlab", "simulator", "tools", "assets", "**/__pycache__"]
+
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions += [
+    f"site_build.{name}" for name in ("players", "notebooks", "reference", "sources", "docstrings", "mathml")
+]
+
+# Notebooks are shown as they were committed, and never run.
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}
+nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "image/png", 1)]
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
+# A lesson's headings may skip a level; distlab and the simulator both have a Step.
+suppress_warnings = ["myst.header", "ref.python"]
+html_math_renderer = "mathml"
+
+default_role = "py:obj"  # `name` links to what is documented, and else looks like code
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+add_module_names = False
+
+html_theme = "furo"
+html_title = "distlab"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
+html_extra_path = ["front"]  # index.html, which leads to the front page
+html_copy_source = False
+html_theme_options = {"navigation_with_keys": False}

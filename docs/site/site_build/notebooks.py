@@ -1,0 +1,50 @@
+"""A lesson as a page: its committed outputs, alt texts, and widgets that play in place of their pictures."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+LINK = re.compile(r'(href="[^"]*)\.ipynb(#[^"]*)?"')
+
+
+def shown(output: dict[str, Any], cell: dict[str, Any], player: str) -> list[dict[str, Any]]:
+    """Return what a page shows of one output of a cell; `player` is the widget's HTML, or ""."""
+    data = output.get("data", {})
+    text = "".join(data.get("text/plain", ""))
+    if "image/png" in data:
+        if player:
+            return [{**output, "data": {"text/html": player}}]
+        alt = output.get("metadata", {}).get("image/png", {}).get("alt") or text.split("\n")[0]
+        cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": alt}
+        said = {"text/html": f'<p class="said">{html.escape(text)}</p>'}
+        below = {"output_type": "display_data", "metadata": {}, "data": said}
+        return [{**output, "data": {"image/png": data["image/png"]}}, below]
+    if "text/html" in data:
+        return [{**output, "data": {"text/html": LINK.sub(r'\1.html\2"', "".join(data["text/html"]))}}]
+    return [output]
+
+
+def prepared(source: str, players: dict[int, str]) -> str:
+    """Return a notebook's JSON, ready to become a page; `players` has the HTML of a widget by the cell's place."""
+    notebook = json.loads(source)
+    for place, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            player = players.get(place, "")
+            cell["outputs"] = [part for output in cell["outputs"] for part in shown(output, cell, player)]
+    return json.dumps(notebook)
+
+
+def _read(app: Sphinx, docname: str, content: list[str]) -> None:
+    if app.env.doc2path(docname).suffix == ".ipynb":
+        content[0] = prepared(content[0], getattr(app, "distlab_players", {}).get(docname, {}))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Prepare notebooks before they are parsed."""
+    app.connect("source-read", _read)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,172 @@
+"""Exercises of lesson 12; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+
+from __future__ import annotations
+
+from distlab_lesson_12.checks import disk, folders, numbers, resume, shards
+
+from distlab.grading import Exercise
+
+TITLE = "Checkpoints and failures"
+MINUTES = 90
+NEEDS = ("01", "03", "07")
+AIMS = (
+    "Save a sharded checkpoint so that a kill at any moment does no harm, and find out when one is damaged.",
+    "Resume a run so that it equals the one that did not fail, bit for bit.",
+    "Go on with more or fewer ranks: shards cut anew, no sample twice or lost, batch and rate by a rule.",
+    "Choose how often to save from the time of a save and the time between failures, and check it by trial.",
+)
+
+_SAVED = ("from pathlib import Path", "import torch", "from torch import Tensor")
+
+EXERCISES = (
+    Exercise(
+        name="12.save",
+        title="whole at every moment",
+        minutes=12,
+        difficulty=2,
+        source="solutions:save",
+        drive=disk.drive_save,
+        judge=disk.judge_save,
+        imports=("import os", *_SAVED, "from distlab.checkpoint.files import flush_directory"),
+        hints=(
+            "Nothing may ever lie under the name `step-40.pt` but the whole checkpoint. So write under another name.",
+            "`os.replace(partial, path)` gives a file another name, all at once. Before that its bytes must be on the "
+            "disk: `file.flush()`, then `os.fsync(file.fileno())`. flush_directory(folder) flushes the name.",
+            'Open `folder / f".step-{step}.pt"` with "wb"; torch.save into it; flush; fsync; close; os.replace; '
+            "flush_directory.",
+        ),
+        worlds=(1,),
+        budget=disk.budget_save,
+        mutants=disk.WRONG_SAVES,
+        vary=disk.SAVE,
+    ),
+    Exercise(
+        name="12.resume",
+        title="all that the rest of a run depends on",
+        minutes=10,
+        difficulty=2,
+        source="solutions:resumable",
+        drive=resume.drive_resume,
+        judge=resume.judge_resume,
+        imports=(
+            "import copy",
+            "from collections.abc import Callable",
+            "from typing import Any",
+            "import torch",
+            "from torch import nn",
+            "from torch.optim import Optimizer",
+            "from torch.optim.lr_scheduler import LRScheduler",
+        ),
+        hints=(
+            "Model, optimizer and schedule have state_dict() and load_state_dict(). What else does a step read?",
+            "Random numbers: `generator.get_state()` and set_state, `torch.get_rng_state()` and set_rng_state. And "
+            "the position. A state_dict holds the tensors themselves, which the next step changes.",
+            "capture: a dict of three state_dicts, two generators' states and the position, through copy.deepcopy. "
+            "restore: load the three, set the two, return the position.",
+        ),
+        worlds=(1,),
+        budget=resume.budget_resume,
+        mutants=resume.WRONG_RESUMES,
+        vary=resume.RESUME,
+    ),
+    Exercise(
+        name="12.shards",
+        title="spot the bug: one checkpoint of all ranks",
+        minutes=8,
+        difficulty=2,
+        source="solutions:save_shards",
+        drive=shards.drive_shards,
+        judge=shards.judge_shards,
+        imports=("import shutil", *_SAVED, "import torch.distributed as dist"),
+        hints=(
+            "It is right on one rank. When does rank 0 give the folder its name, and what do the others do then?",
+            "Rank 0 knows that its own file is written. How can it know that of the others?",
+            "A dist.barrier() that all ranks pass after they have written, and before rank 0 renames.",
+        ),
+        broken="rank 0 is done",
+        on_failure=shards.shards_failure,
+        budget=shards.budget_shards,
+        mutants=shards.WRONG_SHARDS,
+        vary=shards.SHARDS,
+    ),
+    Exercise(
+        name="12.newest",
+        title="the newest checkpoint that is whole",
+        minutes=10,
+        difficulty=2,
+        source="solutions:newest_good",
+        drive=folders.drive_newest,
+        judge=folders.judge_newest,
+        imports=("import hashlib", "import json", "import re", "from pathlib import Path"),
+        hints=(
+            'Numbers first: `re.fullmatch(r"step-(\\d+)", path.name)` knows the names; sort by int, largest first.',
+            "For each: read the manifest (OSError and ValueError: it is damaged), compare its step, then each file's "
+            "`hashlib.sha256((path / file).read_bytes()).hexdigest()`. A file may be missing.",
+            "Collect the damaged names of this checkpoint. None: return its path and all names so far. Else go on with "
+            "the next one; after the last return None and the names.",
+        ),
+        worlds=(1,),
+        budget=folders.budget_newest,
+        mutants=folders.WRONG_NEWESTS,
+        vary=folders.NEWEST,
+    ),
+    Exercise(
+        name="12.load",
+        title="a shard from what other ranks saved",
+        minutes=8,
+        difficulty=2,
+        source="solutions:load_shard",
+        drive=folders.drive_load,
+        judge=folders.judge_load,
+        imports=("from collections.abc import Callable", "from torch import Tensor"),
+        hints=(
+            "In the row, this shard begins at rank x length, and saved shard s at s x old.",
+            "What both have begins at the larger begin and ends at the smaller end, and nowhere behind `size`.",
+            "shard.zero_(). For each saved shard with a part in common: read it at start - s x old, and put it "
+            "at start - rank x length.",
+        ),
+        worlds=(1,),
+        budget=folders.budget_load,
+        mutants=folders.WRONG_LOADS,
+        vary=folders.LOAD,
+    ),
+    Exercise(
+        name="12.samples",
+        title="the samples of a step on any number of ranks",
+        minutes=10,
+        difficulty=3,
+        source="solutions:step_on",
+        drive=numbers.drive_steps,
+        judge=numbers.judge_steps,
+        imports=("from distlab.elastic import BatchRule",),
+        hints=(
+            "First the batch of this number of ranks, then what is left of it before the end, then this rank's part.",
+            "`each, more = divmod(batch, world_size)`: the first `more` ranks have one more. So rank r begins at "
+            "`position + r * each + min(r, more)`.",
+            "The rate follows the batch that the rule gives, not the rest of the last step: lr * ratio, or lr * "
+            "ratio**0.5. The weight is len(samples) / batch * world_size.",
+        ),
+        worlds=(1,),
+        budget=numbers.budget_steps,
+        mutants=numbers.WRONG_STEPS,
+        vary=numbers.STEP,
+    ),
+    Exercise(
+        name="12.share",
+        title="what part of the time counts",
+        minutes=7,
+        difficulty=1,
+        source="solutions:useful_share",
+        drive=numbers.drive_share,
+        judge=numbers.judge_share,
+        hints=(
+            "Take one time between two failures. How much of it is training that a checkpoint keeps?",
+            "The restart goes first. Then rounds of interval_s + save_s: only whole ones count, so `//`.",
+            "Sum max(uptime - restart_s, 0) // (interval_s + save_s) * interval_s; divide by sum(uptimes_s).",
+        ),
+        worlds=(1,),
+        budget=numbers.budget_share,
+        mutants=numbers.WRONG_SHARES,
+        vary=numbers.SHARE,
+    ),
+)

@@ -1,0 +1,239 @@
+"""Functions that run on real ranks: the search for a flipped bit, and the sections of a step (the bug to spot)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm import RankError
+from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.faults import each_rank
+from distlab.grading.traffic import calls, num_calls
+from distlab.grading.values import compare, describe, seeded
+
+STEPS, TENSORS = 64, 5
+FLIPS: tuple[tuple[int, int, int] | None, ...] = ((37, 2, 1), (0, 0, 0), (63, 4, 2), (20, 3, 0), None)
+SEARCH = STEPS.bit_length() + 1  # a look at the last step, one for each halving, and one at the tensors
+
+
+def checksums(flip: tuple[int, int, int] | None, rank: int) -> Tensor:
+    """Return this rank's checksums; after a flip all later steps of that rank and the tensors after it differ."""
+    sums = (seeded(0, STEPS, TENSORS, purpose="sums") * 1e6).long()
+    if flip is not None and rank == flip[2]:
+        sums[flip[0], flip[1] :] += 2 ** torch.arange(20, 20 + TENSORS - flip[1])
+        sums[flip[0] + 1 :] += 1
+    return sums
+
+
+def drive_flip(fn: Callable[[Tensor], Any]) -> list[Any]:
+    """Search for each flip; the record says how often ranks talked."""
+    return [fn(checksums(flip, dist.get_rank())) for flip in FLIPS]
+
+
+def judge_flip(evidence: Evidence) -> Iterator[Fault]:
+    """Every rank has to name step, tensor and rank, after a number of calls that a search needs."""
+    for flip, *answers in zip(FLIPS, *evidence.results, strict=True):
+        what = "no bit flipped" if flip is None else "step {}, tensor {} of rank {} flipped".format(*flip)
+        for rank, got in enumerate(answers):
+            if got == flip:
+                continue
+            text = f"{what}, and rank {rank} returns {describe(got) if isinstance(got, Tensor) else repr(got)}"
+            yield _named(text, flip, got, answers)
+    made, given = num_calls(evidence, rank=0), evidence.records.payload_bytes(0)
+    if made > (most := len(FLIPS) * SEARCH):
+        text = f"right, but rank 0 makes {made} calls in {len(FLIPS)} searches, where {most} are enough"
+        yield Fault("calls", f"{text}: halve the steps that are left with each look")
+    if given > 2 * 8 * len(FLIPS) * (SEARCH + TENSORS):
+        text = f"right, but rank 0 gives {given:,} bytes to collectives for {len(FLIPS)} tables of {STEPS} steps"
+        yield Fault("bytes", f"{text}: send a step's sum to compare, and the tensors of one step alone")
+
+
+def flip_failure(error: RankError, world_size: int) -> Fault | None:
+    """Name what ranks do that decide each by itself; None: anything else."""
+    if "do not make the same call" not in str(error):
+        return None
+    text = f"on {world_size} ranks they make different calls after some looks, since they do not take the same half"
+    return Fault("ranks differ", f"{text}: let all ranks decide from the same votes")
+
+
+def _named(text: str, flip: tuple[int, int, int] | None, got: Any, answers: list[Any]) -> Fault:
+    if any(answer != got for answer in answers):
+        return Fault("ranks differ", f"{text}, another one something else: let all ranks decide from the same votes")
+    if flip is None or got is None:
+        return Fault("false alarm" if flip is None else "missed", f"{text}: None is for replicas that agree throughout")
+    if not isinstance(got, tuple) or len(got) != 3:
+        return Fault("returned", f"{text}: return step, tensor and rank")
+    step, tensor, rank = flip
+    if got == (step, rank, tensor):
+        return Fault("order", f"{text}: return step, tensor, rank, in this order")
+    if got[0] != step:
+        return Fault("step", f"{text}: the first step in which they differ is {step}, all later ones follow from it")
+    if got[1] != tensor:
+        return Fault("tensor", f"{text}: tensor {tensor} is the first of those that differ")
+    return Fault("rank", f"{text}: the one that differs from most is wrong, and that may be rank 0 as well")
+
+
+def budget_flip(evidence: Evidence) -> list[str]:
+    """Say how much the search talked."""
+    each = num_calls(evidence, rank=0) / len(FLIPS)
+    return [f"{each:.1f} calls per search in {STEPS} steps; comparing every step takes {STEPS}"]
+
+
+WRONG_FLIPS = (
+    Mutant("rank 0 is right", "rank", "that may be rank 0 as well", 3).edit("votes.mode(0).values", "votes[0]"),
+    Mutant("step by step", "calls", "halve the steps", 3).edit(
+        "while low < high:", "while not differs(low):\n    low += 1\nwhile False:"
+    ),
+    Mutant("everything at once", "bytes", "the tensors of one step alone", 3)
+    .edit("low, high = 0, len(sums) - 1", "low, high = 0, len(sums) - 1\nevery = of_all_ranks(sums.contiguous())")
+    .edit("of_all_ranks(sums[step].sum().view(1))", "every[:, step].sum(1, keepdim=True)")
+    .edit("of_all_ranks(sums[low].contiguous())", "every[:, low]"),
+    Mutant("always someone", "false alarm", "None is for replicas that agree", 3)
+    .edit("if not differs(high):", "if False:")
+    .edit("int(wrong.any(0).nonzero()[0])", "int(wrong.any(0).int().argmax())")
+    .edit("int(wrong[:, tensor].nonzero()[0])", "int(wrong[:, tensor].int().argmax())"),
+    Mutant("last step", "step", "all later ones follow from it", 3).edit(
+        "while low < high:", "low = high\nwhile low < high:"
+    ),
+    Mutant("steps from 1", "step", "the first step in which they differ", 3).edit(
+        "return low, tensor", "return low + 1, tensor"
+    ),
+    Mutant("last tensor", "tensor", "the first of those that differ", 3).edit(
+        "wrong.any(0).nonzero()[0]", "wrong.any(0).nonzero()[-1]"
+    ),
+    Mutant("rank before tensor", "order", "in this order", 3).edit(
+        "low, tensor, int(wrong[:, tensor].nonzero()[0])", "low, int(wrong[:, tensor].nonzero()[0]), tensor"
+    ),
+    Mutant("each for itself", "ranks differ", "from the same votes", 3).edit(
+        "(totals != totals[0]).any()", "totals[dist.get_rank()] != totals.mode(0).values"
+    ),
+)
+
+SECTION = ("forward", "backward", "sync", "update")
+SHAPES = ((3, 2), (4,))
+
+
+def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Time a step whose parts note when they ran, with a clock that notes when it was read."""
+    rank, seen, reads = dist.get_rank(), {}, []
+    gradients = [torch.zeros(shape) for shape in SHAPES]
+
+    def now() -> int:
+        reads.append(time.monotonic_ns())
+        return reads[-1]
+
+    def part(name: str) -> Callable[[], None]:
+        def work() -> None:
+            start = time.monotonic_ns()
+            for number, gradient in enumerate(gradients) if name == "backward" else ():
+                gradient += seeded(rank, *gradient.shape, purpose=f"gradient {number}").to(gradient.dtype)
+            time.sleep(0.002)
+            seen[name] = start, time.monotonic_ns()
+            if name == "update":
+                seen["gradients"] = [gradient.clone() for gradient in gradients]
+
+        return work
+
+    times = fn(part("forward"), part("backward"), gradients, part("update"), now)
+    return {"times": times, "reads": reads, **seen}
+
+
+def judge_sections(evidence: Evidence) -> Iterator[Fault]:
+    """Each section holds its own part and nothing of the others; sync holds every call, from its start to its end."""
+    n = evidence.world_size
+
+    def look(rank: int, result: dict[str, Any]) -> Iterator[Fault]:
+        times, reads, who = result["times"], result["reads"], f"rank {rank}"
+        missing = [name for name in ("forward", "backward", "update") if name not in result]
+        if missing:
+            yield Fault("parts", f"{who} never ran {missing[0]}: run forward, backward and update")
+        if not isinstance(times, list | tuple) or len(times) != len(SECTION):
+            yield Fault("returned", f"{who} returns {describe(times)}: return four numbers, one for each section")
+        made = calls(evidence, rank)
+        if len(made) < len(SHAPES):
+            yield Fault("no sync", f"{who} sends {len(made)} of {len(SHAPES)} gradients: average every one")
+        if (late := next((call for call in made if not call.end_ns), None)) is not None:
+            yield Fault("not waited", f"{who} never waits for {late.op}: what it reads may be half summed")
+        first, last = min(call.start_ns for call in made), max(call.end_ns for call in made)
+        forward, backward, update = (result[name] for name in ("forward", "backward", "update"))
+        if first < backward[1]:
+            yield Fault("before backward", f"{who} sends gradients before backward has filled them")
+        if last > update[0]:
+            yield Fault("waits too late", f"{who} runs update before its gradients have come: wait first")
+        if not any(last <= read <= update[0] for read in reads):
+            text = f"{who} reads the clock after it has started its calls, and not again when they are over"
+            yield Fault("sync looks free", f"{text}: their time counts as update; wait before you read the clock")
+        if not any(backward[1] <= read <= first for read in reads):
+            text = f"{who} does not read the clock between backward and its first call"
+            yield Fault("sections mixed", f"{text}: sync then counts as backward, or backward as sync")
+        cuts = (0, *forward, *backward, first, last, *update, reads[-1])
+        for at, (name, got) in enumerate(zip(SECTION, times, strict=True)):
+            before, start, end, after = cuts[2 * at : 2 * at + 4]
+            begins = [read for read in reads if before <= read <= start]
+            if got not in [read - begin for begin in begins for read in reads if end <= read <= after]:
+                told = f"{got / 1e6:.1f} ms" if isinstance(got, int | float) else describe(got)
+                text = f"{who} says that {name} took {told}, which ran {(end - start) / 1e6:.1f} ms"
+                yield Fault("durations", f"{text}: return how long each section took, in the clock's own unit")
+        for at, shape in enumerate(SHAPES):
+            parts = [seeded(one, *shape, purpose=f"gradient {at}") for one in range(n)]
+            want = torch.stack(parts).mean(0).to(torch.float32)
+            if (fault := compare(result["gradients"][at], want, f"{who}'s gradient {at} in update", n)) is not None:
+                yield fault
+
+    yield from each_rank(evidence, look)
+
+
+def budget_sections(evidence: Evidence) -> list[str]:
+    """Show rank 0's sections."""
+    words = (f"{name} {time / 1e6:.1f} ms" for name, time in zip(SECTION, evidence.results[0]["times"], strict=True))
+    return [", ".join(words)]
+
+
+_WAIT = """
+for work in works:
+    work.wait()
+for gradient in gradients:
+    gradient /= dist.get_world_size()
+cuts.append(now())
+update()
+"""
+_STARTS = "works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]"
+
+WRONG_SECTIONS = (
+    Mutant("sync looks free", "sync looks free", "wait before you read the clock", 2, 74).edit(
+        _WAIT,
+        """
+        cuts.append(now())
+        for work in works:
+            work.wait()
+        for gradient in gradients:
+            gradient /= dist.get_world_size()
+        update()
+        """,
+    ),
+    Mutant("never waits", "not waited", "half summed", 2, 57).without("for work in works:\n    work.wait()"),
+    Mutant("waits after the update", "waits too late", "wait first", 2, 74)
+    .without("for work in works:\n    work.wait()")
+    .edit("update()", "update()\nfor work in works:\n    work.wait()"),
+    Mutant("started in backward", "sections mixed", "sync then counts as backward", 2)
+    .edit("backward()\ncuts.append(now())", "backward()")
+    .edit(_STARTS, f"{_STARTS}\ncuts.append(now())"),
+    Mutant("before backward", "before backward", "before backward has filled them", 2)
+    .without(_STARTS)
+    .edit("backward()", f"{_STARTS}\nbackward()"),
+    Mutant("sum, not mean", "sum not mean", "divide by world_size (2)", 2, 9).without(
+        "for gradient in gradients:\n    gradient /= dist.get_world_size()"
+    ),
+    Mutant("since the start", "durations", "how long each section took", 2).edit(
+        "after - before for before, after in pairwise(cuts)", "cut - cuts[0] for cut in cuts[1:]"
+    ),
+    Mutant("seconds", "durations", "in the clock's own unit", 2).edit(
+        "after - before for", "(after - before) / 1e9 for"
+    ),
+    Mutant("first gradient alone", "no sync", "average every one", 2).edit("in gradients]", "in gradients[:1]]"),
+)

@@ -1,0 +1,135 @@
+"""How the calls of lesson 13's exercises vary: arguments that are drawn from a seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from distlab.grading import Mutant
+from distlab.grading.variation.draw import Draw, Vary
+
+TAKES_NO_GROUP = "takes no group"
+
+
+def _spans(draw: Draw) -> list[tuple[int, int]]:
+    starts = [draw.integer(0, 500) for _ in range(draw.one_of(0, 1, 2, draw.integer(3, 9)))]
+    return [(start, start + draw.integer(0, 200)) for start in starts]
+
+
+def _draw_exposed(draw: Draw) -> tuple[Any, ...]:
+    return _spans(draw), _spans(draw)
+
+
+def _draw_late(draw: Draw) -> tuple[Any, ...]:
+    num_ranks, num_calls = draw.one_of(2, 3, draw.integer(4, 9)), draw.one_of(0, 1, draw.integer(2, 9))
+    return ([[draw.number(0, 50) + 100 * call for call in range(num_calls)] for _ in range(num_ranks)],)
+
+
+def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
+    """Draw what real clocks show: no rank leaves before the last has come, some ends are seen late."""
+    num_ranks, num_calls = draw.one_of(1, 2, 3, draw.integer(4, 6)), draw.one_of(1, 3, 5, 9)
+    behind = [draw.integer(-(10**6), 10**6) for _ in range(num_ranks)]
+    came = [[1000 * call + draw.integer(0, 400) for call in range(num_calls)] for _ in range(num_ranks)]
+    over = [max(each) for each in zip(*came, strict=True)]
+    late = draw.one_of(3, 300)
+    left = [[end + draw.integer(0, late) for end in over] for _ in range(num_ranks)]
+    moved = [[[at - clock for at in own] for own, clock in zip(each, behind, strict=True)] for each in (came, left)]
+    return tuple(moved)
+
+
+def _use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
+    return [float(offset) for offset in fn(starts, ends)]
+
+
+def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
+    heavy = draw.one_of("data", "compute", "sync", "")
+    rows = []
+    for rank in range(draw.one_of(1, 2, 3, draw.integer(4, 8))):
+        row = {name: draw.number(0.01, 0.1) for name in ("data", "compute", "sync")}
+        if heavy and (rank == 1 or heavy == "sync"):
+            row[heavy] += 0.2
+        rows.append(row)
+    return (rows,)
+
+
+def _use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
+    cause, seconds = fn(sections)
+    return [cause, float(seconds)]
+
+
+def _draw_divergence(draw: Draw) -> tuple[Any, ...]:
+    usual = [
+        (draw.one_of("all_reduce", "all_gather", "broadcast"), f"float32[{draw.integer(1, 10**6)}]")
+        for _ in range(draw.one_of(1, 2, draw.integer(3, 9)))
+    ]
+    calls = [list(usual) for _ in range(draw.one_of(3, draw.integer(4, 8)))]
+    own, at = calls[draw.integer(0, len(calls) - 1)], draw.integer(0, len(usual) - 1)
+    kind = draw.one_of("nothing", "skip", "swap", "extra", "shape", "operation", "end")
+    if kind == "skip":
+        del own[at]
+    elif kind == "swap":
+        own[at : at + 2] = own[at : at + 2][::-1]
+    elif kind == "extra":
+        own.insert(at, ("barrier", ""))
+    elif kind in ("shape", "operation"):
+        own[at] = (own[at][0], "float32[0]") if kind == "shape" else ("reduce_scatter", own[at][1])
+    elif kind == "end":
+        del own[at:]
+    return (calls,)
+
+
+def _draw_flip(draw: Draw) -> tuple[Any, ...]:
+    import torch
+
+    steps, tensors = draw.one_of(1, 2, draw.integer(3, 30)), draw.one_of(1, draw.integer(2, 6))
+    sums = draw.tensor(steps, tensors, dtype=torch.int64, same=True, strided=True)
+    flipped = draw.one_of(True, True, False)
+    step, tensor, rank = draw.integer(0, steps - 1), draw.integer(0, tensors - 1), draw.integer(0, draw.world_size - 1)
+    if flipped and draw.rank == rank:
+        sums[step, tensor] += 2**40
+        sums[step + 1 :] += 1
+    return (sums,)
+
+
+def _draw_sections(draw: Draw) -> tuple[Any, ...]:
+    dtype, count = draw.dtype("float64", "float32"), draw.one_of(1, 2, 0, draw.integer(3, 4))
+    return ([draw.tensor(*draw.shape()).to(dtype) for _ in range(count)],)
+
+
+def _use_sections(fn: Callable[..., Any], gradients: list[Tensor]) -> list[Any]:
+    """Run a step whose parts do nothing; the gradients are looked at as arguments."""
+    nothing = lambda: None  # noqa: E731
+    times = fn(nothing, nothing, gradients, nothing, time.monotonic_ns)
+    return [len(times), *(gradient.clone() for gradient in gradients)]
+
+
+_SUMS = {"dtype": "checksums are whole numbers", "dims": "the text asks for [S, T]", "empty": "there is a step"}
+EXPOSED = Vary(_draw_exposed)
+LATE = Vary(_draw_late)
+CLOCKS = Vary(_draw_clocks, use=_use_clocks)
+DEAREST = Vary(_draw_dearest, use=_use_dearest)
+DIVERGENCE = Vary(_draw_divergence)
+FLIP = Vary(_draw_flip, left_out={**_SUMS, "sub-group": TAKES_NO_GROUP, "unequal ranks": "replicas have equal tables"})
+SECTIONS = Vary(
+    _draw_sections,
+    use=_use_sections,
+    left_out={
+        "layout": "torch.distributed sends contiguous tensors only",
+        "sub-group": TAKES_NO_GROUP,
+        "unequal ranks": "replicas have equal gradients",
+    },
+)
+
+WRONG_LATE = (
+    Mutant("three ranks", "values", "cost_of_lateness", 1, "one size").edit(
+        "zip(*arrivals, strict=True)", "zip(*arrivals[:3], strict=True)"
+    ),
+)
+WRONG_SECTIONS = (
+    Mutant("float32 written down", "values", "float32 somewhere", 2, "one dtype").edit(
+        "gradient /= dist.get_world_size()", "gradient.copy_(gradient.float() / dist.get_world_size())"
+    ),
+)

@@ -1,0 +1,59 @@
+"""Each promise names tests that exist, and the page is what the kept results say."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("promises", ROOT / "tools" / "promises.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PROMISES = load()
+
+
+def test_every_promise_is_there():
+    assert list(PROMISES.promises()) == [*(f"R{number}" for number in range(1, 15)), "S1", "S2", "S3"]
+
+
+def test_each_named_test_exists():
+    for name, promise in PROMISES.promises().items():
+        assert promise["least"] >= 1
+        for test in promise["tests"]:
+            file, _, function = test.partition("::")
+            path = ROOT / "tests" / file
+            assert path.is_file(), f"{name}: there is no tests/{file}"
+            names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            assert not function or function in names, f"{name}: tests/{file} has no {function}"
+
+
+def test_the_page_is_what_was_kept():
+    assert PROMISES.TABLE.read_text() == PROMISES.page(), "run tools/promises.py --table"
+
+
+def test_a_promise_holds_only_where_all_of_enough_tries_hold_in_time():
+    promise = {"least": 3, "limit_s": 2}
+    good = {"failed": [], "tried": 3, "held": 3, "slowest_s": 1.9}
+    assert PROMISES.holds(promise, good)
+    for change in ({"failed": ["a"]}, {"held": 2}, {"tried": 2, "held": 2}, {"slowest_s": 2.1}):
+        assert not PROMISES.holds(promise, good | change), change
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="counts" time="9"><properties><property name="tried" value="5" />
+<property name="held" value="4" /><property name="seconds" value="1.5" /></properties></testcase>
+<testcase classname="a" name="one" time="8" />
+<testcase classname="a" name="fails" time="8"><failure message="no" /></testcase>
+<testcase classname="a" name="cannot" time="0"><skipped message="no GPU" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_counts_are_added_up_and_a_failure_or_a_skip_never_counts_as_held():
+    found = PROMISES.counted(PROMISES.ElementTree.fromstring(REPORT).iter("testcase"))
+    assert (found["tried"], found["held"], found["slowest_s"]) == (7, 5, 1.5)
+    assert (found["failed"], found["skipped"]) == (["a::fails"], ["no GPU"])

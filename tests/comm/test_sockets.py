@@ -1,0 +1,97 @@
+"""What is started here listens on loopback alone: ranks, their stores, labs, the server of the lessons.
+
+A torchrun that the user starts has two sockets of its own, on every interface; there the ranks are looked at alone.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from lab_on_ranks import QUICK
+
+from distlab.comm.rendezvous import is_loopback
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "DISTLAB_TEST_SOCKETS"
+WAIT_S = 2.0  # for which ranks stay, so that their sockets are seen
+
+RANKS = f"""
+    import time
+    import torch, torch.distributed as dist
+    from distlab.comm import run
+
+    def stay():
+        dist.all_reduce(torch.ones(1))
+        time.sleep({WAIT_S})
+
+    run(stay, 2, echo=False, OPTIONS)
+"""
+SCRIPT = f"""
+    import time
+    import torch, torch.distributed as dist
+    from distlab.comm import entry, process_group
+
+    @entry
+    def main():
+        with process_group():
+            dist.all_reduce(torch.ones(1))
+            time.sleep({WAIT_S})
+
+    main()
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+TORCHRUN += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+WAYS = {  # a script, and how Python is started with it
+    "run": (RANKS.replace("OPTIONS", ""), ["SCRIPT"]),
+    "run on two nodes": (RANKS.replace("OPTIONS", "nodes=2"), ["SCRIPT"]),
+    "run in shared memory": (RANKS.replace("OPTIONS", 'backend="shared"'), ["SCRIPT"]),
+    "torchrun": (SCRIPT, [*TORCHRUN, "SCRIPT"]),
+    "torchrun with standby": (SCRIPT, [*TORCHRUN, "-m", "distlab.comm.standby", "SCRIPT"]),
+    "a lab": ("", ["-m", "distlab", "lab", "01", "--ranks", "2", *QUICK["01"].split()]),
+    "lessons": ("", ["-m", "distlab", "lesson", "start", "--no-browser"]),
+}
+
+
+def listening(mark, *, ranks_alone):
+    """Return (address, port) of whatever the marked processes listen on, or those alone that are ranks."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            if environment.get(MARK) == mark and (not ranks_alone or "RANK" in environment):
+                every = process.net_connections("inet")
+                found |= {(one.laddr.ip, one.laddr.port) for one in every if one.status == psutil.CONN_LISTEN}
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_listens_listens_on_loopback(way, tmp_path, record_property):
+    source, words = WAYS[way]
+    (tmp_path / "script.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, *(str(tmp_path / "script.py") if word == "SCRIPT" else word for word in words)]
+    mark, found = uuid.uuid4().hex, set()
+    environment = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "output.txt", "w") as output:
+        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 100
+        try:
+            while job.poll() is None and time.monotonic() < deadline and not (way == "lessons" and found):
+                found |= listening(mark, ranks_alone=way.startswith("torchrun"))
+                time.sleep(0.1)
+        finally:
+            status = job.poll()
+            job.terminate()
+            job.wait(30)
+    assert status == (None if way == "lessons" else 0), (tmp_path / "output.txt").read_text()
+    record_property("figure", f"{way}: {len(found)} ports")
+    assert found or way == "run in shared memory", "none was seen"
+    assert all(is_loopback(address) for address, _ in found), found
