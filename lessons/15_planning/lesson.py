@@ -465,9 +465,30 @@ for tool in ("deepspeed", "megatron"):
 # Here is the whole page, each one computed by a line or two. First memory ([lesson 6](../06_memory/lesson.ipynb)).
 
 
+# %% [markdown]
+# Speed-ups need a model, a wire and a batch: a GPT of 1.3 billion parameters on H100s ([lesson
+# 3](../03_data_parallel/lesson.ipynb), [10](../10_hybrid/lesson.ipynb)).
+
+# %%
+from simulator import gpt_workload
+
+SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
+
+
+def samples_per_s(plan, samples=4, wire=None):
+    machine = cluster("dgx-h100", max(8, plan.world_size))
+    machine = machine if wire is None else replace(machine, devices_per_node=1, inter_node=link(wire))
+    return simulate(gpt_workload(**SMALL, microbatch_size=samples), machine, plan).samples_per_s
+
+
+rates = {n: samples_per_s(Plan(n)) for n in (1, 8, 16, 64)}
+gains = {f"{n} GPUs": rate / rates[1] for n, rate in rates.items()}
+show_bars(gains, "x", "Data parallel with overlap, 8,192 tokens a GPU: near linear", "1.3B, H100s")
+
+
 # %%
 def verdict(claim, number, judged):
-    print(f"{claim:42} {number:28} {judged}")
+    print(f"{claim}: {number}; {judged}")
 
 
 # %% tags=["nbval-check-output"]
@@ -495,26 +516,6 @@ for claim, name in (("PCIe 4.0 is 32 GB/s", "pcie4-x16"), ("NVLink 4 is 900 GB/s
     verdict(claim, f"{rate:.0f} GB/s one way", "as the data sheet" if rate < 50 else "both directions together")
 rate = link("infiniband-hdr", measured=False).protocols[-1].bytes_per_s / 1e9
 verdict("HDR InfiniBand is 200 Gb/s", f"{rate:.0f} GB/s", "bits: divide by 8")
-
-# %% [markdown]
-# Speed-ups need a model, a wire and a batch: a GPT of 1.3 billion parameters on H100s ([lesson
-# 3](../03_data_parallel/lesson.ipynb), [10](../10_hybrid/lesson.ipynb)).
-
-# %%
-from simulator import gpt_workload
-
-SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
-
-
-def samples_per_s(plan, samples=4, wire=None):
-    machine = cluster("dgx-h100", max(8, plan.world_size))
-    machine = machine if wire is None else replace(machine, devices_per_node=1, inter_node=link(wire))
-    return simulate(gpt_workload(**SMALL, microbatch_size=samples), machine, plan).samples_per_s
-
-
-rates = {n: samples_per_s(Plan(n)) for n in (1, 8, 16, 64)}
-gains = {f"{n} GPUs": rate / rates[1] for n, rate in rates.items()}
-show_bars(gains, "x", "Data parallel with overlap, 8,192 tokens a GPU: near linear", "1.3B, H100s")
 
 # %% tags=["nbval-check-output"]
 verdict("8 GPUs give 6-7x", f"{rates[8] / rates[1]:.1f}x", "more, with overlap and 8,192 tokens")
