@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_15.checks import choice, fits, money, step, varied
+from distlab_lesson_15.checks import capstone, choice, fits, money, step, varied
 
 from distlab.grading import Exercise
 
@@ -121,5 +121,32 @@ EXERCISES = (
         budget=money.budget_cheapest,
         mutants=money.WRONG_CHEAPEST,
         vary=varied.CHEAPEST,
+    ),
+    Exercise(
+        name="15.capstone",
+        title="plan a 70B run on a budget, and defend it",
+        minutes=14,
+        difficulty=3,
+        source="solutions:plan_70b",
+        drive=capstone.drive_plan,
+        judge=capstone.judge_plan,
+        imports=(
+            "from distlab.plan import Plan, Sharding",
+            "from simulator import Failures, ModelDescription, Run, bill, cluster, memory_of, simulate",
+        ),
+        hints=(
+            "Two questions in one: how many GPUs, and which plan on them. Answer the second first: it is nearly the "
+            "same for all numbers of GPUs.",
+            "Make a short list of plans from what you saw above: what the advisor found, and your own search's. For "
+            "each number of GPUs, the data degree is what is left, and the micro-batches are 256 / data.",
+            "For 64, 128, 256 and 512 GPUs and each plan of the list: leave out what memory_of says is above 76 GB; "
+            "bill(simulate(...), Run(100e9, 2.50, Failures('llama-3'))); keep what is in time and in the budget; "
+            "return the cheapest.",
+        ),
+        worlds=(1,),
+        timeout_s=60,
+        budget=capstone.budget_plan,
+        mutants=capstone.WRONG_PLANS,
+        vary=varied.CAPSTONE,
     ),
 )

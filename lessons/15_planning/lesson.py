@@ -390,6 +390,235 @@ for days in (60, 14, 7, 2):
     print(f"done in {days:2} days: {cheapest(offers, days)}")
 
 # %% [markdown]
+# ## The same plan in other tools
+#
+# You will rarely start these plans with this library. Five names are on every page about distributed training. What is
+# each for?
+#
+# - **DDP** (torch): replicas, overlapped. One line around the model, and the right start while the model fits.
+# - **FSDP** (torch, `fully_shard`): replicas that share states. Plain torch, composes with tensor parallelism.
+# - **DeepSpeed**: the same three stages as ZeRO, offload to host and disk; a JSON file around an existing loop.
+# - **Megatron-LM**: tensor, pipeline, context and expert parallelism for transformers; its own model and loop.
+# - **Horovod**: replicas alone, for several frameworks; `hvd.DistributedOptimizer` where DDP wraps the model.
+#
+# `distlab export --to NAME` writes a plan in their words, and refuses what a tool cannot express. So the exports say
+# who can do what. (DDP and Horovod have no file to write: they can do the first row alone.)
+
+# %%
+from simulator import ClusterDescription, PlanFile
+from simulator.export import export
+
+TOOLS = ("deepspeed", "megatron", "torchtitan")
+TYPICAL = {
+    "replicas": plan_of(128, 1, 1, stage=0),
+    "ZeRO-1": plan_of(128, 1, 1, stage=1),
+    "FSDP": plan_of(128, 1, 1, stage=3),
+    "FSDP, tensor 2": plan_of(64, 2, 1, stage=3),
+    "tensor, pipeline": plan_of(8, 4, 4),
+}
+
+
+# %%
+def written(plan, tool):
+    """Return a plan in a tool's words, or its refusal."""
+    try:
+        return export(PlanFile(LLAMA, ClusterDescription("dgx-h100", plan.world_size), plan), tool).text
+    except ValueError as refusal:
+        return f"no: {refusal}"
+
+
+# %% tags=["nbval-check-output"]
+print(f"{'':18}", *(f"{tool:11}" for tool in TOOLS))
+for name, plan in TYPICAL.items():
+    answers = [written(plan, tool) for tool in TOOLS]
+    print(f"{name:18}", *(f"{'no' if text.startswith('no:') else 'yes':11}" for text in answers))
+print(f"torchtitan: {written(TYPICAL['FSDP'], 'torchtitan')}")
+
+# %% [markdown]
+# A refusal names the part, as in the last line. A "yes" may come with notes on standard error: DeepSpeed's file has no
+# place for stages, which are written in code. Now one plan, FSDP with tensor 2, in both: settings that mean the same.
+
+# %%
+for tool in ("deepspeed", "megatron"):
+    lines = written(TYPICAL["FSDP, tensor 2"], tool).splitlines()
+    wanted = ("parallel", "batch", "accumulation", "shard", "stage", "autotp")
+    chosen = [line.strip() for line in lines if any(word in line for word in wanted)]
+    print(f"{tool}:", *(line[:90] for line in chosen[:9]), sep="\n  ")
+
+# %% [markdown]
+# | distlab `Plan` | torch | DeepSpeed | Megatron-LM | Horovod |
+# |---|---|---|---|---|
+# | `data` | `DistributedDataParallel` | the rest of the GPUs | the rest of the GPUs | `hvd.size()` |
+# | `num_microbatches` | `no_sync` | `gradient_accumulation_steps` | `--global-batch-size` | the same, in `hvd` |
+# | `sharding` | `fully_shard` | `zero_optimization.stage` | `--use-distributed-optimizer` | |
+# | `tensor` | `parallelize_module` | `autotp_size` | `--tensor-model-parallel-size` | |
+# | `pipeline` | `torch.distributed.pipelining` | `PipelineModule` | `--pipeline-model-parallel-size` | |
+# | `recompute` | `torch.utils.checkpoint` | `activation_checkpointing` | `--recompute-granularity` | |
+#
+# Read a row before you carry a number from one tool to another. DeepSpeed counts micro-batches, Megatron-LM samples: 32
+# micro-batches of one sample on 8 replicas are `gradient_accumulation_steps` 32 there, `--global-batch-size` 256 here.
+
+# %% [markdown]
+# ## Popular claims, tested
+#
+# Guides repeat numbers without the condition under which they hold. Most were tested in the lesson where they belong.
+# Here is the whole page, each one computed by a line or two. First memory ([lesson 6](../06_memory/lesson.ipynb)).
+
+
+# %% [markdown]
+# Speed-ups need a model, a wire and a batch: a GPT of 1.3 billion parameters on H100s ([lesson
+# 3](../03_data_parallel/lesson.ipynb), [10](../10_hybrid/lesson.ipynb)).
+
+# %%
+from simulator import gpt_workload
+
+SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
+
+
+def samples_per_s(plan, samples=4, wire=None):
+    machine = cluster("dgx-h100", max(8, plan.world_size))
+    machine = machine if wire is None else replace(machine, devices_per_node=1, inter_node=link(wire))
+    return simulate(gpt_workload(**SMALL, microbatch_size=samples), machine, plan).samples_per_s
+
+
+rates = {n: samples_per_s(Plan(n)) for n in (1, 8, 16, 64)}
+gains = {f"{n} GPUs": rate / rates[1] for n, rate in rates.items()}
+show_bars(gains, "x", "Data parallel with overlap, 8,192 tokens a GPU: near linear", "1.3B, H100s")
+
+
+# %%
+def verdict(claim, number, judged):
+    print(f"{claim}: {number}; {judged}")
+
+
+# %% tags=["nbval-check-output"]
+zero = [18 - 2 - 12 - 4 + 16 / (rest + split / 64) for rest, split in ((4, 12), (2, 14))]
+verdict("ZeRO-1 saves 8x, ZeRO-2 16x (64 GPUs)", f"{zero[0]:.1f}x and {zero[1]:.1f}x", "no: never above 4x and 8x")
+verdict("175B: 700 GB in fp32, 350 GB in fp16", f"{4 * 175} and {2 * 175} GB", "weights alone: training takes 2,800")
+verdict("70B needs 500 GB or more to train", f"{16 * 69:,} GB", "yes, twice as much")
+lora, qlora = (bits / 8 * 6.74 for bits in (16, 4.13))
+verdict("7B fine-tunes on 24 GB, LoRA or QLoRA", f"{lora:.1f} or {qlora:.1f} GB of weights", "yes: do not distribute")
+once, often = (memory_of(MODEL, Plan(2, 1, parts, tensor=8)).of("gradients") / 1e9 for parts in (1, 8))
+verdict("accumulation costs no memory", f"gradients {once:.0f} or {often:.0f} GB", "no: sums are kept beside gradients")
+
+# %% [markdown]
+# Then money and wires (lessons [3](../03_data_parallel/lesson.ipynb) and
+# [1](../01_ranks_and_messages/lesson.ipynb)).
+
+# %% tags=["nbval-check-output"]
+week, months = 64 * 24 * 7, 8 * 24 * 60
+verdict("64 H100s for a week: 20,000-40,000 $", f"{2 * week:,} to {4 * week:,} $", "yes, at 2 to 4 $ an hour")
+verdict(
+    "8 of them for two months: half of that", f"{months:,} and {week:,} GPU-hours", "no: the same work, the same bill"
+)
+for claim, name in (("PCIe 4.0 is 32 GB/s", "pcie4-x16"), ("NVLink 4 is 900 GB/s", "nvlink4")):
+    rate = link(name, measured=False).protocols[-1].bytes_per_s / 1e9
+    verdict(claim, f"{rate:.0f} GB/s one way", "as the data sheet" if rate < 50 else "both directions together")
+rate = link("infiniband-hdr", measured=False).protocols[-1].bytes_per_s / 1e9
+verdict("HDR InfiniBand is 200 Gb/s", f"{rate:.0f} GB/s", "bits: divide by 8")
+
+# %% tags=["nbval-check-output"]
+verdict("8 GPUs give 6-7x", f"{rates[8] / rates[1]:.1f}x", "more, with overlap and 8,192 tokens")
+verdict(
+    "near linear to 8-16 GPUs",
+    f"{rates[16] / rates[1]:.1f}x on 16, {rates[64] / rates[1]:.0f}x on 64",
+    "yes, and further",
+)
+few, many = (samples_per_s(Plan(n), 64 // n) for n in (32, 64))
+verdict("twice the GPUs give 1.7x", f"{many / few:.2f}x from 32 to 64", "where 64 samples are the whole batch")
+naive, split = (samples_per_s(plan) / rates[1] / 4 for plan in (Plan(1, 4, 1), Plan(tensor=4)))
+verdict(
+    "naive 25 %, tensor parallel 85 % of four", f"{naive:.0%} and {split:.0%}", "the first always, the second here less"
+)
+slow = samples_per_s(Plan(tensor=2), wire="ethernet-100g") / rates[1]
+verdict("tensor is useless over Ethernet", f"{slow:.2f}x on two, 100 Gb/s", "yes: below 1x")
+
+# %% tags=["nbval-check-output"]
+one, eight = (samples_per_s(Plan(n), 64 // n) for n in (8, 64))
+verdict("1B is best on 8 GPUs, no faster on 64", f"{eight / one:.1f}x as fast on 64", "no, on InfiniBand")
+
+# %% [markdown]
+# The share of gradient traffic, "5-15 % over NVLink and 15-30 % over InfiniBand", has a formula without the model in
+# it: $2F/3BT$ with nothing hidden (lesson 3). Put in the tokens $T$, and the claim holds in one range of them and
+# nowhere else. That is the lesson of the whole page: ask for the condition.
+
+# %% [markdown]
+# ## Common mistakes, measured
+#
+# Six mistakes that you do not see in a loss curve. Each is one change of a plan; the bars say what the run then costs.
+
+# %%
+GOOD = plan_of(8, 4, 4)
+LARGE = LLAMA.with_microbatch(8).workload()
+mistakes = {
+    "the plan": simulate(MODEL, MACHINE, GOOD),
+    "tensor across machines": simulate(MODEL, MACHINE, GOOD, order=TENSOR_SLOW),
+    "4 large micro-batches": simulate(LARGE, MACHINE, replace(GOOD, num_microbatches=4)),
+    "recompute all, though it fits": simulate(MODEL, MACHINE, replace(GOOD, recompute="full")),
+    "tensor 8 because there are 8": simulate(MODEL, MACHINE, plan_of(4, 8, 4)),
+    "FSDP, gathered 16 times": FOUR["data 16 as FSDP, tensor 8"].step,
+    "a call per gradient": simulate(MODEL, MACHINE, replace(GOOD, gradient_sync="per_parameter", sharding=Sharding())),
+}
+lost = {name: bill(step, RUN).dollars / 1000 for name, step in mistakes.items()}
+show_bars(lost, "thousand $", "Each mistake is one line of a configuration", "70B, 100 billion tokens, 128 H100s")
+
+# %% [markdown]
+# And one on real ranks: a loop that synchronises gradients after every micro-batch, because `no_sync` was forgotten.
+# Two ranks, a small GPT, four micro-batches.
+
+# %%
+import contextlib
+import time
+
+from distlab.data_parallel import DataParallel
+from distlab.models import GPT, GPTConfig
+
+ranks = Ranks(2)
+
+
+# %%
+def updates(forgotten, count=4, parts=4):
+    model = GPT(GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128))
+    replicas = DataParallel(model)
+    start, tokens = time.perf_counter(), torch.randint(256, (4, 64))
+    for part in range(count * parts):
+        last = forgotten or part % parts == parts - 1
+        with contextlib.nullcontext() if last else replicas.no_sync():
+            GPT.loss(model(tokens), tokens).backward()
+        if last:
+            replicas.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+# %%
+for words, forgotten in (("once per update", False), ("after each micro-batch", True)):
+    seconds_each = max(ranks.run(updates, forgotten))
+    sent = sum(call.num_bytes for call in ranks.records().calls(0)) / 4
+    print(f"{words:23} {1e3 * seconds_each:5.0f} ms an update, {sent / 1e6:5.1f} MB in collectives")
+ranks.close()
+
+# %% [markdown]
+# ## Capstone: plan a 70B run, and defend it
+#
+# Now the question from the top. The budget is in dollars and days; the number of GPUs is yours. Write
+# `plan_70b(dollars, days)`. The check runs your plan beside the advisor's. It says what you overlooked: that it does
+# not fit, a wire, a bubble, the price.
+
+# %% exercise="15.capstone"
+
+# %%
+from simulator.viz import describe_planner, planner_figure
+
+chosen = plan_70b(80_000, 14)
+mine = bill(simulate(MODEL, cluster("dgx-h100", chosen.world_size), chosen), RUN)
+show(planner_figure(mine), describe_planner(mine))
+
+# %% [markdown]
+# To defend it, answer four questions in a sentence each, with numbers from above. Why does it fit, and what is the
+# fullest GPU full of? What does each axis cost in a step? Which plan nearly won? What if the price doubles, or a
+# machine fails every day?
+
+# %% [markdown]
 # ## Lab
 #
 # Does a plan that is best on paper win on real ranks? The lab plans a small GPT for the ranks that you give it, with
@@ -401,6 +630,35 @@ for days in (60, 14, 7, 2):
 # ```
 
 # %% [markdown]
+# ## Questions
+#
+# Answer each on paper before you run the cell below.
+#
+# 1. A 13B model in mixed precision with Adam, 18 bytes per parameter. How many GPUs of 80 GB must share its states
+#    under FSDP, if half of a GPU is for them?
+# 2. Tensor 8, pipeline 4, 12 micro-batches: which part of the compute lanes' time is bubble?
+# 3. 4,000 GPUs, 50,000 hours between failures of each, saves of 45 s: how often do you save?
+# 4. Offers: 64 GPUs, 12 days at 2.50 dollars; 128 GPUs, 6.5 days at 2.20. Which is cheaper?
+# 5. A 7B model on 8 GPUs with 16 GB of weights, gradients and so on too much: what do you try first?
+
+# %% tags=["nbval-check-output"]
+import math
+
+print(f"1. {math.ceil(18 * 13 / 40)} GPUs")
+print(f"2. {3 / (12 + 3):.0%}")
+between = 3600 * 50_000 / 4000
+print(f"3. every {math.sqrt(2 * 45 * between) / 60:.0f} minutes; it fails every {between / 3600:.1f} hours")
+print(f"4. {64 * 12 * 24 * 2.5:,.0f} and {128 * 6.5 * 24 * 2.2:,.0f} dollars: the second")
+print("5. ZeRO-1: it sends what data parallelism sends, and splits 12 of the 18 bytes by 8")
+
+# %% [markdown]
+# ## What to read next
+#
+# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: section 3
+#   derives rules for degrees, section 5 measures them.
+# - Llama team, *The Llama 3 Herd of Models*, 2024: section 3.3, how 16,384 GPUs were used, and what failed.
+# - `distlab plan --help`, `distlab cost --help`, `distlab validate`: how near all of this comes to published steps.
+#
 # ## Sources
 #
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*

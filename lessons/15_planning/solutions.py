@@ -7,7 +7,8 @@ message by message: `simulator.memory_of`, `simulator.simulate`, `simulator.sear
 from collections.abc import Callable, Sequence
 from math import inf, sqrt
 
-from distlab.plan import Cluster, Plan
+from distlab.plan import Cluster, Plan, Sharding
+from simulator import Failures, ModelDescription, Run, bill, cluster, memory_of, simulate
 
 
 def bytes_per_gpu(parameters: float, layers: int, hidden: int, sequence: int, plan: Plan) -> float:
@@ -128,3 +129,26 @@ def cheapest(offers: Sequence[tuple[str, int, float, float]], days: float) -> st
     if not in_time:
         return None
     return min(in_time, key=lambda offer: (24 * offer[1] * offer[2] * offer[3], offer[2]))[0]
+
+
+def plan_70b(dollars: float, days: float) -> Plan:
+    """Return the plan of a run of Llama 2 70B that costs least, within so many days and dollars.
+
+    The run: 100 billion tokens in steps of 256 sequences, flash attention, H100s in machines of eight at 2.50 dollars
+    for a GPU and an hour, failures as Llama 3's. The plan says how many GPUs: 8 to 512, whole machines. A GPU has 76
+    GB for it. Micro-batches have one sequence. `simulate`, `memory_of` and `bill` may be asked.
+    """
+    model = ModelDescription(model="llama-2-70b", attention="flash").workload()
+    run, found = Run(100e9, 2.50, Failures("llama-3")), []
+    for num_gpus in (64, 128, 256, 512):
+        machine = cluster("dgx-h100", num_gpus)
+        for tensor, pipeline, stage in ((2, 1, 3), (4, 4, 1)):
+            data = num_gpus // (tensor * pipeline)
+            own = {"tensor": tensor, "sequence_parallel": True, "sharding": Sharding(stage)}
+            plan = Plan(data, pipeline, 256 // data, **own)
+            if memory_of(model, plan).max_bytes > 76e9:
+                continue
+            one = bill(simulate(model, machine, plan), run)
+            if one.days <= days and one.dollars <= dollars:
+                found.append((one.dollars, one.days, plan))
+    return min(found, key=lambda each: each[:2])[2]

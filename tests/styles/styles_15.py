@@ -4,6 +4,9 @@ import itertools
 import math
 from collections import namedtuple
 
+from distlab.plan import Plan, Sharding
+from simulator import Failures, ModelDescription, Question, Run, bill, cluster, search, simulate
+
 
 def fits_by_sums(parameters, layers, hidden, sequence, plan):
     own = parameters / plan.tensor / plan.pipeline
@@ -211,7 +214,37 @@ def cheapest_by_infinity(offers, days):
     return best[0] if best is not None and best[2] <= days else None
 
 
+def _fsdp(num_gpus):
+    data = num_gpus // 2
+    return Plan(data=data, tensor=2, num_microbatches=256 // data, sequence_parallel=True, sharding=Sharding(3))
+
+
+def plan_by_deadline(dollars, days):
+    return _fsdp(next(count for count, took in ((64, 16.0), (128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
+
+
+def plan_by_simulation(dollars, days):
+    model = ModelDescription(model="llama-2-70b", attention="flash").workload()
+    for num_gpus in (64, 128, 256, 512):
+        step = simulate(model, cluster("dgx-h100", num_gpus), _fsdp(num_gpus))
+        if 100e9 / (256 * 4096) * step.steady_s / 86_400 <= 0.99 * days:
+            return _fsdp(num_gpus)
+    return None
+
+
+def plan_by_the_advisor(dollars, days):
+    described, best = ModelDescription(model="llama-2-70b", attention="flash"), None
+    for num_gpus in (512, 256, 128, 64):
+        question = Question(described, cluster("dgx-h100", num_gpus), 256)
+        (choice,) = search(question, lambda shape: shape.context == shape.microbatch == 1).best(1)
+        paid = bill(choice.step, Run(100e9, 2.5, Failures("llama-3")))
+        if paid.days <= days and (best is None or paid.dollars < best.dollars):
+            best = paid
+    return best.step.plan
+
+
 ANSWERS = {
+    "15.capstone": [plan_by_deadline, plan_by_simulation, plan_by_the_advisor],
     "15.fits": [fits_by_sums, fits_by_table, fits_by_match],
     "15.step": [step_by_names, step_by_microbatch, Steps()],
     "15.choose": [choose_by_product, choose_by_divisors, choose_recursively],

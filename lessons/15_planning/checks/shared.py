@@ -40,21 +40,19 @@ def judge_slips(evidence: Evidence, cases: Sequence[Any], answer: Answer, slips:
         return
     case, got = wrong[0]
     want = answer(case, "")
-    text = f"{case.words}: expected {_said(want)}, got {_said(got)}"
+    if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
+        name = next(key for key in want if not close(got[key], want[key]))
+        text = f"{case.words}: {name!r} expected {_said(want[name])}, got {_said(got[name])}"
+    else:
+        text = f"{case.words}: expected {_said(want)}, got {_said(got)}"
     for alike in (pairs, wrong[:1]):  # all answers are explained, or the first wrong one
         for slip, advice in slips.items():
             if not close(want, answer(case, slip)) and all(close(one, answer(each, slip)) for each, one in alike):
                 yield Fault(slip, f"{text}. {advice}")
-    part = isinstance(got, dict) and isinstance(want, dict) and got.keys() == want.keys()
-    if part:
-        name = next(key for key in want if not close(got[key], want[key]))
-        yield Fault("values", f"{text}: look at {name!r}")
     yield Fault("values" if type(got) is type(want) else "returned", text)
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name!r}: {_said(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_said, value))})"
     return f"{value:.5g}" if isinstance(value, float) else describe(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distlab_lesson_15.checks.capstone import BUDGETS, faults_of
+
 from distlab.grading import Mutant
 from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Cluster, Device, Link, Plan, Protocol, Sharding
@@ -79,6 +81,16 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
     return offers, draw.number(5.0, 45.0)
 
 
+def _draw_capstone(draw: Draw) -> tuple[Any, ...]:
+    return draw.number(70_000, 100_000), draw.one_of(20.0, 9.0, 4.5, 2.5) + draw.number(0.0, 1.0)
+
+
+def _use_capstone(fn: Callable[..., Any], dollars: float, days: float) -> list[str]:
+    """Say what is wrong with the plan: right answers differ in what costs nothing."""
+    return [fault.code for fault in faults_of(BUDGETS[0]._replace(dollars=dollars, days=days), fn(dollars, days))]
+
+
+CAPSTONE = Vary(_draw_capstone, use=_use_capstone, num_calls=2)  # a call simulates
 FITS = Vary(_draw_fits, num_calls=16)
 STEP = Vary(_draw_step, num_calls=16)
 CHOICE = Vary(_draw_choice, use=_use_choice)
