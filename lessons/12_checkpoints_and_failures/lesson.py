@@ -146,7 +146,7 @@ print(guess_1.compare(10 * moments.count("nothing") / len(moments), how="tried")
 # %%
 from matplotlib import figure, rc_context
 
-LOOK = {"step 30": ("#009E73", "30"), "step 40": ("#0072B2", "40"), "nothing": ("#D55E00", "x")}
+LOOK = {"step 30": ("#00735A", "30"), "step 40": ("#0072B2", "40"), "nothing": ("#A84300", "x")}
 
 
 @rc_context({"font.size": 12})
@@ -496,7 +496,7 @@ def draw_cuts(size, num_saved, num_now, title):
     picture = figure.Figure(figsize=(12.8, 3.0), layout="constrained")
     axes = picture.subplots()
     old, new = -(-size // num_saved), -(-size // num_now)
-    for saved, colour in enumerate(("#44AA99", "#CC6677", "#DDCC77", "#AA4499")):
+    for saved, colour in enumerate(("#44AA99", "#CC6677", "#DDCC77", "#C77CB9")):
         axes.barh([0, 1], old, left=saved * old, color=colour, height=0.6)
         axes.text((saved + 0.5) * old, 0, f"saved by rank {saved}", ha="center", va="center")
     for rank in range(num_now):
