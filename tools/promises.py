@@ -143,7 +143,10 @@ def page() -> str:
     results = kept()["results"]
     rows = [row(name, promise, results.get(name)) for name, promise in promises().items()]
     held = sum(holds(promise, results[name]) for name, promise in promises().items() if name in results)
-    tail = ["", f"{held} of {len(rows)} promises hold.", "", *sorted({machine_of(one) for one in results.values()})]
+    left = len(rows) - len(results)
+    waiting = f"; {left} were not tried here yet" if left else ""
+    machines = sorted({machine_of(one) for one in results.values()})
+    tail = ["", f"{held} of {len(rows)} promises hold{waiting}.", "", *machines]
     return HEAD + "\n".join([*rows, *tail]) + "\n"
 
 
