@@ -29,8 +29,9 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
+    """A browser, gone after these tests: the other modules start their own, and only one can be driven at a time."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
