@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lesson_pictures import FOLDERS
 
 from distlab.models import GPT, GPTConfig
 from distlab.plan import ActionTimes, Cluster, Plan, make_schedule
@@ -229,4 +230,4 @@ def given_11() -> dict[str, Any]:
     return {"overlay": overlay_of_plan(Plan(context=2), 2)}
 
 
-INPUTS = {f"{number:02}": globals().get(f"given_{number:02}", dict) for number in range(1, 13)}
+INPUTS = {folder.name[:2]: globals().get(f"given_{folder.name[:2]}", dict) for folder in FOLDERS}
