@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ TECHNIQUES = (
     *(f"distlab.{name}" for name in ("pipeline", "profile", "sharding", "tensor_parallel")),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
 )
+# A run that a shell put in the background ignores interrupts, and all that it starts would too: tests send some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 put_on_path()  # messages write commands as they are where the lessons are read
 
 

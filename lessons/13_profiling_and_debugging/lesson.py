@@ -633,7 +633,7 @@ print(f"a section that is marked takes {1e6 * min(ranks.run(cost_of_a_mark)):.1f
 # ```
 # distlab lab 13 --ranks 4 --seed 7 --trace traces
 # distlab lab 13 --ranks 4 --seed 7 --answer "slow rank 2"
-# distlab lab 13 --ranks 4 --fault flip --impl mine
+# distlab lab 13 --ranks 4 --fault "flipped bit" --impl mine
 # ```
 #
 # The same by torchrun, which is also how it runs on GPUs (`--nproc-per-node` is their number):
