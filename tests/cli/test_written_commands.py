@@ -61,7 +61,8 @@ def test_names_that_stand_alone_are_commands():
     texts = (path.read_text(encoding="utf-8") for path in TEXTS)
     alone = {command for text in texts for command in written(text) if NAME_ALONE.fullmatch(command)}
     names = {command.split()[1] for command in alone if command.startswith("distlab")}
-    assert names and names <= set(COMMANDS)
+    assert names
+    assert names <= set(COMMANDS)
 
 
 def test_the_texts_have_commands_of_each_kind():
