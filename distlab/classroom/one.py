@@ -23,7 +23,11 @@ def main() -> None:
         from distlab.grading.submission import isolated_submission
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
-        functions, notes = isolated_submission(task["file"], lesson)
+        try:
+            functions, notes = isolated_submission(task["file"], lesson)
+        except ValueError as error:
+            _tell(pipe, {"unread": str(error)})
+            return
         _tell(pipe, {"notes": list(notes)})
         for exercise in lesson.exercises:
             _tell(pipe, examine(exercise, functions[exercise.name], seed=task["seed"]).as_dict())

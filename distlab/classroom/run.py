@@ -124,6 +124,7 @@ def _grade(submission: Submission, lesson: Lesson, seed: int, limits: Limits, en
             shutil.copyfile(submission.path, copy)
             task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
             lines, stopped = _check(task, home, limits, ending)
+            stopped = stopped.replace(f"{home}/", "")
             for line in lines:
                 line["message"] = str(line.get("message", "")).replace(f"{home}/", "")
         finally:
@@ -158,6 +159,8 @@ def _check(
                 stopped = "its check did not end"
             finally:
                 _kill(process.pid, mark)
+        if not stopped and lines and "unread" in lines[0]:
+            return [], str(lines[0]["unread"])
         if not stopped and process.returncode:
             words.seek(0)
             last = " ".join(words.read().decode(errors="replace").split())[-LAST_WORDS:]

@@ -71,10 +71,10 @@ def _in_folder(folder: Path, lesson: str) -> Iterator[tuple[str, Path | None]]:
     for child in sorted(folder.iterdir()):
         if child.name.startswith((".", "__")):
             continue
-        if child.is_file() and child.suffix in KINDS:
-            yield _owner(child, lesson), child
-        elif child.is_dir():
+        if child.is_dir():
             yield child.name, _only(child, lesson)
+        elif child.suffix in KINDS:
+            yield _owner(child, lesson), child if child.is_file() else None  # a pipe, or a link to nothing
 
 
 def _owner(path: Path, lesson: str) -> str:

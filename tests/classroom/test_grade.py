@@ -121,6 +121,20 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert capsys.readouterr().out.count("(kept)") == 3
 
 
+def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
+    folder = hand_in(here / "class", bob="", sue="def mean(:\n")
+    (folder / "ann.ipynb").write_text('{"cells": [')
+    (folder / "gone.py").symlink_to("nowhere.py")
+    os.mkfifo(folder / "pipe.py")
+    assert main(["grade", "91", str(folder), "--jobs", "2", "--json"]) == 1
+    told = {grade["student"]: grade for grade in json.loads(capsys.readouterr().out)["grades"]}
+    assert told["bob"]["stopped"] == "bob.py is empty"
+    assert told["sue"]["stopped"] == "sue.py, line 1: invalid syntax"
+    assert told["ann"]["stopped"].startswith("ann.ipynb is not a notebook, or it is damaged")
+    for name in ("gone", "pipe"):
+        assert {mark["verdict"] for mark in told[name]["marks"]} == {"not attempted"}
+
+
 @pytest.mark.parametrize(
     ("text", "limits", "words"),
     [(ENDLESS, Limits(minutes=0.05), "it ran for 0.05 minutes"), (FILES, Limits(folder_bytes=10**6), "MB of files")],
