@@ -26,6 +26,7 @@ from distlab.comm.command import runnable
 from distlab.grading.progress import copy_in
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # the last two: too deeply nested
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
 
 
@@ -75,14 +76,18 @@ def read_source(impl: str) -> Source:
     if path.suffix == ".py":
         try:
             ast.parse(text)
-        except (SyntaxError, ValueError) as error:
-            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-            raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
+        except UNREADABLE as error:
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            raise ValueError(f"{impl}{line}: {_why(error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
     pieces = _notebook(impl, path, text)
     for name, cell in pieces:
         _remember(name, cell)
     return Source("notebook", impl, pieces, str(path.resolve().parent))
+
+
+def _why(error: BaseException) -> str:
+    return str(getattr(error, "msg", error)) or "too deeply nested for Python"  # MemoryError says nothing
 
 
 def _remember(name: str, text: str) -> None:
@@ -122,7 +127,7 @@ def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[str, str], ...]:
         cells = json.loads(text)["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]
         texts = [source if isinstance(source := cell["source"], str) else "".join(source) for cell in code]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{impl} is not a notebook, or it is damaged ({reason}){reset}") from None
     return tuple((f"{path.name}, code cell {n}", _without_magics(cell)) for n, cell in enumerate(texts, start=1))
@@ -137,7 +142,7 @@ def _without_magics(cell: str) -> str:
         return ""
     try:
         ast.parse(cell)
-    except (SyntaxError, ValueError):
+    except UNREADABLE:
         lines = [(line, len(line) - len(line.lstrip())) for line in cell.splitlines()]
         return "\n".join(line[:indent] + "pass" if _is_magic(line) else line for line, indent in lines)
     return cell
@@ -199,9 +204,9 @@ def _needed(source: Source, wanted: Iterable[str], known: set[str]) -> tuple[lis
         try:
             compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # finds more than the parser alone
             statements += [(name, each) for each in ast.parse(text, name).body if not _goes_on_with_reference(each)]
-        except (SyntaxError, ValueError) as error:
-            line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) else ""
-            broken.append((text, f"{name} has a syntax error{line}: {getattr(error, 'msg', error)}"))
+        except UNREADABLE as error:
+            line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            broken.append((text, f"{name} has a syntax error{line}: {_why(error)}"))
     names = [_names(statement) for _, statement in statements]
     live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
     needed, chosen = {*wanted, "*"}, set[int]()
