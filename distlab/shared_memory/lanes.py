@@ -2,7 +2,8 @@
 
 Each message is announced by a letter (tag, length, dtype) and travels as pieces. The receiver takes the message at the
 head when a receive with its tag is there. Where only receives with other tags wait, it puts the message aside. A send
-is over once a receive has taken it.
+is over once a receive has taken it. Where all letters are in use, it is over once its message has been put aside, so
+that any number of messages can be under way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Letter(ctypes.Structure):
     """What announces a message."""
 
     _fields_ = (
-        ("taken", ctypes.c_int32),  # the message's number + 1, once a receive has taken it whole
+        ("taken", ctypes.c_int32),  # the message's number + 1 once a receive has taken it whole; minus that: put aside
         ("tag", ctypes.c_int32),
         ("num_bytes", ctypes.c_int64),
         ("mark", ctypes.c_uint64),
@@ -109,7 +110,7 @@ class OutLane(_Lane):
             if self.letters[message.number % NUM_LETTERS].taken == message.number + 1:
                 self.open.remove(message)
                 message.work.finish()
-        while self.waiting and not (self.open and (self._number - self.open[0].number) % _WRAP >= NUM_LETTERS):
+        while self.waiting and self._has_letter():
             self._announce(self.waiting.popleft())
             changed = True
         while self.moving:
@@ -119,6 +120,16 @@ class OutLane(_Lane):
                 break
             self.moving.popleft()
         return changed
+
+    def _has_letter(self) -> bool:
+        """Return whether the next letter is free; a message that was put aside gives its letter back."""
+        while self.open and (self._number - self.open[0].number) % _WRAP >= NUM_LETTERS:
+            oldest = self.open[0]
+            if self.letters[oldest.number % NUM_LETTERS].taken != -(oldest.number + 1):
+                return False
+            self.open.popleft()
+            oldest.work.finish()
+        return True
 
     def _announce(self, message: Message) -> None:
         message.number = self._number
@@ -230,15 +241,18 @@ class InLane(_Lane):
             self._is_aside = False
             kept = Letter.from_buffer_copy(letter)
             self._aside.append((kept, number, message.memory))
+            futex.fence()
+            letter.taken = -(number + 1)
             return
-        self._tell(number, message)
+        self._tell(message)
+        letter.taken = number + 1
 
-    def _tell(self, number: int, message: Message) -> None:
-        """Say to both sides that a receive has taken the message."""
+    @staticmethod
+    def _tell(message: Message) -> None:
+        """A receive has taken the message."""
         if message.landed is not None:
             message.landed()
         futex.fence()
-        self.letters[number % NUM_LETTERS].taken = number + 1
         message.work.finish()
 
     def _take_aside(self, receives: list[Message]) -> bool:
@@ -247,9 +261,12 @@ class InLane(_Lane):
             found = self._wanted(receives, letter)
             if found is None:
                 kept.append((letter, number, memory))
-            else:
-                copy(found.address, memory.data_ptr(), found.num_bytes)
-                self._tell(number, found)
+                continue
+            copy(found.address, memory.data_ptr(), found.num_bytes)
+            self._tell(found)
+            place = self.letters[number % NUM_LETTERS]
+            if place.taken == -(number + 1):  # otherwise it already announces another message
+                place.taken = number + 1
         changed = len(kept) != len(self._aside)
         self._aside = kept
         return changed

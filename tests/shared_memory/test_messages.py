@@ -23,6 +23,26 @@ def tags_in_another_order():
     return found
 
 
+def many_tags_in_reverse(num_elements):
+    me, other = dist.get_rank(), 1 - dist.get_rank()
+    works = [dist.isend(torch.full((num_elements,), 1000.0 * me + tag), other, tag=tag) for tag in range(200)]
+    got = []
+    for tag in [*range(199, 99, -1), *range(100)]:
+        x = torch.empty(num_elements)
+        dist.recv(x, other, tag=tag)
+        got.append(x.unique().tolist() == [1000.0 * other + tag])
+    for work in works:
+        work.wait()
+    last = torch.ones(1)
+    dist.all_reduce(last)
+    return all(got) and last.item() == 2
+
+
+@pytest.mark.parametrize("num_elements", [3, 40_000])
+def test_any_number_of_messages_waits_for_other_tags(shared_ranks, num_elements):
+    assert shared_ranks(2).run(many_tags_in_reverse, num_elements) == [True, True]
+
+
 def test_a_receive_takes_the_message_with_its_tag(shared_ranks):
     assert shared_ranks(2).run(tags_in_another_order)[1] == [3.0, 1.0, 0.0, 4.0, 2.0]
 
