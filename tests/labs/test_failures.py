@@ -179,5 +179,5 @@ def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(argument
 
 
 def test_the_agent_finds_this_very_distlab_first():
-    first = torchrun._environment()["PYTHONPATH"].split(os.pathsep)[0]
+    first = torchrun.own_environment()["PYTHONPATH"].split(os.pathsep)[0]
     assert (Path(first) / "distlab" / "__init__.py").samefile(distlab.__file__)

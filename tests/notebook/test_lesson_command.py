@@ -239,7 +239,7 @@ def test_without_a_port_a_free_one_is_found(monkeypatch):
 def test_list_and_mistakes_are_plain(lesson, tmp_path):
     done = lesson("list", work=tmp_path / "work")
     assert done.returncode == 0
-    assert "15  Planning" in done.stdout
+    assert "15  Choose a plan" in done.stdout
     assert not (tmp_path / "work").exists(), "looking makes nothing"
     done = lesson("reset", "77", work=tmp_path / "work")
     assert (done.returncode, done.stdout) == (2, "")
