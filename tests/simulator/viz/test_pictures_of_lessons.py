@@ -29,6 +29,7 @@ def dark_png(figure):
     return png_of(figure, dark=True)
 
 
+@pytest.mark.timeout(400)  # lesson 15 searches plans for 48 cells of its map of strategies
 @pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name[:2] for folder in FOLDERS])
 def test_the_pictures_of_a_lesson_can_be_read(folder):
     shown = Lesson(folder, INPUTS[folder.name[:2]]()).run()
