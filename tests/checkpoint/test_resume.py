@@ -183,6 +183,7 @@ def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
     def write():
         hook = Coarse()
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
+        torch.manual_seed(0)
         save(tmp_path, 1, parts={"model": torch.nn.Linear(2, 2), "hook": hook})
 
     def read(reshard):
@@ -242,6 +243,7 @@ class DyingDisk:
 
 
 def save_and_die(directory, step, victim, stop_at):
+    torch.manual_seed(0)
     module = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(module.weight, step)
     if dist.get_rank() == victim:
@@ -289,6 +291,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_manifest(ranks, tmp_pa
 
         if dist.get_rank() == 1 and step == 2:
             files.os = FullDisk()
+        torch.manual_seed(0)
         try:
             save(directory, step, parts={"model": torch.nn.Linear(2, 2)})
         except CheckpointError as error:
@@ -314,6 +317,7 @@ def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
 
 def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
     def write():
+        torch.manual_seed(0)
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, 5)
         save(tmp_path, 7, parts={"model": model}, data_position={"epoch": 1, "sample": 30})
