@@ -113,6 +113,11 @@ def sums_of(parts: Parts) -> dict[str, tuple[str, int]]:
     return {name: (_shape(one), next(added[one.device])) for name, one in named.items()}
 
 
+def kinds_of(parts: Parts) -> dict[str, str]:
+    """Return the names of plain optimizers' classes: their states do not say whose they are."""
+    return {name: type(part).__name__ for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+
+
 def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
     """Return the tensors of plain optimizers' states, by words that name them: `exp_avg of optimizer's parameter 3`."""
     return {
@@ -220,6 +225,12 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
                         f"{name}: {key} is {there} in the checkpoint and {here} in the model; build the same model"
                     )
         elif isinstance(part, torch.optim.Optimizer):
+            here, there = type(part).__name__, shared.get("kinds", {}).get(name)  # no kinds: an earlier distlab's
+            if there not in (here, None):
+                raise ValueError(
+                    f"{name} is {there} in the checkpoint and {here} here; build the same optimizer: one kind "
+                    "of moments means nothing to another"
+                )
             now_sizes = [len(group["params"]) for group in part.param_groups]
             then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
             if now_sizes != then_sizes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from distlab.checkpoint.parts import Stateful, check_fit, is_own
+from distlab.checkpoint.parts import Stateful, check_fit, is_own, kinds_of
 from distlab.comm.together import place_in
 
 
@@ -40,7 +40,8 @@ class PerRank:
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's states, and whose they are."""
         states = {name: part.state_dict() for name, part in self._parts.items()}
-        return {"rank": self._rank, "world_size": self._world_size, "parts": states}
+        place = {"rank": self._rank, "world_size": self._world_size}
+        return {**place, "kinds": kinds_of(self._parts), "parts": states}
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError where these are not this rank's, or do not fit."""

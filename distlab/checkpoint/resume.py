@@ -20,7 +20,17 @@ from torch.distributed import ProcessGroup
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.checkpoint.parts import Parts, Sharded, check_fit, collect, require_equal, require_plain, sums_of, take_up
+from distlab.checkpoint.parts import (
+    Parts,
+    Sharded,
+    check_fit,
+    collect,
+    kinds_of,
+    require_equal,
+    require_plain,
+    sums_of,
+    take_up,
+)
 from distlab.comm.together import place_in, together
 
 OWN = "own"  # what a rank writes for itself, until its file has the rank's name
@@ -176,7 +186,8 @@ def agreed_contents(
             raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
         require_plain(data_position, "data_position")
         shared, own = collect(parts)
-        kept.append({SHARED: {"step": step, "data_position": data_position, "parts": shared}, OWN: own})
+        facts = {"step": step, "data_position": data_position, "kinds": kinds_of(parts)}
+        kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
         sums = sums_of(parts)
         return step, repr(data_position), sums, begin(kept[0])
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from killing import has_unfinished_save, kill_after, kill_at_flush, require_kill, same_bits
 
-from distlab.checkpoint import CheckpointError, files, load, newest, save
+from distlab.checkpoint import CheckpointError, PerRank, files, load, newest, resume, save
 from distlab.comm import RankError
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
@@ -378,6 +378,38 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     optimizer = torch.optim.SGD([model.weight], 0.1)
     with pytest.raises(ValueError, match=r"groups of \[2\] parameters in the checkpoint, of \[1\] here"):
         load(tmp_path, parts={"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(tmp_path, wrapped):
+    def parts(make):
+        model = torch.nn.Linear(3, 2)
+        made = {"model": model, "optimizer": make(model.parameters())}
+        return {"training": PerRank(made)} if wrapped else made, model
+
+    kinds = [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+    for saved in kinds:
+        directory = tmp_path / str(kinds.index(saved))
+        save(directory, 1, parts=parts(saved)[0])
+        for other in kinds:
+            made, model = parts(other)
+            before = model.weight.detach().clone()
+            if other is saved:
+                assert load(directory, parts=made).step == 1
+                continue
+            there, here = (type(kind([model.weight])).__name__ for kind in (saved, other))
+            with pytest.raises(ValueError, match=f"optimizer is {there} in the checkpoint and {here} here; build"):
+                load(directory, parts=made)
+            assert torch.equal(model.weight, before)
+
+
+def test_a_checkpoint_that_does_not_say_the_optimizers_kind_is_taken(tmp_path, monkeypatch):
+    """As one of an earlier distlab does not."""
+    model = torch.nn.Linear(3, 2)
+    parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    monkeypatch.setattr(resume, "kinds_of", lambda parts: {})
+    save(tmp_path, 1, parts=parts)
+    assert load(tmp_path, parts=parts).step == 1
 
 
 class Meter:
