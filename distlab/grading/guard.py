@@ -52,6 +52,8 @@ class Board:
 
 def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int) -> Any:
     """Drive a learner's function on this rank under limits, and return what the drive returns."""
+    from distlab.grading.variation.left import restored
+
     limit_process(memory_limit_bytes)
     forbid_processes()
     untouched, fence = Untouched(), Fence(own_job())
@@ -59,7 +61,8 @@ def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limi
     close_other_wires(fence)
     streams = sys.stdout, sys.stderr
     try:
-        result = drive(guarded(fn, untouched, fence))
+        with restored():
+            result = drive(guarded(fn, untouched, fence))
         untouched.check()  # the drive may have called what the function returned
         return result
     finally:
@@ -100,7 +103,7 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
     import torch
     import torch.distributed as dist
 
-    dtype, group = torch.get_default_dtype(), dist.group.WORLD
+    dtype, device, group = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD
 
     def call(*args: Any, **named: Any) -> Any:
         fence.is_up, was_up = True, fence.is_up
@@ -120,6 +123,14 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
                 "default dtype",
                 f"it changed torch's default dtype to {torch.get_default_dtype()}, for everything that comes after; "
                 "give the dtype to the tensors that you make",
+            )
+        if torch.get_default_device() != device:
+            now = torch.get_default_device()
+            torch.set_default_device(device)  # or the check's own tensors would land there
+            raise Refused(
+                "default device",
+                f"it changed torch's default device to {now}, for everything that comes after; "
+                "give the device to the tensors that you make",
             )
         return result
 

@@ -81,10 +81,20 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             mine, theirs = got[rank]["calls"][call], wanted[rank]["calls"][call]
             where = f"call {call + 1}, {name}({theirs['words']}): "
             yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
-            left = [state for state in mine["state"] if state not in theirs["state"]]
-            if left:
-                text = f"{where}right result, but afterwards {left[0]} is not what it was before"
-                yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
+            yield from _left_behind(mine, theirs, where, rank, n)
+
+
+def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:
+    """Say what a call left on its arguments, and in the process, that the reference does not."""
+    known = {name for name, _ in theirs["state"]}
+    kinds = {kind for kind, *_ in theirs["left"]}  # what the reference leaves on purpose may look otherwise
+    for kind, _, words in mine["left"]:
+        if kind not in kinds:
+            yield Fault("state left behind", f"{where}right result, but{_on(rank, n)} {words}")
+    for name, values in mine["state"]:
+        if name not in known:
+            text = f"{where}right result, but afterwards {name} is not what it was before{values}"
+            yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
 
 
 def _what(rank: int, n: int) -> str:
