@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.grading.guard import in_python_numbers
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
 from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
@@ -101,7 +102,7 @@ def copied(value: Any) -> Any:
         return [copied(item) for item in value]
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
-    return value
+    return in_python_numbers(value)
 
 
 def _seed_all(seed: int) -> None:
