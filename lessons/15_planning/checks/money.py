@@ -70,7 +70,7 @@ def bill_of(case: Bill, slip: str = "") -> tuple[float, float]:
     lost += 0 if slip == "restarts forgotten" else restart_s / between
     lost -= save_s / interval if slip == "half forgotten" else 0.0  # at Young's interval both halves are equal
     useful = 1 - (0 if slip == "no failures" else lost)
-    if useful <= 0 and slip != "below zero":
+    if useful == 0 or (useful < 0 and slip != "below zero"):
         return math.inf, math.inf
     longer = {"multiplied": useful, "added": 1 + lost}.get(slip, 1 / useful)
     hours = num_steps * step_s * longer / 3600
