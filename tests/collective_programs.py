@@ -118,6 +118,23 @@ def scattered_in_memory():
     return wrong
 
 
+def backwards(count, numel, leaves=False):
+    """Send messages from rank 0 to the last, which receives those that were sent last first; tell whether all fit."""
+    last = dist.get_world_size() - 1
+    fits, tags = True, range(count)
+    if dist.get_rank() == 0:
+        for work in [dist.isend(torch.full((numel,), float(tag)), last, tag=tag) for tag in tags]:
+            work.wait()
+    elif dist.get_rank() == last:
+        x = torch.empty(numel)
+        for tag in reversed(tags):
+            dist.recv(x, 0, tag=tag)
+            fits = fits and bool((x == tag).all())
+        if leaves:
+            dist.destroy_process_group()
+    return fits
+
+
 def bits(seed):
     """Return the bits of a sum whose rounding depends on the order, small and in pieces."""
     found = []

@@ -7,7 +7,7 @@ import threading
 
 from distlab.nodes.place import Place
 from distlab.nodes.sockets import Sockets
-from distlab.shared_memory.lanes import Message
+from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.messages import Messages
 from distlab.shared_memory.work import SharedWork

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
 from distlab.shared_memory.dense import Landings, check, flat_of
-from distlab.shared_memory.lanes import Message
+from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
@@ -146,6 +146,8 @@ class GroupBase(dist.ProcessGroup):
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
+    if meeting.arena.owner == os.getpid() and not meeting.failure:
+        messages.settle()
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):

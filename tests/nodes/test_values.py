@@ -6,6 +6,7 @@ import torch.distributed as dist
 from collective_programs import (
     FIXED,
     PROGRAMS,
+    backwards,
     bits,
     differences,
     moved_wrongly,
@@ -53,6 +54,12 @@ def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):
 def test_random_programs_equal_gloo(node_ranks, program):
     world_size, steps = program
     assert node_ranks(world_size).run(differences, steps) == [[]] * world_size
+
+
+@pytest.mark.parametrize("nodes", [2, 1])
+def test_any_number_of_messages_may_be_received_in_another_order(node_ranks, nodes):
+    for count, numel in ((200, 3), (200, 100_000)):
+        assert node_ranks(2, nodes).run(backwards, count, numel) == [True] * 2
 
 
 def sums_of_groups(sets):
