@@ -37,6 +37,7 @@ class GroupBase(dist.ProcessGroup):
         self._collectives, self._messages = collectives, messages
         self._queue = CallQueue(f"shared-calls-{members}")
         self._records = Records()
+        self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
 
@@ -60,6 +61,33 @@ class GroupBase(dist.ProcessGroup):
         """The description that torch gave."""
         return self._description
 
+    # What torch asks of the backends in a group: this one is the only one in its group.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the group itself, which is the backend.
+
+        Raises:
+            RuntimeError: the device is not the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"{self._who('backend')} 'shared' moves CPU tensors, and was asked for {device}: use gloo or nccl"
+            )
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether callers may ask for memory: no, they take their own."""
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has made."""
+        return self._num_calls
+
     def shutdown(self) -> None:
         """Leave the group; the others learn of it."""
         self._end()
@@ -73,6 +101,7 @@ class GroupBase(dist.ProcessGroup):
 
     def _start(self, key: Any, text: Callable[[], str], do: Callable[[], None], results: Tensors, opts: Any) -> Any:
         """Have a call done, here or on the group's thread."""
+        self._num_calls += 1
         record = self._records.of(key, text)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
