@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import Landings, check, flat_of
+from distlab.shared_memory.dense import Landings, check, check_written, flat_of
 from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
@@ -139,7 +139,7 @@ class GroupBase(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        check(tensors[0], self._who("recv"))
+        check_written(tensors[0], self._who("recv"))
         landings = Landings()
         message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
         message.landed = landings.settle
