@@ -4,17 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import (
-    FIXED,
-    PROGRAMS,
     backwards,
     bits,
-    differences,
     moved_wrongly,
     reduced_differently,
     scattered_in_memory,
 )
-from hypothesis import given, settings
 from odd_tensors import expanded
+from random_programs import hold
 
 LAYOUTS = [(2, 2), (4, 2), (3, 3), (4, 4)]
 
@@ -54,11 +51,8 @@ def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):
         assert all(torch.equal(a, b) for a, b in zip(of_ranks[0], other, strict=True))
 
 
-@settings(max_examples=12, **FIXED)
-@given(PROGRAMS.filter(lambda program: program[0] in (2, 4)))
-def test_random_programs_equal_gloo(node_ranks, program):
-    world_size, steps = program
-    assert node_ranks(world_size).run(differences, steps) == [[]] * world_size
+def test_random_programs_equal_gloo(node_ranks, request):
+    hold(node_ranks, 8, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
 
 
 @pytest.mark.parametrize("nodes", [2, 1])
