@@ -12,21 +12,18 @@ import importlib
 import json
 import linecache
 import os
-import re
-import symtable
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from distlab.comm.command import runnable
+from distlab.grading.needed import UNREADABLE, needed_statements, reason
 from distlab.grading.progress import copy_in
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # the last two: too deeply nested
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
 
 
@@ -78,16 +75,12 @@ def read_source(impl: str) -> Source:
             ast.parse(text)
         except UNREADABLE as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            raise ValueError(f"{impl}{line}: {_why(error)}") from None
+            raise ValueError(f"{impl}{line}: {reason(error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
     pieces = _notebook(impl, path, text)
     for name, cell in pieces:
         _remember(name, cell)
     return Source("notebook", impl, pieces, str(path.resolve().parent))
-
-
-def _why(error: BaseException) -> str:
-    return str(getattr(error, "msg", error)) or "too deeply nested for Python"  # MemoryError says nothing
 
 
 def _remember(name: str, text: str) -> None:
@@ -174,7 +167,7 @@ def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tupl
     if source.kind == "file":
         return namespace, ()
     namespace |= names_for_functions()
-    statements, notes = _needed(source, wanted, known=set(namespace) | set(dir(builtins)))
+    statements, notes = needed_statements(source.pieces, wanted, known=set(namespace) | set(dir(builtins)))
     for name, statement in statements:
         try:
             exec(compile(ast.Module([statement], []), name, "exec"), namespace)
@@ -184,82 +177,6 @@ def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tupl
             words = linecache.getline(name, line or 0).strip()
             notes.append(f"{name}, line {line}: {words}: {type(error).__name__}: {error}")
     return namespace, tuple(notes)
-
-
-def _needed(source: Source, wanted: Iterable[str], known: set[str]) -> tuple[list[tuple[str, ast.stmt]], list[str]]:
-    """Follow the names that the wanted functions use, and those that these need, through the cells of a notebook.
-
-    Args:
-        source: the notebook.
-        wanted: names of functions.
-        known: names that need no cell.
-
-    Returns:
-        The statements that bind or change such a name, in order, each with its cell's name; and a line on each cell
-        with a syntax error that may hold one of them.
-    """
-    statements: list[tuple[str, ast.stmt]] = []
-    broken: list[tuple[str, str]] = []
-    for name, text in source.pieces:
-        try:
-            compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # finds more than the parser alone
-            statements += [(name, each) for each in ast.parse(text, name).body if not _goes_on_with_reference(each)]
-        except UNREADABLE as error:
-            line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            broken.append((text, f"{name} has a syntax error{line}: {_why(error)}"))
-    names = [_names(statement) for _, statement in statements]
-    live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
-    needed, chosen = {*wanted, "*"}, set[int]()
-    while new := {place for place in live if place not in chosen and names[place][0] & needed}:
-        chosen |= new
-        needed = needed.union(*(names[place][1] for place in new))
-    unbound = needed - known - {name for place in chosen for name in names[place][0]}
-    notes = [
-        note
-        for text, note in broken
-        if unbound & set(re.findall(r"\w+", text)) or needed & set(re.findall(r"\b(?:def|class) +(\w+)", text))
-    ]
-    return [statements[place] for place in sorted(chosen)], notes
-
-
-def _goes_on_with_reference(statement: ast.stmt) -> bool:
-    """Whether it may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does."""
-    if not isinstance(statement, ast.Assign | ast.Expr):
-        return False
-    return re.match(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'", ast.unparse(statement)) is not None
-
-
-def _is_replaced(
-    place: int, statements: Sequence[tuple[str, ast.stmt]], names: Sequence[tuple[set[str], set[str]]]
-) -> bool:
-    """Whether a function or class is defined again later, and nothing between uses the first definition."""
-    statement = statements[place][1]
-    if not isinstance(statement, _DEFINITIONS):
-        return False
-    for (_, later), (_, uses) in zip(statements[place + 1 :], names[place + 1 :], strict=True):
-        if isinstance(later, _DEFINITIONS) and later.name == statement.name:
-            return True
-        if statement.name in uses:
-            return False
-    return False
-
-
-def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Return the global names that a statement binds or changes ("*": any), and those it uses, in functions too."""
-    if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
-        return {"*"}, set()
-    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
-    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    for node in () if isinstance(statement, _DEFINITIONS) else ast.walk(statement):
-        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            binds |= {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
-    uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
-    scopes = table.get_children()
-    while scopes:
-        scope = scopes.pop()
-        uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
-        scopes += scope.get_children()
-    return binds, uses
 
 
 def names_for_functions() -> dict[str, Any]:

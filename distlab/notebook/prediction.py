@@ -6,6 +6,7 @@ Only a number that you gave counts as your answer, and only that is kept, in the
 from __future__ import annotations
 
 import html
+import re
 import sys
 from typing import Any
 
@@ -147,7 +148,10 @@ class Prediction:
             return f"Predict: {self.question} (Type a number first{kept}.)"
         number = _number_in(text)
         if number is None:
-            return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2)"
+            mixed = (
+                "is not a number" if not re.fullmatch(r"[\d.,\s_+-]+", text) else "can be read in more ways than one"
+            )
+            return f"Predict: {self.question} ({text.strip()!r} {mixed}; write one such as 3.2 or 1000)"
         if refusal := self._refusal(number):
             return f"Predict: {self.question} ({text.strip()!r} cannot be the answer: write {refusal})"
         told = self._give(number)
@@ -164,8 +168,22 @@ def _text_of(value: float) -> str:
 
 
 def _number_in(text: str) -> float | None:
+    """Read a number as people write it; None where it is none, or where a point or comma may be read in two ways.
+
+    Between thousands may stand a space, "_" or "'", and a comma too, but "1,000" alone is 1000 and "3,5" is 3.5.
+    """
+    bare = text.strip()
+    sign, digits = (bare[:1], bare[1:]) if bare[:1] in ("+", "-") else ("", bare)
+    if re.fullmatch(r"\d{1,3}([\s_'\u2019]\d{3})+([.,]\d*)?(e[+-]?\d+)?", digits, re.IGNORECASE):
+        digits = re.sub(r"[\s_'\u2019]", "", digits).replace(",", ".")
+    elif re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+(\.\d*)?(e[+-]?\d+)?", digits, re.IGNORECASE):
+        digits = digits.replace(",", "")
+    elif re.fullmatch(r"(0|\d{4,})?,\d+(e[+-]?\d+)?|\d+,(\d{1,2}|\d{4,})?(e[+-]?\d+)?", digits, re.IGNORECASE):
+        digits = digits.replace(",", ".")
+    elif not re.fullmatch(r"[\d.]+(e[+-]?\d+)?|inf|infinity|nan", digits, re.IGNORECASE):
+        return None
     try:
-        return float(text.strip().replace(",", "."))
+        return float(sign + digits)
     except ValueError:
         return None
 

@@ -42,6 +42,44 @@ NEEDED: dict[str, tuple[tuple[str, ...], object]] = {
     "a learner's own check": (("def check(a, b):\n    return a + b", "A = check(1, 2)", F.format("A")), 3),
     "a name of the extension": (("%load_ext distlab.notebook", F.format("dist.is_available()")), True),
 }
+FILL = "C = {}"
+CHANGED: dict[str, tuple[tuple[str, ...], object]] = {
+    "update": ((FILL, "C.update(a=1)", F.format("C['a']")), 1),
+    "append": (("H = []", "H.append(2)", F.format("H")), [2]),
+    "a part of it": (
+        ("T = {'a': []}", "T['a'].append(2)\nT.setdefault('b', []).append(3)", F.format("T")),
+        {"a": [2], "b": [3]},
+    ),
+    "a result that is used": (("H = [1, 2]", "last = H.pop()", F.format("H")), [1]),
+    "an item": (("x = [0]", "x[0] = 1", F.format("x")), [1]),
+    "an item is deleted": (("x = [0, 1]", "del x[0]", F.format("x")), [1]),
+    "augmented in a part": (("x = [[1]]", "x[0] += [2]", F.format("x")), [[1, 2]]),
+    "setattr": (("class G: ...", "setattr(G, 'b', 5)", F.format("G.b")), 5),
+    "a loop": ((FILL, "for n in range(3):\n    if n:\n        C.update({n: n})", F.format("C")), {1: 1, 2: 2}),
+    "a loop through it": (("T = [[], []]", "for row in T:\n    row.append(1)", F.format("T")), [[1], [1]]),
+    "a comprehension through it": (("T = [[], []]", "[row.append(1) for row in T]", F.format("T")), [[1], [1]]),
+    "a tensor in place": (("import torch\nW = torch.ones(2)", "W.zero_()", F.format("W.tolist()")), [0, 0]),
+    "by a function": ((FILL, "def fill():\n    C['a'] = 1\nfill()", F.format("C")), {"a": 1}),
+    "by a function that binds it": (("A = 1", "def fill():\n    global A\n    A = 2\nfill()", F.format("A")), 2),
+    "by a function that is given it": ((FILL, "def fill(t):\n    t['a'] = 1\nfill(C)", F.format("C")), {"a": 1}),
+    "by a decorator": (
+        ("C = []\ndef note(fn):\n    C.append(fn.__name__)\n    return fn", "@note\ndef g(): ...", F.format("C")),
+        ["g"],
+    ),
+    "a method of one's own": (
+        ("class G:\n    n = 0\n    def put(self, n):\n        self.n = n", "g = G()", "g.put(2)", F.format("g.n")),
+        2,
+    ),
+}
+UNTOUCHED: dict[str, tuple[str, ...]] = {
+    "a method that changes nothing": ("C = {'a': 1}", "print(C.get('a'), gone)", F.format("C['a']")),
+    "another name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
+    "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
+    "it is given away": ("C = {'a': 1}", "gone(C)\nD = []\nD.append(gone(C))", F.format("C['a']")),
+    "a function's own name": ("C = {'a': 1}", "def g():\n    C = []\n    C.append(1)\ngone(g())", F.format("C['a']")),
+    "it is not called": ("C = {'a': 1}", "def g():\n    C.clear()\nlambda: C.pop()\ngone(g)", F.format("C['a']")),
+    "a pool of ranks": ("C = [1]", "C.close()", F.format("C[0]")),
+}  # fmt: skip
 
 
 def source_of(path: Path, *cells: str) -> Any:
@@ -57,6 +95,21 @@ def test_what_a_function_needs_is_executed(tmp_path: Path, what: str) -> None:
     namespace, notes = execute(source_of(tmp_path / "a.ipynb", *course, *cells, "f = check('91.f', f).function"), ["f"])
     assert notes == ()
     assert namespace["f"]() == expected
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_changes_a_needed_value_is_executed(tmp_path: Path, what: str) -> None:
+    cells, expected = CHANGED[what]
+    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
+    assert notes == ()
+    assert namespace["f"]() == expected
+
+
+@pytest.mark.parametrize("what", UNTOUCHED)
+def test_what_leaves_a_needed_value_alone_is_not_executed(tmp_path: Path, what: str) -> None:
+    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *UNTOUCHED[what]), ["f"])
+    assert notes == ()
+    assert namespace["f"]() == 1
 
 
 def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path: Path) -> None:

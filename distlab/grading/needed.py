@@ -1,0 +1,181 @@
+"""Which statements of a notebook a set of functions needs: what binds a name that they use, and what changes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import symtable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # the last two: too deeply nested
+_CHANGES = re.compile(
+    "(add|append|clear|discard|extend|insert|move_to_end|pop|popitem|remove|reverse|rotate|setdefault|sort|subtract)"
+    "|(append|extend|pop)left|(difference_|intersection_|symmetric_difference_)?update|__(set|del)(item|attr)__|.*[^_]_"
+)  # methods that change what they are called on, also where their result is used
+
+
+def reason(error: BaseException) -> str:
+    """Say why a text cannot be read."""
+    return str(getattr(error, "msg", error)) or "too deeply nested for Python"  # MemoryError says nothing
+
+
+def needed_statements(
+    pieces: Sequence[tuple[str, str]], wanted: Iterable[str], known: set[str]
+) -> tuple[list[tuple[str, ast.stmt]], list[str]]:
+    """Follow the names that the wanted functions use, and those that these need, through the cells of a notebook.
+
+    Args:
+        pieces: name and text of each cell of the notebook.
+        wanted: names of functions.
+        known: names that need no cell.
+
+    Returns:
+        The statements that bind or change such a name, in order, each with its cell's name; and a line on each cell
+        with a syntax error that may hold one of them.
+    """
+    statements: list[tuple[str, ast.stmt]] = []
+    broken: list[tuple[str, str]] = []
+    for name, text in pieces:
+        try:
+            compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # finds more than the parser alone
+            statements += [(name, each) for each in ast.parse(text, name).body if not _goes_on_with_reference(each)]
+        except UNREADABLE as error:
+            line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            broken.append((text, f"{name} has a syntax error{line}: {reason(error)}"))
+    names = [_names(statement) for _, statement in statements]
+    changed = _changed_in([statement for _, statement in statements], known)
+    names = [(binds | more, uses) for (binds, uses), more in zip(names, changed, strict=True)]
+    live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
+    needed, chosen = {*wanted, "*"}, set[int]()
+    while new := {place for place in live if place not in chosen and names[place][0] & needed}:
+        chosen |= new
+        needed = needed.union(*(names[place][1] for place in new))
+    unbound = needed - known - {name for place in chosen for name in names[place][0]}
+    notes = [
+        note
+        for text, note in broken
+        if unbound & set(re.findall(r"\w+", text)) or needed & set(re.findall(r"\b(?:def|class) +(\w+)", text))
+    ]
+    return [statements[place] for place in sorted(chosen)], notes
+
+
+def _goes_on_with_reference(statement: ast.stmt) -> bool:
+    """Whether it may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does."""
+    if not isinstance(statement, ast.Assign | ast.Expr):
+        return False
+    return re.match(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'", ast.unparse(statement)) is not None
+
+
+def _is_replaced(
+    place: int, statements: Sequence[tuple[str, ast.stmt]], names: Sequence[tuple[set[str], set[str]]]
+) -> bool:
+    """Whether a function or class is defined again later, and nothing between uses the first definition."""
+    statement = statements[place][1]
+    if not isinstance(statement, _DEFINITIONS):
+        return False
+    for (_, later), (_, uses) in zip(statements[place + 1 :], names[place + 1 :], strict=True):
+        if isinstance(later, _DEFINITIONS) and later.name == statement.name:
+            return True
+        if statement.name in uses:
+            return False
+    return False
+
+
+def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return the global names that a statement binds ("*": any), and those it uses, in functions too."""
+    if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+        return {"*"}, set()
+    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
+    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+    scopes = table.get_children()
+    while scopes:
+        scope = scopes.pop()
+        uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
+        scopes += scope.get_children()
+    return binds, uses
+
+
+def _changed_in(statements: Sequence[ast.stmt], known: set[str]) -> list[set[str]]:
+    """Return of each statement the names whose values it changes when it is executed.
+
+    A function that is defined changes nothing; where it is called, it changes what its body does.
+    """
+    imports = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
+    fixed = known.union(*(_names(one)[0] for one in imports))
+    bodies: dict[str, set[str]] = {}
+    for one in statements:
+        if isinstance(one, _FUNCTIONS):
+            bodies[one.name] = _changed_by_call(one, fixed)
+        for method in one.body if isinstance(one, ast.ClassDef) else ():
+            if isinstance(method, _FUNCTIONS):
+                bodies[f".{method.name}"] = _changed_by_call(method, fixed)
+    return [_changed(one, bodies, fixed) for one in statements]
+
+
+def _changed_by_call(function: ast.FunctionDef | ast.AsyncFunctionDef, fixed: set[str]) -> set[str]:
+    """Return the global names that a call of a function changes; "" among them: what it is given."""
+    inside = set[str]().union(*(_changed(part, {}, fixed) for part in function.body))
+    symbols = symtable.symtable(ast.unparse(function), "cell", "exec").get_children()[-1].get_symbols()
+    rebound = {each.get_name() for each in symbols if each.is_declared_global() and each.is_assigned()}
+    own = {each.get_name() for each in symbols if each.is_local()}
+    parameters = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    return (inside - own) | rebound | ({""} if inside & parameters else set())
+
+
+def _changed(statement: ast.stmt, bodies: Mapping[str, set[str]], fixed: set[str]) -> set[str]:
+    """Return the names whose values a statement changes.
+
+    Args:
+        statement: what is executed.
+        bodies: names that a call of each function or ".method" of the notebook changes; "": what it is given.
+        fixed: names of modules and built-in functions, whose methods change nothing that an answer needs.
+    """
+    changed: set[str] = set()
+    parts = list(_executed(statement))
+    for part in parts:
+        if isinstance(part, ast.Subscript | ast.Attribute) and not isinstance(part.ctx, ast.Load):
+            changed |= _owner(part.value)
+        elif isinstance(part, ast.Call):
+            method = part.func.attr if isinstance(part.func, ast.Attribute) else ""
+            function = part.func.id if isinstance(part.func, ast.Name) else ""
+            of_class = bodies.get(f".{method}", set())
+            if isinstance(part.func, ast.Attribute) and (_CHANGES.fullmatch(method) or "" in of_class):
+                changed |= _owner(part.func.value) - fixed
+            changed |= (of_class | bodies.get(function, set())) - {""}
+            if function in ("setattr", "delattr"):
+                changed |= _loaded(*part.args[:1])
+            if "" in bodies.get(function, ()):
+                changed |= _loaded(*part.args, *(each.value for each in part.keywords)) - fixed
+    for part in reversed(parts):  # inner loops first: a loop's variable is a part of what the loop goes through
+        if isinstance(part, ast.For | ast.comprehension) and changed & _loaded(part.target):
+            changed |= _loaded(part.iter) - fixed
+    return changed
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Go through what is executed with a statement: not through the bodies of functions that it defines."""
+    if isinstance(node, _FUNCTIONS):
+        calls = [each if isinstance(each, ast.Call) else ast.Call(each, [], []) for each in node.decorator_list]
+        parts: Iterable[ast.AST] = chain(calls, [node.args])
+    elif isinstance(node, ast.Lambda):
+        parts = [node.args]
+    else:
+        yield node
+        parts = ast.iter_child_nodes(node)
+    for part in parts:
+        yield from _executed(part)
+
+
+def _owner(node: ast.AST) -> set[str]:
+    """Return the name that an expression is a part of: of `T["a"].rows(n)` it is `T`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return _loaded(node)
+
+
+def _loaded(*nodes: ast.AST) -> set[str]:
+    return {part.id for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name)}
