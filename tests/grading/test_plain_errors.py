@@ -1,10 +1,11 @@
 """Errors of Python and torch in words: the text that this torch really raises is known, and a check tells it."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.grading import load_lesson, reference_of
+from distlab.grading import load_lesson
 from distlab.grading.check import examine
 from distlab.grading.plain_errors import in_words
 
@@ -89,8 +90,8 @@ def test_a_value_that_the_budget_cannot_use_is_told():
     answer = load_lesson("01").exercise("01.fit")
 
     def in_lists(sizes_bytes, times_s):
-        alpha_s, beta = reference_of(answer)(sizes_bytes, times_s)
-        return str(alpha_s), str(beta)
+        per_byte_s, alpha_s = np.polyfit(sizes_bytes, times_s, 1)
+        return str(alpha_s), str(1 / per_byte_s)
 
     report = examine(answer, in_lists)
     assert (report.verdict, report.fault) == ("wrong", "returned")
