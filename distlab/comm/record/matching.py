@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.swapped import Exchanges
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 
@@ -85,6 +86,9 @@ class Ledger:
         self._stopped: set[int] = set()
         self._rows: NDArray[Any] = np.empty(0, ROW)
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
+        self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
+        self._site_numbers: dict[str, int] = {}
+        self._exchanges = Exchanges()
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(
@@ -113,6 +117,9 @@ class Ledger:
         meeting = rows["parties"] > 1
         self._rows = np.concatenate([self._rows, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
+        own, inverse = np.unique(rows["site"][meeting], return_inverse=True)
+        numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
+        self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
@@ -128,21 +135,32 @@ class Ledger:
         while len(self._rows):
             keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
             order = np.argsort(keys, kind="stable")
-            keys, rows, ranks = keys[order], self._rows[order], self._ranks[order]
+            keys, rows, ranks, sites = keys[order], self._rows[order], self._ranks[order], self._sites[order]
             starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
             sizes = np.diff(np.r_[starts, len(keys)])
             wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
             if not wrong.any():
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
-                self._rows, self._ranks = rows[waiting], ranks[waiting]
+                forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
+                for key in np.unique(keys[forked]):
+                    met = keys == key
+                    self._exchanges.add(rows[met], ranks[met].tolist(), self.names)
+                self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
             if not self._is_open(rows[first], int(ranks[first])):
                 by_rank = np.argsort(ranks[met], kind="stable")
                 return rows[met][by_rank], ranks[met][by_rank]
-            self._rows, self._ranks = rows[~met], ranks[~met]
+            self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
+
+    def exchanged(self) -> str:
+        """Say which calls, alike in operation and shape, ranks made in another order; "" where none are known.
+
+        `disagreement` finds them on its way.
+        """
+        return self._exchanges.explain(self.names)
 
     def _is_open(self, row: Any, rank: int) -> bool:
         """Tell whether the receiver also takes messages from anyone, so that its order is not known."""

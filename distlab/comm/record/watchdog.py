@@ -255,6 +255,8 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost, stopped=header.is_stopped)
         found = self._ledger.disagreement()
         if found is None:
+            if exchanged := self._ledger.exchanged():
+                return exchanged
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()
