@@ -90,6 +90,12 @@ def _sum_scales(x: torch.Tensor) -> None:
     dist.all_reduce(x)
 
 
+def splits(rank: int) -> None:
+    """One rank gives other amounts in an all_to_all than the others take."""
+    gives = [1, 2, 3] if rank == 1 else [2, 2, 2]
+    dist.all_to_all_single(torch.empty(6), torch.ones(6), [2, 2, 2], gives)
+
+
 def skipped_at_the_end(rank: int) -> None:
     """One rank leaves out the last call."""
     dist.all_reduce(torch.ones(4))
@@ -193,7 +199,7 @@ class Program(NamedTuple):
 
 PROGRAMS = (
     *(Program(run) for run in (operation, shape, dtype, reduction, root, swapped, skipped_between)),
-    *(Program(run) for run in (swapped_alike, swapped_functions, rotated)),
+    *(Program(run) for run in (swapped_alike, swapped_functions, rotated, splits)),
     Program(late_root),
     Program(skipped_at_the_end, (0, 2)),
     Program(send_alone),

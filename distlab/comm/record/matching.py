@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.splits import unfit_splits
 from distlab.comm.record.swapped import Exchanges
 
+_ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 
 
@@ -89,6 +91,7 @@ class Ledger:
         self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
         self._site_numbers: dict[str, int] = {}
         self._exchanges = Exchanges()
+        self._unfit = ""
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(
@@ -145,6 +148,7 @@ class Ledger:
                 for key in np.unique(keys[forked]):
                     met = keys == key
                     self._exchanges.add(rows[met], ranks[met].tolist(), self.names)
+                self._unfit = self._unfit or self._unfit_splits(keys, rows, ranks, ~waiting)
                 self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
@@ -155,12 +159,25 @@ class Ledger:
             self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
 
-    def exchanged(self) -> str:
-        """Say which calls, alike in operation and shape, ranks made in another order; "" where none are known.
+    def misfit(self, *, is_over: bool) -> str:
+        """Say which calls do not fit though they are alike: made in another order, or giving other amounts.
 
-        `disagreement` finds them on its way.
+        `disagreement` finds them on its way. `is_over`: no other rank will arrive, so look at those that have.
         """
-        return self._exchanges.explain(self.names)
+        if is_over and not self._unfit:
+            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
+            self._unfit = self._unfit_splits(keys, self._rows, self._ranks, np.ones(len(keys), bool))
+        return self._unfit or self._exchanges.explain(self.names)
+
+    def _unfit_splits(
+        self, keys: NDArray[Any], rows: NDArray[Any], ranks: NDArray[np.int64], chosen: NDArray[np.bool_]
+    ) -> str:
+        for key in np.unique(keys[chosen & (rows["op"] == _ALL_TO_ALL)]):
+            met = np.flatnonzero(keys == key)
+            met = met[np.argsort(ranks[met], kind="stable")]
+            if said := unfit_splits(rows[met], ranks[met].tolist(), self.names):
+                return said
+        return ""
 
     def _is_open(self, row: Any, rank: int) -> bool:
         """Tell whether the receiver also takes messages from anyone, so that its order is not known."""

@@ -6,6 +6,7 @@ torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...)
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -50,11 +51,13 @@ class Terms(NamedTuple):
         peer: the root or the other end, as a rank of the group; -1 where there is none.
         tag: of a send or a receive.
         reduction: how values are combined, such as "max"; "" where they are not.
+        splits: of an all_to_all: how many elements go to each rank, and come from each.
     """
 
     peer: int = -1
     tag: int = 0
     reduction: str = ""
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 OPERATIONS = (
@@ -88,6 +91,24 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif value is not None:
         for item in value:
             yield from tensors_in(item)
+
+
+def splits_of(args: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements an all_to_all gives to each rank and takes from each, by its own arguments."""
+    if len(args) < 2:
+        return ()
+    takes, gives = [sizes for sizes in args[2:5] if type(sizes) is list] or ([], [])
+    return _parts(args[1], gives, size), _parts(args[0], takes, size)
+
+
+def _parts(data: Any, sizes: Sequence[int], size: int) -> tuple[int, ...]:
+    if not isinstance(data, torch.Tensor):
+        return tuple([tensor.numel() for tensor in data])
+    rows = data.shape[0] if data.dim() else 0
+    each = data.numel() // rows if rows else math.prod(data.shape[1:])
+    if not sizes:
+        return (rows // size * each,) * size
+    return tuple([count * each for count in sizes])
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:

@@ -169,7 +169,7 @@ def mismatch(ledger: Ledger) -> str:
     """Return which calls meet and do not fit, or are alike and in another order; "" where all fit."""
     found = ledger.disagreement()
     if found is None:
-        return ledger.exchanged()
+        return ledger.misfit(is_over=True)
     rows, ranks = found
     calls: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
