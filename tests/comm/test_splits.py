@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
-from distlab.comm.record.operations import splits_of
+from distlab.comm.record.operations import splits_given, splits_of
 
 GIVES = [[1, 0, 3], [2, 2, 2], [0, 0, 1]]  # row i: rows that rank i gives to each
 
@@ -41,7 +41,10 @@ def test_amounts_that_do_not_fit_are_told_in_elements(backend):
 
 
 def test_amounts_of_lists_and_of_even_parts():
-    lists = [torch.empty(1), torch.empty(2, 3)], [torch.empty(4), torch.empty(0)]
-    assert splits_of(lists, 2) == ((4, 0), (1, 6))
-    assert splits_of((torch.empty(4, 5), torch.empty(2, 5), None, [], []), 2) == ((5, 5), (10, 10))
-    assert splits_of((torch.empty(0, 5), torch.empty(3, 5), [0, 0], [1, 2]), 2) == ((5, 10), (0, 0))
+    outputs, inputs = [torch.empty(1), torch.empty(2, 3)], [torch.empty(4), torch.empty(0)]
+    assert splits_of(inputs, splits_given((outputs, inputs)), 2) == ((4, 0), (1, 6))
+    output, source = torch.empty(4, 5), torch.empty(2, 5)
+    for args in ((output, source, None, [], []), (output, source, [], [], None)):  # an operator's, a method's
+        assert splits_of([source], splits_given(args), 2) == ((5, 5), (10, 10))
+    uneven = (torch.empty(0, 5), torch.empty(3, 5), [0, 0], [1, 2], None)
+    assert splits_of([uneven[1]], splits_given(uneven), 2) == ((5, 10), (0, 0))

@@ -32,7 +32,7 @@ from distlab.comm.record.operations import (
     refuse_itself,
     refuse_layouts,
     refuse_peer,
-    splits_of,
+    splits_given,
     tensors_in,
 )
 
@@ -174,7 +174,7 @@ class FrontEnd:
         if operation.op in ("send", "recv") and terms.peer == group.rank():
             refuse_itself(operation.op, group, frame, self.finder)
         if operation.op == "all_to_all":
-            terms = Terms(splits=splits_of(args, group.size()))
+            terms = Terms(splits=splits_given(args))
         if self._unwaited:
             self._look()
         site = self.finder.find(frame)

@@ -51,13 +51,13 @@ class Terms(NamedTuple):
         peer: the root or the other end, as a rank of the group; -1 where there is none.
         tag: of a send or a receive.
         reduction: how values are combined, such as "max"; "" where they are not.
-        splits: of an all_to_all: how many elements go to each rank, and come from each.
+        splits: of an all_to_all: what decides how much goes to each rank and comes from each (`splits_given`).
     """
 
     peer: int = -1
     tag: int = 0
     reduction: str = ""
-    splits: tuple[tuple[int, ...], ...] = ()
+    splits: tuple[Any, ...] = ()
 
 
 OPERATIONS = (
@@ -93,22 +93,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def splits_of(args: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
-    """Return how many elements an all_to_all gives to each rank and takes from each, by its own arguments."""
-    if len(args) < 2:
+def splits_given(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what decides, beside the input, how much an all_to_all gives and takes: output's shape and the sizes."""
+    output = args[0] if args else ()
+    if not isinstance(output, torch.Tensor):
+        return (tuple([tensor.numel() for tensor in output]),)
+    if len(args) < 4:  # someone calls the group by hand, and names them
         return ()
-    takes, gives = [sizes for sizes in args[2:5] if type(sizes) is list] or ([], [])
-    return _parts(args[1], gives, size), _parts(args[0], takes, size)
+    at = 2 if type(args[2]) is list else 3  # an operator has the group before them
+    return output.shape, tuple(args[at]), tuple(args[at + 1])
 
 
-def _parts(data: Any, sizes: Sequence[int], size: int) -> tuple[int, ...]:
-    if not isinstance(data, torch.Tensor):
-        return tuple([tensor.numel() for tensor in data])
-    rows = data.shape[0] if data.dim() else 0
-    each = data.numel() // rows if rows else math.prod(data.shape[1:])
-    if not sizes:
-        return (rows // size * each,) * size
-    return tuple([count * each for count in sizes])
+def splits_of(inputs: Sequence[torch.Tensor], given: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements an all_to_all gives to each rank and takes from each."""
+    if len(given) == 1:
+        return tuple([tensor.numel() for tensor in inputs]), given[0]
+    shape, takes, gives = given
+    return _parts(inputs[0].shape, gives, size), _parts(shape, takes, size)
+
+
+def _parts(shape: Sequence[int], sizes: Sequence[int], size: int) -> tuple[int, ...]:
+    each = math.prod(shape[1:])
+    return tuple([count * each for count in sizes or [(shape[0] if shape else 0) // size] * size])
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:
