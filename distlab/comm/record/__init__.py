@@ -2,6 +2,6 @@
 
 Read `recorder`, `intercept` (how calls are seen; `shared`: those of groups in shared memory), `operations` and
 `call_site` (what and where), `file` (rows in mapped memory) and `file_reader`, `read`, `matching` (which calls meet;
-`swapped`: alike and in another order; `splits`: amounts) and `watchdog` (who waits for whom). `throttle`
+`alike`: those that no fingerprint tells apart) and `watchdog` (who waits for whom). `throttle`
 listens to calls, too: it slows a link down.
 """

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.record.alike.splits import unfit_splits
+from distlab.comm.record.alike.swapped import Exchanges
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
-from distlab.comm.record.splits import unfit_splits
-from distlab.comm.record.swapped import Exchanges
 
 _ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
@@ -145,9 +145,9 @@ class Ledger:
             if not wrong.any():
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
                 forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
-                for key in np.unique(keys[forked]):
-                    met = keys == key
-                    self._exchanges.add(rows[met], ranks[met].tolist(), self.names)
+                for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
+                    end = start + int(sizes[np.searchsorted(starts, start)])
+                    self._exchanges.add(rows[start:end], ranks[start:end].tolist(), self.names)
                 self._unfit = self._unfit or self._unfit_splits(keys, rows, ranks, ~waiting)
                 self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None

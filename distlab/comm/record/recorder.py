@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.record.alike.splits import splits_text
 from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
@@ -32,7 +33,6 @@ from distlab.comm.record.operations import (
     tensors_in,
 )
 from distlab.comm.record.read import Records, read_records
-from distlab.comm.record.splits import splits_text
 
 MAX_KNOWN = 8192
 
