@@ -54,6 +54,48 @@ def swapped(rank: int) -> None:
         dist.all_reduce(x)
 
 
+def swapped_alike(rank: int) -> None:
+    """One rank sums two tensors of one shape in the other order, from lines of its own."""
+    a, b = torch.ones(4), torch.full((4,), 100.0)
+    if rank == 1:
+        dist.all_reduce(b)
+        dist.all_reduce(a)
+    else:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+
+
+def swapped_functions(rank: int) -> None:
+    """One rank calls two functions, alike in what they sum, in the other order."""
+    for function in (_sum_biases, _sum_weights) if rank == 1 else (_sum_weights, _sum_biases):
+        function(torch.ones(4))
+
+
+def _sum_weights(x: torch.Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def _sum_biases(x: torch.Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def rotated(rank: int) -> None:
+    """One rank makes three calls that are alike, beginning with the last."""
+    calls = [_sum_weights, _sum_biases, _sum_scales]
+    for function in calls[2:] + calls[:2] if rank == 1 else calls:
+        function(torch.ones(4))
+
+
+def _sum_scales(x: torch.Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def splits(rank: int) -> None:
+    """One rank gives other amounts in an all_to_all than the others take."""
+    gives = [1, 2, 3] if rank == 1 else [2, 2, 2]
+    dist.all_to_all_single(torch.empty(6), torch.ones(6), [2, 2, 2], gives)
+
+
 def skipped_at_the_end(rank: int) -> None:
     """One rank leaves out the last call."""
     dist.all_reduce(torch.ones(4))
@@ -157,6 +199,7 @@ class Program(NamedTuple):
 
 PROGRAMS = (
     *(Program(run) for run in (operation, shape, dtype, reduction, root, swapped, skipped_between)),
+    *(Program(run) for run in (swapped_alike, swapped_functions, rotated, splits)),
     Program(late_root),
     Program(skipped_at_the_end, (0, 2)),
     Program(send_alone),

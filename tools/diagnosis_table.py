@@ -33,7 +33,9 @@ every rank that has a part in it with file and line; `tests/comm/test_faults_tol
 |---|{bars}---|
 """
 UNSEEN = """
-Not seen by any record: **two calls that are alike** (operation, shape, dtype, root, reduction) **in swapped order**.
+Calls that are alike (operation, shape, dtype, root, reduction) in swapped order are told by the lines that make them.
+Not seen by any record: **such calls swapped on one line** (a loop over a list, a function that both go through), or
+whose source cannot be read, or where an `if` chooses between a rank's two lines, since ranks may take turns by intent.
 They meet, and different tensors are added up. `ReplicaVotes` (`distlab.votes`) tells at its next vote which rank
 differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and learns at
 its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.

@@ -32,6 +32,7 @@ from distlab.comm.record.operations import (
     refuse_itself,
     refuse_layouts,
     refuse_peer,
+    splits_given,
     tensors_in,
 )
 
@@ -172,6 +173,8 @@ class FrontEnd:
                 refuse_layouts(operation.op, tensors, frame, self.finder)
         if operation.op in ("send", "recv") and terms.peer == group.rank():
             refuse_itself(operation.op, group, frame, self.finder)
+        if operation.op == "all_to_all":
+            terms = Terms(splits=splits_given(args))
         if self._unwaited:
             self._look()
         site = self.finder.find(frame)

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.record.alike.splits import unfit_splits
+from distlab.comm.record.alike.swapped import Exchanges
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
+_ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 
 
@@ -85,6 +88,10 @@ class Ledger:
         self._stopped: set[int] = set()
         self._rows: NDArray[Any] = np.empty(0, ROW)
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
+        self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
+        self._site_numbers: dict[str, int] = {}
+        self._exchanges = Exchanges()
+        self._unfit = ""
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(
@@ -113,6 +120,9 @@ class Ledger:
         meeting = rows["parties"] > 1
         self._rows = np.concatenate([self._rows, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
+        own, inverse = np.unique(rows["site"][meeting], return_inverse=True)
+        numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
+        self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
@@ -128,21 +138,46 @@ class Ledger:
         while len(self._rows):
             keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
             order = np.argsort(keys, kind="stable")
-            keys, rows, ranks = keys[order], self._rows[order], self._ranks[order]
+            keys, rows, ranks, sites = keys[order], self._rows[order], self._ranks[order], self._sites[order]
             starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
             sizes = np.diff(np.r_[starts, len(keys)])
             wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
             if not wrong.any():
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
-                self._rows, self._ranks = rows[waiting], ranks[waiting]
+                forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
+                for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
+                    end = start + int(sizes[np.searchsorted(starts, start)])
+                    self._exchanges.add(rows[start:end], ranks[start:end].tolist(), self.names)
+                self._unfit = self._unfit or self._unfit_splits(keys, rows, ranks, ~waiting)
+                self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
             if not self._is_open(rows[first], int(ranks[first])):
                 by_rank = np.argsort(ranks[met], kind="stable")
                 return rows[met][by_rank], ranks[met][by_rank]
-            self._rows, self._ranks = rows[~met], ranks[~met]
+            self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
+
+    def misfit(self, *, is_over: bool) -> str:
+        """Say which calls do not fit though they are alike: made in another order, or giving other amounts.
+
+        `disagreement` finds them on its way. `is_over`: no other rank will arrive, so look at those that have.
+        """
+        if is_over and not self._unfit:
+            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
+            self._unfit = self._unfit_splits(keys, self._rows, self._ranks, np.ones(len(keys), bool))
+        return self._unfit or self._exchanges.explain(self.names)
+
+    def _unfit_splits(
+        self, keys: NDArray[Any], rows: NDArray[Any], ranks: NDArray[np.int64], chosen: NDArray[np.bool_]
+    ) -> str:
+        for key in np.unique(keys[chosen & (rows["op"] == _ALL_TO_ALL)]):
+            met = np.flatnonzero(keys == key)
+            met = met[np.argsort(ranks[met], kind="stable")]
+            if said := unfit_splits(rows[met], ranks[met].tolist(), self.names):
+                return said
+        return ""
 
     def _is_open(self, row: Any, rank: int) -> bool:
         """Tell whether the receiver also takes messages from anyone, so that its order is not known."""

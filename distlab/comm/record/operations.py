@@ -6,6 +6,7 @@ torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...)
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -50,11 +51,13 @@ class Terms(NamedTuple):
         peer: the root or the other end, as a rank of the group; -1 where there is none.
         tag: of a send or a receive.
         reduction: how values are combined, such as "max"; "" where they are not.
+        splits: of an all_to_all: what decides how much goes to each rank and comes from each (`splits_given`).
     """
 
     peer: int = -1
     tag: int = 0
     reduction: str = ""
+    splits: tuple[Any, ...] = ()
 
 
 OPERATIONS = (
@@ -88,6 +91,30 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif value is not None:
         for item in value:
             yield from tensors_in(item)
+
+
+def splits_given(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what decides, beside the input, how much an all_to_all gives and takes: output's shape and the sizes."""
+    output = args[0] if args else ()
+    if not isinstance(output, torch.Tensor):
+        return (tuple([tensor.numel() for tensor in output]),)
+    if len(args) < 4:  # someone calls the group by hand, and names them
+        return ()
+    at = 2 if type(args[2]) is list else 3  # an operator has the group before them
+    return output.shape, tuple(args[at]), tuple(args[at + 1])
+
+
+def splits_of(inputs: Sequence[torch.Tensor], given: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements an all_to_all gives to each rank and takes from each."""
+    if len(given) == 1:
+        return tuple([tensor.numel() for tensor in inputs]), given[0]
+    shape, takes, gives = given
+    return _parts(inputs[0].shape, gives, size), _parts(shape, takes, size)
+
+
+def _parts(shape: Sequence[int], sizes: Sequence[int], size: int) -> tuple[int, ...]:
+    each = math.prod(shape[1:])
+    return tuple([count * each for count in sizes or [(shape[0] if shape else 0) // size] * size])
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:

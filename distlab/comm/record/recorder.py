@@ -18,11 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.record.alike.splits import splits_text
 from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call
-from distlab.comm.record.operations import Operation, Terms, describe_shapes, num_bytes_of, ring_bytes, tensors_in
+from distlab.comm.record.operations import (
+    Operation,
+    Terms,
+    describe_shapes,
+    num_bytes_of,
+    ring_bytes,
+    splits_of,
+    tensors_in,
+)
 from distlab.comm.record.read import Records, read_records
 
 MAX_KNOWN = 8192
@@ -115,6 +124,7 @@ class Recorder:
         sent = ring_bytes(op, num_bytes, size, is_root=me == other, before_root=group.rank() == (peer - 1) % size)
         what = describe_shapes(tensors) + (f", tag {terms.tag}" if is_pair and terms.tag else "")
         what += f", {terms.reduction}" if terms.reduction not in ("", "sum") else ""
+        what += splits_text(*splits_of(tensors, terms.splits, size)) if terms.splits else ""
         text = self._writer.text
         via = text(f"{site[2]}:{site[3]}") if site[2] else 0
         return known_call(

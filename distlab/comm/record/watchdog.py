@@ -1,9 +1,8 @@
 """Say from outside who waits for whom: hangs, calls that do not fit, and deadlocks, while the ranks stand still.
 
-The launcher reads the ranks' record files; it never communicates with the ranks, so it works when they cannot answer.
-What counts as a deadlock is strict, since a slow job must never be ended. Three things must hold: every rank that has
-not returned is blocked in wait(); no call that they wait for can be completed by what others have already called; and
-nothing has moved for two seconds.
+The launcher reads the ranks' record files and never communicates with them, so it works when they cannot answer. A slow
+job must never be ended. So it is a deadlock only if every rank that has not returned is blocked in wait(), no call that
+they wait for can be completed by what others have already called, and nothing has moved for two seconds.
 """
 
 from __future__ import annotations
@@ -255,6 +254,8 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost, stopped=header.is_stopped)
         found = self._ledger.disagreement()
         if found is None:
+            if misfit := self._ledger.misfit(is_over=not patient):
+                return misfit
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()

@@ -166,10 +166,10 @@ def _absent(rank: int, place: Place, places: Mapping[int, Place]) -> list[int]:
 
 
 def mismatch(ledger: Ledger) -> str:
-    """Return in one sentence which calls meet and do not fit, or ""."""
+    """Return which calls meet and do not fit, or are alike and in another order; "" where all fit."""
     found = ledger.disagreement()
     if found is None:
-        return ""
+        return ledger.misfit(is_over=True)
     rows, ranks = found
     calls: dict[int, list[int]] = {}
     for index, row in enumerate(rows):

@@ -1,0 +1,136 @@
+"""Find calls that are alike in operation and shape and that ranks make in another order, by the lines that make them.
+
+Such calls meet and add up different tensors, and nothing else in the record shows it. What is told is an exchange: two
+or three calls of a group, where each rank makes the same ones and not all in the same order. Calls are the same when
+one line makes them, or two lines of one function that read alike, as in the branches of `if rank == 1`. A program that
+takes turns, where an `if` chooses between a rank's two lines, is never accused. Without its source nothing is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from distlab.comm.record.file import OPS
+from distlab.comm.record.read import call_of, group_ranks
+
+_BARRIER = OPS.index("barrier")
+_KEPT = 64  # forked calls of a group that are remembered
+
+Calls = Mapping[int, Any]  # the rows of calls that met, by rank
+
+
+class Place(NamedTuple):
+    """What a line of source is.
+
+    Attributes:
+        function: file and first line of the innermost function that holds it.
+        text: its statements.
+        branches: the branches of that function in which it stands, each as first line and name of the branch.
+    """
+
+    function: tuple[str, int]
+    text: str
+    branches: frozenset[tuple[int, str]]
+
+
+class Exchanges:
+    """Remember a job's calls that ranks made from different lines, and tell where these are exchanged."""
+
+    def __init__(self) -> None:
+        self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)
+        self._found: Sequence[Calls] = ()
+
+    def add(self, rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, list[str]]) -> None:
+        """Enter calls that met and agree, made from more than one line."""
+        if rows[0]["op"] == _BARRIER or self._found:  # it carries nothing that could be exchanged
+            return
+        forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
+        forks[number] = dict(zip(ranks, rows, strict=True))
+        for window in _windows(number):
+            calls = [forks[n] for n in window if n in forks]
+            if len(calls) == len(window) and _is_exchange(calls, names):
+                self._found = calls
+                return
+        if len(forks) > _KEPT:
+            del forks[min(forks)]
+
+    def explain(self, names: Mapping[int, list[str]]) -> str:
+        """Say which calls are exchanged, with every rank's operation, shape and lines; "" where none are."""
+        if not self._found:
+            return ""
+        ranks = sorted(self._found[0])
+        calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._found] for rank in ranks}
+        members = list(group_ranks(names[ranks[0]][self._found[0][ranks[0]]["group"]]))
+        numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
+        head = f"the ranks of group {members} make calls that are alike in another order, calls {numbers}:"
+        lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
+        rule = (
+            "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
+            "take turns here, choose the line by an if in one function)"
+        )
+        return "\n".join([head, *lines, rule])
+
+
+def _windows(number: int) -> list[tuple[int, ...]]:
+    """Return the neighbouring calls to look at: two, two with one between (a list turned round), three (rotated)."""
+    pairs = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
+    return [*pairs, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))]
+
+
+def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool:
+    """Tell whether every rank makes the same calls, each once, and not all in the same order."""
+    if len({int(row["fp"]) for met in calls for row in met.values()}) > 1:
+        return False
+    orders = set()
+    for rank in calls[0]:
+        places = [place_of(names[rank][met[rank]["site"]]) for met in calls]
+        known = [place for place in places if place is not None]
+        if len(known) < len(calls):
+            return False
+        if any(a.function == b.function and a.branches != b.branches for a, b in pairwise(known)):
+            return False
+        orders.add(tuple((place.function, place.text) for place in known))
+    first = sorted(next(iter(orders)))
+    return len(orders) > 1 and len(set(first)) == len(first) and all(sorted(order) == first for order in orders)
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(site: str) -> Place | None:
+    """Return what stands at a call site, "file:line"; None where its source cannot be read."""
+    file, _, number = site.rpartition(":")
+    tree, line = _tree(file), int(number) if number.isdigit() else 0
+    if tree is None:
+        return None
+    function, branches, text = (file, 0), set[tuple[int, str]](), []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case | ast.Lambda):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _holds(node, line):
+            function = (file, max(function[1], node.lineno))
+        elif isinstance(node, ast.stmt) and not hasattr(node, "body") and _holds(node, line):
+            text.append(ast.unparse(node))
+        if isinstance(node, ast.If | ast.While | ast.Try | ast.ExceptHandler | ast.match_case):
+            named = ((name, getattr(node, name, [])) for name in ("body", "orelse"))
+            branches |= {(b[0].lineno, name) for name, b in named if any(_holds(inner, line) for inner in b)}
+    inside = frozenset(branch for branch in branches if branch[0] > function[1])
+    return Place(function, "; ".join(text), inside) if text else None
+
+
+def _holds(node: Any, line: int) -> bool:
+    return bool(node.lineno <= line <= node.end_lineno)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
