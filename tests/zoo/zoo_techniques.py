@@ -139,7 +139,7 @@ def torch_tensor_parallel(kind):
     model = kind.build(0)
     styles = {}
     for name, style in kind.plan.items():
-        if style in ("column", "heads", "fused"):
+        if style in ("column", "paired", "heads", "fused", "interleaved"):
             styles[name] = ColwiseParallel()
         elif style == "row":
             styles[name] = RowwiseParallel()
