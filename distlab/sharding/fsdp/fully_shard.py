@@ -24,7 +24,7 @@ from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
-from distlab.sharding.any_model.freed import check_nothing_added
+from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
 from distlab.sharding.fsdp.options import Options
@@ -124,6 +124,7 @@ class FullyShard(nn.Module):
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
+        self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
