@@ -64,10 +64,9 @@ def parallelize_module(
             and of timm's ViT.
         group: the ranks.
         head_counts: names of more attributes that hold a number of heads.
-        example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: so
-            a forward that counts heads by a constant, or lays out heads in another way, is found. Without it the first
-            forward's inputs are compared, in eval mode and with the random numbers kept; see `whole.py`. Pass it where
-            you wrap the model (FullyShard) before its first forward.
+        example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
+            `whole.py`. Without it the first forward's inputs are taken. Pass it where you wrap the model (FullyShard)
+            before its first forward.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
@@ -98,11 +97,7 @@ def parallelize_module(
     for attention in heads.values():
         attention.make_local()
     watch(model, group)
-    if example is not None:
-        if not whole.compare(model, example, {}):
-            raise ValueError(f"rank {group_rank(group)}: parallelize_module: the example gives no number to compare")
-    elif dist.get_world_size(group) > 1:
-        whole.compare_at_first_forward(model)
+    whole.compare_with(model, example)
     return model
 
 

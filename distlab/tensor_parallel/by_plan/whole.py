@@ -52,8 +52,18 @@ class WholeModel:
         self._styles, self._group = dict(styles), group
         self._where = f"rank {group_rank(group)}: parallelize_module:"
 
-    def compare_at_first_forward(self, model: nn.Module) -> None:
-        """Compare before the first forward that has something to compare."""
+    def compare_with(self, model: nn.Module, example: Sequence[Any] | None) -> None:
+        """Compare for an example; without one, before the first forward that has something to compare.
+
+        Raises:
+            ValueError: see `compare`; or the example gives no numbers.
+        """
+        if example is not None:
+            if not self.compare(model, example, {}):
+                raise ValueError(f"{self._where} the example gives no numbers to compare; pass inputs of a forward")
+            return
+        if dist.get_world_size(self._group) == 1:
+            return
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
