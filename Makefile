@@ -30,7 +30,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates quick test shared browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -53,6 +53,14 @@ test: gates
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
 		--ignore tests/architecture --ignore tests/browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)
+
+# The tests of what is built on groups, with ranks that meet in shared memory: also those of scripts in other processes.
+SHARED := collectives comm data_parallel sharding tensor_parallel context_parallel expert_parallel pipeline hybrid checkpoint
+shared: export DISTLAB_BACKEND = shared
+shared: export OMP_NUM_THREADS = 1
+shared: setup
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" --backend shared \
+		$(addprefix tests/,$(or $(ONLY),$(SHARED)))
 
 browser: setup
 	bash tools/install_browser.sh

@@ -202,6 +202,7 @@ def count_wrong_endings(num_kills: int, world_size: int, way: str) -> tuple[int,
 def save_for_ever(directory: Path, victim: int, delay_s: float) -> None:
     """Run on each rank: save step after step; a rank notes each step that it knows to be saved."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
     model = torch.nn.Linear(200, 200)
     found = load(directory, parts={"model": model})
     step = found.step if found else 0

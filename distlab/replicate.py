@@ -1,4 +1,4 @@
-"""Replicate: make sure that all ranks hold the same model, and give them the first rank's values.
+"""Replicate: make sure that all ranks hold the same model, give them the first rank's values, and see that these stay.
 
 Replicas that start equal and apply equal updates stay equal. This is the start.
 """
@@ -66,3 +66,17 @@ def broadcast_flat(tensors: Iterable[Tensor], group: ProcessGroup | None = None)
         flat.pack(same)
         broadcast_each([flat.buffer], group)
         flat.unpack(same)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Add up a tensor's bits as whole numbers: a flipped bit always changes the sum, by a power of two.
+
+    Shapes: any -> []
+    """
+    row = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    tail = row.numel() % 8
+    if row.data_ptr() % 8 or row.storage_offset() % 8:
+        return row.sum(dtype=torch.int64)
+    if not tail:  # as most: a third of the time goes into calls, not into reading
+        return row.view(torch.int64).sum()
+    return row[:-tail].view(torch.int64).sum() + row[-tail:].sum(dtype=torch.int64)

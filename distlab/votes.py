@@ -18,7 +18,7 @@ What is wrong before the average is averaged, and equal on all ranks: no vote ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.single_tensor import all_gather_single
+from distlab.replicate import bit_sum
 
 
 class CorruptionError(RuntimeError):
@@ -62,7 +63,17 @@ class ReplicaVotes:
             CorruptionError: on every rank, at a vote: as `vote`.
             ValueError: on every rank, at a vote: as `vote`.
         """
-        found = dict(_tensors_of(model) if gradients else model.named_parameters())
+        self.look_at(step, dict(_tensors_of(model) if gradients else model.named_parameters()))
+
+    def look_at(self, step: int, found: Mapping[str, Tensor]) -> None:
+        """Add up the bits of tensors, by name, that are equal on all replicas, such as an optimizer's state.
+
+        Every k-th call votes, as of `look`.
+
+        Raises:
+            CorruptionError: on every rank, at a vote: as `vote`.
+            ValueError: on every rank, at a vote: as `vote`.
+        """
         names = list(found)
         self._steps.append(step)
         self._names.append(self._names[-1] if self._names and self._names[-1] == names else names)
@@ -96,20 +107,6 @@ class ReplicaVotes:
         raise CorruptionError(
             _explain(places[first[0]][0], [places[index][1] for index in first], everyone[:, first], ranks)
         )
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Add up a tensor's bits as whole numbers: a flipped bit always changes the sum, by a power of two.
-
-    Shapes: any -> []
-    """
-    row = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    tail = row.numel() % 8
-    if row.data_ptr() % 8 or row.storage_offset() % 8:
-        return row.sum(dtype=torch.int64)
-    if not tail:  # as most: a third of the time goes into calls, not into reading
-        return row.view(torch.int64).sum()
-    return row[:-tail].view(torch.int64).sum() + row[-tail:].sum(dtype=torch.int64)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

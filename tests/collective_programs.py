@@ -1,24 +1,10 @@
-"""Programs of collectives and messages that tests run on each backend, and what they should compute."""
+"""Collectives and messages that tests run on each backend, and what they should compute."""
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck
-from hypothesis import strategies as st
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
-OPS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "ring")
-TYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16)
-STEP = st.tuples(
-    st.sampled_from(OPS),
-    st.sampled_from(TYPES),
-    st.sampled_from([(), (0,), (1,), (5,), (3, 4), (2, 3, 5), (4099,), (300_007,)]),
-    st.integers(0, 3),  # the root, or whose neighbour
-    st.sampled_from(["SUM", "MAX", "MIN"]),
-    st.booleans(),  # whether the program waits at once
-)
-PROGRAMS = st.tuples(st.integers(1, 4), st.lists(STEP, min_size=1, max_size=12))
-FIXED = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture], "derandomize": True}
 
 
 def own(shape, dtype=torch.float32, salt=0):
@@ -118,6 +104,23 @@ def scattered_in_memory():
     return wrong
 
 
+def backwards(count, numel, leaves=False):
+    """Send messages from rank 0 to the last, which receives those that were sent last first; tell whether all fit."""
+    last = dist.get_world_size() - 1
+    fits, tags = True, range(count)
+    if dist.get_rank() == 0:
+        for work in [dist.isend(torch.full((numel,), float(tag)), last, tag=tag) for tag in tags]:
+            work.wait()
+    elif dist.get_rank() == last:
+        x = torch.empty(numel)
+        for tag in reversed(tags):
+            dist.recv(x, 0, tag=tag)
+            fits = fits and bool((x == tag).all())
+        if leaves:
+            dist.destroy_process_group()
+    return fits
+
+
 def bits(seed):
     """Return the bits of a sum whose rounding depends on the order, small and in pieces."""
     found = []
@@ -129,53 +132,3 @@ def bits(seed):
         dist.all_reduce(y)
         found += [x.view(torch.int32), y.view(torch.int32)]
     return found
-
-
-def play(program, group):
-    """Run a program in a group; return all that its calls wrote."""
-    n, me, written, works = dist.get_world_size(), dist.get_rank(), [], []
-    for number, (op, dtype, shape, root, reduction, waits) in enumerate(program):
-        generator = torch.Generator().manual_seed(100 * number + me)
-        values = [torch.randint(0, 5, shape, generator=generator).to(dtype) for _ in range(n)]
-        blank = [torch.full(shape, 9).to(dtype) for _ in range(n)]
-        root, kind, x = root % n, getattr(dist.ReduceOp, reduction), values[0]
-        named = {"group": group, "async_op": True}
-        if op == "all_reduce":
-            calls, out = [dist.all_reduce(x, kind, **named)], [x]
-        elif op == "reduce":
-            calls, out = [dist.reduce(x, root, kind, **named)], [x] if me == root else []
-        elif op == "broadcast":
-            calls, out = [dist.broadcast(x, root, **named)], [x]
-        elif op == "all_gather":
-            calls, out = [dist.all_gather(blank, x, **named)], blank
-        elif op == "reduce_scatter":
-            calls, out = [dist.reduce_scatter(blank[0], values, kind, **named)], blank[:1]
-        elif op == "all_to_all":
-            whole, parts = torch.stack(blank), torch.stack(values)
-            calls, out = [dist.all_to_all_single(whole, parts, **named)], [whole]
-        elif op == "gather":
-            calls, out = [dist.gather(x, blank if me == root else None, root, **named)], blank if me == root else []
-        elif op == "scatter":
-            calls, out = [dist.scatter(blank[0], values if me == root else None, root, **named)], blank[:1]
-        else:
-            hop = 1 + root % max(1, n - 1)
-            ends = [] if n == 1 else [dist.isend(x, (me + hop) % n, group=group, tag=root)]
-            calls = ends if n == 1 else [*ends, dist.irecv(blank[0], (me - hop) % n, group=group, tag=root)]
-            out = blank[:1]
-        written += out
-        works += calls
-        if waits:
-            for work in works:
-                work.wait()
-            works = []
-    for work in works:
-        work.wait()
-    return written
-
-
-def differences(program):
-    gloo = dist.new_group(backend="gloo")
-    there, here = play(program, gloo), play(program, None)
-    dist.barrier()
-    dist.destroy_process_group(gloo)
-    return [k for k, (a, b) in enumerate(zip(there, here, strict=True)) if not torch.equal(a, b)]

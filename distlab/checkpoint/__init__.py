@@ -4,7 +4,7 @@ Read in this order:
 
 1. `files`: a checkpoint is on the disk whole, or not at all.
 2. `manifest` and `find`: how damage is seen.
-3. `parts`: what a run must remember, and which ranks write it.
+3. `parts`: what a run must remember, and which ranks write it; `per_rank`: what each rank has for itself.
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same beside training, which hardly waits.
 6. `formats`: what other programs read and write.
@@ -16,12 +16,14 @@ from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
 from distlab.checkpoint.formats.dcp_write import write_dcp
 from distlab.checkpoint.formats.safetensors import read_safetensors, write_safetensors
 from distlab.checkpoint.manifest import CheckpointError, UnknownVersionError
+from distlab.checkpoint.per_rank import PerRank
 from distlab.checkpoint.resume import Resumed, load, save
 
 __all__ = [
     "AsyncSaves",
     "Checkpoint",
     "CheckpointError",
+    "PerRank",
     "Resumed",
     "UnknownVersionError",
     "load",

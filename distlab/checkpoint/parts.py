@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from distlab.gradient_hook import GradientHook
+from distlab.replicate import bit_sum
 from distlab.rng import random_state, restore_random_state
 
 _PLAIN = {bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None), nn.Parameter}
@@ -95,27 +96,79 @@ def collect(parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
         ValueError: something in it could be saved but not loaded: loading takes plain values and tensors, and never
             runs code.
     """
-    for name, part in parts.items():
-        if not is_own(part):
-            _refuse_shards(part, name)
+    refuse_shards(parts)
     shared, own = shared_state(parts), own_state(parts)
     for name, state in {**shared, **own["hooks"], **own["shards"]}.items():
         require_plain(state, name)
     return shared, own
 
 
-def _refuse_shards(part: object, name: str) -> None:
-    """Refuse a plain part that holds shards: rank 0's would come back on every rank."""
-    parameters: list[Any] = []
-    if isinstance(part, nn.Module):
-        parameters = [*part.parameters()]
-    elif isinstance(part, torch.optim.Optimizer):
-        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-    if any(getattr(parameter, "is_shard", False) for parameter in parameters):
-        raise ValueError(
-            f"{name} holds shards, of which each rank has its own; pass model and optimizer as one part that saves "
-            "them: ShardedState(model, optimizer)"
-        )
+def sums_of(parts: Parts) -> dict[str, tuple[str, int]]:
+    """Return shape and sum of bits of each parameter of which rank 0 writes its own for all, by part and name."""
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and not is_own(part)}
+    named = {f"{name}: {key}": one for name, part in modules.items() for key, one in part.named_parameters()}
+    sums = [bit_sum(one) for one in named.values()]
+    places = {one.device for one in sums}  # one wait for each device
+    added = {place: iter(torch.stack([s for s in sums if s.device == place]).tolist()) for place in places}
+    return {name: (_shape(one), next(added[one.device])) for name, one in named.items()}
+
+
+def kinds_of(parts: Parts) -> dict[str, str]:
+    """Return the names of plain optimizers' classes: their states do not say whose they are."""
+    return {name: type(part).__name__ for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+
+
+def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
+    """Return the tensors of plain optimizers' states, by words that name them: `exp_avg of optimizer's parameter 3`."""
+    return {
+        f"{key} of {name}'s parameter {index}": value
+        for name, part in parts.items()
+        if isinstance(part, torch.optim.Optimizer)
+        for index, kept in part.state_dict()["state"].items()
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def require_equal(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+    """Refuse modules whose parameters differ between ranks, from the sums of all ranks: others' values would be lost.
+
+    Raises:
+        ValueError: on every rank the same.
+    """
+    first = everyone[0]
+    names = dict.fromkeys(name for sums in everyone for name in sums)
+    wrong = [name for name in names if any(sums.get(name) != first.get(name) for sums in everyone)]
+    if not wrong:
+        return
+    ranks = [rank for rank, sums in enumerate(everyone) if any(sums.get(name) != first.get(name) for name in wrong)]
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {ranks} differ"
+    raise ValueError(
+        f"parameters differ between ranks ({who} from rank 0): {', '.join(wrong[:3])}{more}; a checkpoint would give "
+        "rank 0's to all. If layers are cut over ranks (tensor, expert, pipeline parallel): pass "
+        '{"training": PerRank({"model": model, "optimizer": optimizer})}, or a Hybrid. If ranks are replicas: they '
+        "drifted apart or began unequal; give all one rank's values (DataParallel does), or go back to a checkpoint"
+    )
+
+
+def refuse_shards(parts: Parts) -> None:
+    """Refuse plain parts that hold shards: rank 0's would come back on every rank.
+
+    Raises:
+        ValueError: on each rank that finds some.
+    """
+    for name, part in parts.items():
+        held: list[Any] = []
+        if isinstance(part, nn.Module) and not is_own(part):
+            held = [*part.parameters()]
+        elif isinstance(part, torch.optim.Optimizer):
+            held = [parameter for group in part.param_groups for parameter in group["params"]]
+        if any(getattr(parameter, "is_shard", False) for parameter in held):
+            raise ValueError(
+                f"{name} holds shards, of which each rank has its own; pass model and optimizer as one part that saves "
+                "them: ShardedState(model, optimizer)"
+            )
 
 
 def require_plain(value: Any, where: str) -> None:
@@ -172,6 +225,12 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
                         f"{name}: {key} is {there} in the checkpoint and {here} in the model; build the same model"
                     )
         elif isinstance(part, torch.optim.Optimizer):
+            here, there = type(part).__name__, shared.get("kinds", {}).get(name)  # no kinds: an earlier distlab's
+            if there not in (here, None):
+                raise ValueError(
+                    f"{name} is {there} in the checkpoint and {here} here; build the same optimizer: one kind "
+                    "of moments means nothing to another"
+                )
             now_sizes = [len(group["params"]) for group in part.param_groups]
             then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
             if now_sizes != then_sizes:

@@ -20,7 +20,17 @@ from torch.distributed import ProcessGroup
 from distlab.checkpoint import files
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.checkpoint.parts import Parts, Sharded, check_fit, collect, require_plain, take_up
+from distlab.checkpoint.parts import (
+    Parts,
+    Sharded,
+    check_fit,
+    collect,
+    kinds_of,
+    require_equal,
+    require_plain,
+    sums_of,
+    take_up,
+)
 from distlab.comm.together import place_in, together
 
 OWN = "own"  # what a rank writes for itself, until its file has the rank's name
@@ -62,8 +72,8 @@ def save(
         step: updates made so far.
         parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
             draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its
-            own generators, hooks, shards (`distlab.sharding.ShardedState`) and module buffers, and always Python's,
-            numpy's and torch's own generators.
+            own generators, hooks, shards (`distlab.sharding.ShardedState`), `PerRank` parts and module buffers, and
+            always Python's, numpy's and torch's own generators.
         data_position: where to go on in the data: plain values, equal on all ranks.
         group: the ranks that save together; None is all, or this process alone where there are none.
         keep: newest checkpoints to leave in the directory.
@@ -72,7 +82,8 @@ def save(
         The new checkpoint.
 
     Raises:
-        ValueError: ranks differ in step or data_position, or a part's state holds more than plain values and tensors.
+        ValueError: ranks differ in step, data_position or a module's parameters, or a part's state holds more than
+            plain values and tensors.
         CheckpointError: on every rank, when any rank cannot write. What was saved before is untouched.
     """
     rank, world_size = place_in(group)
@@ -168,20 +179,23 @@ def agreed_contents(
     """
     kept: list[dict[str, Any]] = []
 
-    def look() -> tuple[int, str, Any]:
+    def look() -> tuple[int, str, dict[str, tuple[str, int]], Any]:
         if not isinstance(step, int) or not 0 <= step < 10**10:
             raise ValueError(f"step is {step!r}; pass the number of updates made so far")
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
         require_plain(data_position, "data_position")
         shared, own = collect(parts)
-        kept.append({SHARED: {"step": step, "data_position": data_position, "parts": shared}, OWN: own})
-        return step, repr(data_position), begin(kept[0])
+        facts = {"step": step, "data_position": data_position, "kinds": kinds_of(parts)}
+        kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
+        sums = sums_of(parts)
+        return step, repr(data_position), sums, begin(kept[0])
 
     looks = everywhere(look)
-    if len({(step, place) for step, place, _ in looks}) > 1:
-        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d, _) in enumerate(looks))
+    if len({(step, place) for step, place, *_ in looks}) > 1:
+        differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d, *_) in enumerate(looks))
         raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
+    require_equal([sums for _, _, sums, _ in looks])
     return kept[0], [begun for *_, begun in looks]
 
 

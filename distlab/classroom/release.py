@@ -4,7 +4,7 @@ What a student gets of a lesson:
 
 | file | in the copy |
 |---|---|
-| lesson.ipynb, lab.py, lab_reference.md, exercises.py | as it is |
+| lesson.ipynb, lab.py, exercises.py, and all other files that notebooks and labs read | as it is |
 | solutions.py, checks/*.py | sealed: checks run, and name faults as ever; nobody reads the answer by accident |
 | checks/varied*.py | hidden: the drawn arguments come when the work is graded |
 | solution.ipynb, lesson.py (the notebooks' source) | left out |
@@ -21,8 +21,8 @@ from distlab.grading import lessons, load_lesson
 from distlab.grading.lesson import lesson_number
 from distlab.grading.sealed import seal
 
-PLAIN = ("lesson.ipynb", "lab.py", "lab_reference.md", "exercises.py")
-SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "START.ipynb")
+LEFT_OUT = ("lesson.py", "solution.ipynb", "solutions.py")  # the last one is sealed
+SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb")
 HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
 
 from typing import Any
@@ -84,9 +84,9 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
 
 def _copy_lesson(source: Path, copy: Path) -> None:
     (copy / "checks").mkdir(parents=True)
-    for name in PLAIN:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, copy / name)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in LEFT_OUT and not path.name.startswith("."):
+            shutil.copyfile(path, copy / path.name)
     number = source.name[:2]
     for path in [source / "solutions.py", *sorted(source.glob("checks/*.py"))]:
         if not path.is_file():

@@ -77,8 +77,13 @@ def grade_all(
     results.mkdir(parents=True, exist_ok=True)
     ending, turn = threading.Event(), threading.Lock()
 
+    code = lesson_digest(lesson)
+
+    def key_of(submission: Submission) -> str:
+        return "/".join((__version__, code, submission.digest, str(seed)))
+
     def grade(submission: Submission) -> Grade:
-        key = "/".join((__version__, lesson_digest(lesson), submission.digest, str(seed)))
+        key = key_of(submission)
         kept = read_grade(results, submission.student, key)
         found = kept or _grade(submission, lesson, seed, limits or Limits(), ending)
         with turn:
@@ -91,12 +96,15 @@ def grade_all(
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(grade, submission) for submission in submissions]
         try:
-            return [_result_of(future) for future in futures]
+            grades = [_result_of(future) for future in futures]
         except BaseException:
             ending.set()
             for future in futures:
                 future.cancel()
             raise
+    for submission, one in zip(submissions, grades, strict=True):  # a submission may have written to another's result
+        write_grade(results, one, key_of(submission))
+    return grades
 
 
 def _result_of(future: Future[Grade]) -> Grade:
@@ -121,7 +129,7 @@ def _grade(submission: Submission, lesson: Lesson, seed: int, limits: Limits, en
         home = Path(tempfile.mkdtemp(prefix="distlab-grade-"))
         try:
             copy = home / submission.path.name
-            shutil.copyfile(submission.path, copy)
+            copy.write_bytes(submission.data)
             task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
             lines, stopped = _check(task, home, limits, ending)
             stopped = stopped.replace(f"{home}/", "")

@@ -19,11 +19,13 @@ class Submission(NamedTuple):
         student: names the student and the files of results: the submission's file name, or its folder's.
         path: the notebook or module, or None where the student's folder has none.
         digest: of the file's bytes, "" where there is none.
+        data: the file's bytes as they were found: another submission that runs first cannot change them.
     """
 
     student: str
     path: Path | None
     digest: str
+    data: bytes = b""
 
 
 def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
@@ -43,12 +45,13 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
     found: dict[str, Submission] = {}
     for student, path in _pairs(paths, lesson):
         name = _SAFE.sub("_", student).strip(".") or "student"
-        digest = "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+        data = b"" if path is None else path.read_bytes()
+        digest = "" if path is None else hashlib.sha256(data).hexdigest()
         if name in found:
             raise ValueError(
                 f"two submissions are {name}'s: {found[name].path} and {path}; leave one out, or rename a folder"
             )
-        found[name] = Submission(name, path, digest)
+        found[name] = Submission(name, path, digest, data)
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")

@@ -3,8 +3,8 @@
 At each start: take up the newest checkpoint, whatever number of ranks saved it. Between two steps:
 
 1. Was any rank asked to end? One all-reduce of 4 bytes tells all ranks the same, so that all leave at the same step.
-2. Is a save due? First the replicas vote on the bits of their weights: wrong bits are not saved. A full disk costs a
-   warning and the checkpoint, not the run; only the last save must succeed.
+2. Is a save due? First the replicas vote on the bits of their weights and of the optimizer's state: wrong bits are not
+   saved. A full disk costs a warning and the checkpoint, not the run; only the last save must succeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import AsyncSaves, CheckpointError, Resumed, load, save
-from distlab.checkpoint.parts import Parts
+from distlab.checkpoint.parts import Parts, moments_of, refuse_shards, require_equal, sums_of
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.checks import check_timeout
@@ -74,7 +74,7 @@ class ElasticRun:
 
     Args:
         directory: of this run's checkpoints.
-        parts: all that a step reads and changes, as of `save`; built alike at each start.
+        parts: all that a step reads and changes, as of `save`; built alike at each start, with equal weights.
         work: what the run has to do.
         saves: when and how to save.
         group: the ranks that train together.
@@ -94,9 +94,9 @@ class ElasticRun:
 
     Raises:
         ValueError: on every rank: the rule covers no such number of ranks; the checkpoint is of another run or model;
-            ranks have different work.
+            ranks have different work, or modules whose parameters differ when the block is entered.
         CheckpointError: on every rank: no checkpoint can be read, or the last one cannot be written.
-        CorruptionError: on every rank: a rank's weights have other bits. The next start goes back to before it.
+        CorruptionError: on every rank: weights or moments of a rank have other bits. The next start goes back.
         Left: the ranks were asked to end, and have saved.
     """
 
@@ -129,7 +129,9 @@ class ElasticRun:
     def __enter__(self) -> ElasticRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._notice.heard())
-            self._peers = self._together(self._look_around)
+            seen = self._together(self._look_around)
+            self._peers = [peer for peer, _ in seen]
+            require_equal([sums for _, sums in seen])
             if self._world_size > 1:
                 more = {"num_epochs": self.work.num_epochs, "lr": repr(self.work.lr), "saves": self._saves._asdict()}
                 agree(self.work.facts() | more, self._group, what="the work of an elastic run")
@@ -164,9 +166,10 @@ class ElasticRun:
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return together(action, self._group, what=f"train in {str(self._directory)!r}", failure=CheckpointError)
 
-    def _look_around(self) -> Peer:
+    def _look_around(self) -> tuple[Peer, dict[str, tuple[str, int]]]:
         """Refuse at the start what could only fail at the first save or at the last step."""
         self.work.batch_at(0, self._world_size)
+        refuse_shards(self._parts)
         try:
             if self._rank == 0 and not os.path.lexists(self._directory):
                 self._directory.mkdir(parents=True)
@@ -176,7 +179,7 @@ class ElasticRun:
                 trial.unlink()
         except OSError as error:
             raise OSError(f"no checkpoint can be written there ({error.strerror}); pass a directory for them") from None
-        return Peer.here()
+        return Peer.here(), sums_of(self._parts)
 
     def _take_up(self) -> None:
         self.resumed = load(self._directory, parts=self._parts, group=self._group, reshard=True)
@@ -232,6 +235,7 @@ class ElasticRun:
         if self._world_size > 1:
             for module in self._modules:
                 self._votes.look(self.number, module, gradients=False)
+            self._votes.look_at(self.number, moments_of(self._parts))
             self._votes.vote()
         if self._writer is not None:
             self._or_warn(self._writer.wait)  # for the save before this one

@@ -17,7 +17,8 @@ from typing import Any
 
 from distlab.comm.launch.worker import own_job
 from distlab.grading.exercise import Refused
-from distlab.grading.tamper import Fence, Untouched, close_other_wires
+from distlab.grading.tamper import Fence, Untouched
+from distlab.grading.wires import close_other_wires
 
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
@@ -52,14 +53,18 @@ class Board:
 
 def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int) -> Any:
     """Drive a learner's function on this rank under limits, and return what the drive returns."""
+    from distlab.grading.variation.left import restored
+
     limit_process(memory_limit_bytes)
     forbid_processes()
-    untouched, fence = Untouched(), Fence(own_job())
+    fence = Fence(own_job())
     sys.addaudithook(fence.hook)
-    close_other_wires(fence)
+    close_other_wires(lambda: fence.is_up, fence.ways)
+    untouched = Untouched()
     streams = sys.stdout, sys.stderr
     try:
-        result = drive(guarded(fn, untouched, fence))
+        with restored():
+            result = drive(guarded(fn, untouched, fence))
         untouched.check()  # the drive may have called what the function returned
         return result
     finally:
@@ -95,19 +100,40 @@ def forbid_processes() -> None:
     sys.addaudithook(refuse)
 
 
+def in_python_numbers(value: Any, depth: int = 20) -> Any:
+    """Return a value with Python's numbers for numpy's: np.int64(8) is 8; what holds none is returned itself."""
+    import numpy as np
+
+    if not depth:  # a list may hold itself
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str):
+        return value.item()
+    if type(value) in (list, tuple):
+        items = [in_python_numbers(item, depth - 1) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    if type(value) is dict:
+        pairs = {in_python_numbers(key): in_python_numbers(item, depth - 1) for key, item in value.items()}
+        is_same = all(new is old for new, old in zip([*pairs, *pairs.values()], [*value, *value.values()], strict=True))
+        return value if is_same else pairs
+    return value
+
+
 def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Callable[..., Any]:
     """Wrap a function so that what it must leave as it was is looked at after each call."""
     import torch
     import torch.distributed as dist
 
-    dtype, group = torch.get_default_dtype(), dist.group.WORLD
+    dtype, device, group = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD
 
     def call(*args: Any, **named: Any) -> Any:
+        allowed = fence.ways.allow((*args, *named.values()))
         fence.is_up, was_up = True, fence.is_up
         try:
             result = fn(*args, **named)
         finally:
             fence.is_up = was_up
+            fence.ways.put_back(allowed)
         untouched.check()
         if not dist.is_initialized() or dist.group.WORLD is not group:
             raise Refused(
@@ -121,7 +147,15 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
                 f"it changed torch's default dtype to {torch.get_default_dtype()}, for everything that comes after; "
                 "give the dtype to the tensors that you make",
             )
-        return result
+        if torch.get_default_device() != device:
+            now = torch.get_default_device()
+            torch.set_default_device(device)  # or the check's own tensors would land there
+            raise Refused(
+                "default device",
+                f"it changed torch's default device to {now}, for everything that comes after; "
+                "give the device to the tensors that you make",
+            )
+        return in_python_numbers(result)
 
     with contextlib.suppress(Exception):
         functools.update_wrapper(call, fn)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -26,6 +28,7 @@ def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> F
         or _not_written(exercise, fn)
         or _wrong_kind(fn)
         or _misfit(fn, reference)
+        or _is_reference(fn, reference)
     )
 
 
@@ -111,6 +114,41 @@ def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | No
                 "signature", f"it must be callable as {name}{_plain(wanted)}, but it is {name}{_plain(own)}: {error}"
             )
     return None
+
+
+def _is_reference(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
+    """Say so where an answer holds the reference, in a name that it uses, a default or a partial."""
+    from distlab.grading.tamper import IS_REFERENCE
+
+    if fn is reference:  # tests, and `--impl reference`
+        return None
+    seen: list[Any] = []
+    held: list[Any] = [fn]
+    while held:
+        one = held.pop()
+        if any(one is other for other in seen):
+            continue
+        seen.append(one)
+        if one is reference or getattr(one, "__code__", None) is getattr(reference, "__code__", seen):
+            return Fault("reference", f"{reference.__name__}: {IS_REFERENCE}")
+        held += _held_by(one)
+    return None
+
+
+def _held_by(one: Any) -> list[Any]:
+    """Return what a function can call: by its global names, its closure, its defaults, or as a partial or a method."""
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if inspect.ismethod(one):
+        return [one.__func__]
+    if not inspect.isfunction(one) or str(one.__module__).startswith("torch"):
+        return []
+    code = one.__code__
+    held = [one.__globals__[name] for name in code.co_names if name in one.__globals__]
+    for cell in one.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    return [*held, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
 
 
 def _plain(signature: inspect.Signature) -> str:

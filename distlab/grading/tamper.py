@@ -8,11 +8,9 @@ verdict is never made here: the process that started the ranks judges plain data
 from __future__ import annotations
 
 import builtins
-import functools
 import math
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from operator import is_, itemgetter
@@ -20,6 +18,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from distlab.grading.exercise import Refused
+from distlab.grading.wires import Ways, is_answers, leads_from_answer, went_around
 
 _LOOKS = {
     "sys._getframe",
@@ -34,19 +33,8 @@ _LOOKS = {
 }
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
 _FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
+IS_REFERENCE = "this is the reference, which the check compares with: write the function yourself"
 _MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
-_WIRES = {  # what leads to other ranks and is not recorded: a group's backend and a store, called directly
-    "Backend": (
-        "broadcast allreduce allreduce_coalesced reduce allgather _allgather_base allgather_coalesced gather scatter "
-        "allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
-        "alltoall alltoall_base send recv recv_anysource"
-    ),
-    "Store": "set get append add compare_set multi_set multi_get wait",
-}
-_WALKERS = ("walk_tb", "walk_stack")
-_STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INSPECT = f"{os.sep}inspect.py"
 
 
 class Untouched:
@@ -131,6 +119,7 @@ class Fence:
 
     def __init__(self, private: str) -> None:
         self.is_up = False
+        self.ways = Ways()
         self._private = private  # name of the folder with the records of this run
         self._busy = False
         self._frame = sys._getframe
@@ -139,19 +128,25 @@ class Fence:
         """Refuse the event where the answer itself causes it (called by Python for every audit event)."""
         if not self.is_up or self._busy:
             return
+        if event == "exec" and _is_solution(getattr(args[0], "co_filename", "")):
+            raise Refused("reference", IS_REFERENCE)
+        message = ""
         if event in _LOOKS or (event == "object.__getattr__" and args[1] in _FRAMES):
             message = f"it looks into the running check ({event}); work the result out from the arguments"
         elif event in _FILES and self._is_closed(args[0]):
             message = f"it opens a file of the check ({event}); work the result out from the arguments"
-        else:
-            return
+        if message and self._is_own(is_answers):
+            raise Refused("looked", message)
+        if (what := self.ways.refused(event, args)) and self._is_own(leads_from_answer):
+            raise went_around(what)
+
+    def _is_own(self, look: Callable[[FrameType | None], bool]) -> bool:
+        """Whether the answer's own code caused the event that the hook was called for."""
         self._busy = True
         try:
-            own = is_answers(self._frame(1))
+            return look(self._frame(2))
         finally:
             self._busy = False
-        if own:
-            raise Refused("looked", message)
 
     def _is_closed(self, path: Any) -> bool:
         """Return whether a path leads to the records of this run, or to the checks and solutions of a lesson."""
@@ -163,47 +158,7 @@ class Fence:
         return "lessons" in parts and ("checks" in parts or parts[-1] == "solutions.py")
 
 
-def close_other_wires(fence: Fence) -> None:
-    """Refuse, from now on in this process, that the answer's own lines send where no record sees it."""
-    from torch._C import _distributed_c10d as c10d
-
-    for owner, names in _WIRES.items():
-        place = getattr(c10d, owner)
-        for name in names.split():
-            if hasattr(place, name):
-                setattr(place, name, _refused(getattr(place, name), f"{owner}.{name}", fence))
-
-
-def _refused(real: Callable[..., Any], name: str, fence: Fence) -> Callable[..., Any]:
-    find = sys._getframe
-
-    @functools.wraps(real)
-    def call(*args: Any, **named: Any) -> Any:
-        if fence.is_up and is_answers(find(1)):
-            raise Refused(
-                "went around",
-                f"it calls {name}, which reaches the other ranks where no record sees it; send with the functions of "
-                "torch.distributed, or with distlab's",
-            )
-        return real(*args, **named)
-
-    return call
-
-
-def is_answers(frame: FrameType | None) -> bool:
-    """Return whether a frame's code is the answer's; where `inspect` or a walk over frames asks, its caller counts."""
-    while frame is not None and (
-        frame.f_code.co_filename.endswith(_INSPECT) or frame.f_code.co_name in _WALKERS or _opens(frame)
-    ):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    if "site-packages" in file or "dist-packages" in file:
-        return False
-    return not file.startswith((_STANDARD, _PACKAGE, "<frozen"))
-
-
-def _opens(frame: FrameType) -> bool:
-    """Return whether a frame only opens a file for its caller."""
-    return frame.f_code.co_filename.endswith((f"{os.sep}pathlib.py", f"{os.sep}tokenize.py", f"{os.sep}linecache.py"))
+def _is_solution(file: str) -> bool:
+    """Return whether a file of this name holds a lesson's references."""
+    parts = file.split(os.sep)
+    return ("lessons" in parts and parts[-1] == "solutions.py") or file.startswith("<sealed solutions")

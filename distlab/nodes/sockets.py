@@ -1,5 +1,7 @@
 """Bytes to ranks of other nodes: gloo's messages over sockets, in the time that a wire takes.
 
+Both sides know the length of a block before they send or receive it: gloo does not compare lengths.
+
 A message over a wire is led by the moment at which it arrives, on the clock that all ranks of this host share. Its
 receiver sleeps until then, and its sender until the bytes have left. The bytes themselves travel at once, so a rank
 that computes meanwhile loses nothing.

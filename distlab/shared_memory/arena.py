@@ -41,9 +41,7 @@ MAX_LANE_BYTES = 2 << 20
 MAX_LANES_BYTES = 64 << 20
 MIN_PIECE_BYTES = 8 << 10
 TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
-NUM_LETTERS, LETTER_BYTES = 64, 256
-LETTERS = 256  # where a lane's letters begin
-LANE_HEAD_BYTES = 5 * PAGE
+LANE_HEAD_BYTES = 5 * PAGE  # counters, letters and receipts
 
 
 @dataclass(frozen=True)

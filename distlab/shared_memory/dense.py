@@ -12,8 +12,13 @@ def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
     """Refuse a tensor that is not dense memory of this process; `sparse`: indices with values will do, too.
 
     Raises:
-        ValueError: it lies on another device, or is sparse.
+        ValueError: it lies on another device, is sparse or quantized.
     """
+    if tensor.is_quantized:
+        raise ValueError(
+            f"{who}: got a quantized tensor ({tensor.dtype}) of shape {list(tensor.shape)}, whose scale would not "
+            "travel; send .int_repr(), or .dequantize()"
+        )
     if tensor.is_cpu and (tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)):
         return
     if tensor.layout is not torch.strided:
@@ -24,6 +29,27 @@ def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
         )
     raise ValueError(
         f"{who}: got a tensor on {tensor.device}; backend 'shared' moves CPU tensors: call .cpu(), or use gloo or nccl"
+    )
+
+
+def check_written(tensor: torch.Tensor, who: str) -> None:
+    """Refuse what `check` refuses, and a tensor that has not room for all values that will be written into it.
+
+    Raises:
+        ValueError: several of its elements lie at one place.
+    """
+    check(tensor, who)
+    if is_expanded(tensor):
+        raise ValueError(
+            f"{who}: got an expanded tensor (shape {list(tensor.shape)}, strides {list(tensor.stride())}) to write "
+            "into, of whose elements several lie at one place; pass .clone() or .contiguous()"
+        )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie at one place."""
+    return 0 in tensor.stride() and any(
+        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
@@ -49,10 +75,31 @@ class Landings:
         return flat
 
     def settle(self) -> None:
-        """Write back what does not lie in one block."""
+        """Write back what does not lie in one block.
+
+        Raises:
+            ValueError: different values would lie at one place.
+        """
         with torch.no_grad():
             for tensor, flat in self._scattered:
-                tensor.detach().copy_(flat.view(tensor.shape))
+                target, values = tensor.detach(), flat.view(tensor.shape)
+                if is_expanded(tensor):
+                    target, values = _once(target, values)
+                target.copy_(values)
+
+
+def _once(target: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each place of an expanded tensor once, with the value for it."""
+    shape, flat = target.shape, values.view(-1)
+    for dim, step in enumerate(target.stride()):
+        if not step:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    if not torch.equal(values.expand(shape).contiguous().view(-1).view(torch.uint8), flat.view(torch.uint8)):
+        raise ValueError(
+            f"the result has different values for elements of an expanded tensor (shape {list(shape)}) that lie at one "
+            "place; pass .clone() or .contiguous() on every rank"
+        )
+    return target, values
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -104,13 +151,15 @@ def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str
 
 
 def check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
-    """Refuse a list that has not one tensor of the right size for each rank.
+    """Refuse a list that has not one tensor of the right size for each rank; `what`: "input" or "output".
 
     Raises:
         ValueError: naming what is wrong.
     """
     for tensor in (like, *tensors):
         check(tensor, who)
+    for tensor in tensors if what == "output" else (like,):
+        check_written(tensor, who)
     if len(tensors) != size:
         raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
     same_length(tensors, like, who, what)

@@ -21,6 +21,7 @@ from distlab.shared_memory.dense import (
     bytes_of,
     check,
     check_list,
+    check_written,
     fits,
     flat_of,
     listed,
@@ -110,7 +111,7 @@ class SharedGroup(GroupBase):
     def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         who, size = self._who("all_gather"), self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
-            check(output, who)
+            check_written(output, who)
             check(source, who)
             fits(output, source, size, who, "output")
 
@@ -163,7 +164,7 @@ class SharedGroup(GroupBase):
         size, who = self._meeting.size, self._who("reduce_scatter")
         for output, source in zip(outputs, inputs, strict=True):
             check(source, who)
-            check(output, who)
+            check_written(output, who)
             fits(source, output, size, who, "input")
         return self._scatter_sums(outputs, lambda: [list(flat_of(t).view(size, -1)) for t in inputs], opts)
 
@@ -204,7 +205,7 @@ class SharedGroup(GroupBase):
         """Copy the root's r-th tensor to rank r."""
         output, root = listed(outputs)[0], self._root(opts)
         inputs = input_lists[0] if root == self._meeting.rank else []
-        check(output, self._who("scatter"))
+        check_written(output, self._who("scatter"))
         if root == self._meeting.rank:
             check_list(inputs, output, self._meeting.size, self._who("scatter"), "input")
 
@@ -221,8 +222,10 @@ class SharedGroup(GroupBase):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Copy the s-th tensor to rank s, and get one from each."""
         who = self._who("all_to_all")
-        for tensor in (*outputs, *inputs):
+        for tensor in inputs:
             check(tensor, who)
+        for tensor in outputs:
+            check_written(tensor, who)
         if not len(outputs) == len(inputs) == self._meeting.size:
             raise ValueError(
                 f"{who}: got {len(inputs)} inputs and {len(outputs)} outputs; pass {self._meeting.size} of each, one "
@@ -242,7 +245,7 @@ class SharedGroup(GroupBase):
     ) -> Any:
         """Cut a tensor in parts along its first dimension, one for each rank, and get one from each."""
         who, size = self._who("all_to_all"), self._meeting.size
-        check(output, who)
+        check_written(output, who)
         check(source, who)
         takes = split_bytes(output, output_sizes, size, who, "output")
         gives = split_bytes(source, input_sizes, size, who, "input")

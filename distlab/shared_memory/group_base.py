@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import Landings, check, flat_of
-from distlab.shared_memory.lanes import Message
+from distlab.shared_memory.dense import Landings, check, check_written, flat_of
+from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
@@ -37,6 +37,7 @@ class GroupBase(dist.ProcessGroup):
         self._collectives, self._messages = collectives, messages
         self._queue = CallQueue(f"shared-calls-{members}")
         self._records = Records()
+        self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
 
@@ -60,6 +61,33 @@ class GroupBase(dist.ProcessGroup):
         """The description that torch gave."""
         return self._description
 
+    # What torch asks of the backends in a group: this one is the only one in its group.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the group itself, which is the backend.
+
+        Raises:
+            RuntimeError: the device is not the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"{self._who('backend')} 'shared' moves CPU tensors, and was asked for {device}: use gloo or nccl"
+            )
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether callers may ask for memory: no, they take their own."""
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has made."""
+        return self._num_calls
+
     def shutdown(self) -> None:
         """Leave the group; the others learn of it."""
         self._end()
@@ -73,6 +101,7 @@ class GroupBase(dist.ProcessGroup):
 
     def _start(self, key: Any, text: Callable[[], str], do: Callable[[], None], results: Tensors, opts: Any) -> Any:
         """Have a call done, here or on the group's thread."""
+        self._num_calls += 1
         record = self._records.of(key, text)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
@@ -110,7 +139,7 @@ class GroupBase(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        check(tensors[0], self._who("recv"))
+        check_written(tensors[0], self._who("recv"))
         landings = Landings()
         message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
         message.landed = landings.settle
@@ -146,6 +175,8 @@ class GroupBase(dist.ProcessGroup):
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
+    if meeting.arena.owner == os.getpid() and not meeting.failure:
+        messages.settle()
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):

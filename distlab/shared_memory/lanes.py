@@ -1,74 +1,27 @@
 """A lane: messages from one rank to one other, first in, first out, through shared memory.
 
 Each message is announced by a letter (tag, length, dtype) and travels as pieces. The receiver takes the message at the
-head when a receive with its tag is there. Where only receives with other tags wait, it puts the message aside. A send
-is over once a receive has taken it. Where all letters are in use, it is over once its message has been put aside, so
-that any number of messages can be under way.
+head when a receive with its tag is there. Where only receives with other tags wait, it puts the message aside, in
+memory of its own. Either way the letter's place is free again, so that any number of messages may be open. A send is
+over once a receive has taken it: the receiver then leaves the message's number in a receipt.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import LANE_HEAD_BYTES, LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_PIECES, Arena
+from distlab.shared_memory.arena import LANE_HEAD_BYTES, NUM_PIECES, Arena
+from distlab.shared_memory.letters import LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, TEXT_BYTES, Letter, Message
 from distlab.shared_memory.work import SharedWork
 
-POSTED, WRITTEN, READ = 0, 64, 128  # places of a lane's counters
-_TEXT = 32  # where a letter's text begins
+POSTED, WRITTEN, HEARD = 0, 64, 68  # places of a lane's counters: the sender's (letters, pieces, receipts)
+READ, NOTED, TOLD = 128, 132, 192  # and the receiver's (pieces, letters, receipts)
 _WRAP = 1 << 30
 copy = ctypes.memmove
-
-
-class Letter(ctypes.Structure):
-    """What announces a message."""
-
-    _fields_ = (
-        ("taken", ctypes.c_int32),  # the message's number + 1 once a receive has taken it whole; minus that: put aside
-        ("tag", ctypes.c_int32),
-        ("num_bytes", ctypes.c_int64),
-        ("mark", ctypes.c_uint64),
-        ("length", ctypes.c_int64),
-        ("text", ctypes.c_char * (LETTER_BYTES - _TEXT)),
-    )
-
-
-@dataclass(slots=True, eq=False)
-class Message:
-    """One side of a message: a send, or a receive.
-
-    Attributes:
-        peer: the other rank of the group; -1: any.
-        tag: must be equal on both sides.
-        memory: the bytes; kept alive until the message is over.
-        mark: stands for dtype and number of elements, which must be equal.
-        text: dtype and shape, for people.
-        work: what the caller waits for.
-        deadline_s: when to give up, on the monotonic clock.
-        landed: what to do with a receive's bytes once they are there.
-    """
-
-    peer: int
-    tag: int
-    memory: torch.Tensor
-    mark: int
-    text: str
-    work: SharedWork
-    deadline_s: float
-    landed: Callable[[], None] | None = None
-    number: int = -1
-    moved: int = 0
-    address: int = field(init=False)
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.address = self.memory.data_ptr()
-        self.num_bytes = self.memory.numel() * self.memory.element_size()
 
 
 class _Lane:
@@ -79,8 +32,12 @@ class _Lane:
         self.piece_bytes = arena.layout.piece_bytes
         self.posted = futex.word_at(base + POSTED)
         self.written = futex.word_at(base + WRITTEN)
+        self.heard = futex.word_at(base + HEARD)
         self.read = futex.word_at(base + READ)
+        self.noted = futex.word_at(base + NOTED)
+        self.told = futex.word_at(base + TOLD)
         self.letters = (Letter * NUM_LETTERS).from_address(base + LETTERS)
+        self.receipts = (ctypes.c_int32 * NUM_RECEIPTS).from_address(base + RECEIPTS)
         self.data = base + LANE_HEAD_BYTES
 
     def piece(self, number: int) -> int:
@@ -95,22 +52,25 @@ class OutLane(_Lane):
         super().__init__(arena, source, destination)
         self.waiting: deque[Message] = deque()  # without a letter yet
         self.moving: deque[Message] = deque()  # with a letter, not all written
-        self.open: deque[Message] = deque()  # with a letter, not taken
+        self.open: dict[int, Message] = {}  # with a letter, not taken, by number
         self._number = 0
 
     @property
     def messages(self) -> list[Message]:
         """All that are not over."""
-        return [*self.open, *self.waiting]
+        return [*self.open.values(), *self.waiting]
+
+    def forget(self, message: Message) -> None:
+        """Let go of a message that will never be over."""
+        self.open.pop(message.number, None)
+        for line in (self.waiting, self.moving):
+            if message in line:
+                line.remove(message)
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the receiver should look."""
-        changed = False
-        for message in list(self.open):
-            if self.letters[message.number % NUM_LETTERS].taken == message.number + 1:
-                self.open.remove(message)
-                message.work.finish()
-        while self.waiting and self._has_letter():
+        changed = self._hear()
+        while self.waiting and (self._number - self.noted.value) % _WRAP < NUM_LETTERS:
             self._announce(self.waiting.popleft())
             changed = True
         while self.moving:
@@ -121,26 +81,30 @@ class OutLane(_Lane):
             self.moving.popleft()
         return changed
 
-    def _has_letter(self) -> bool:
-        """Return whether the next letter is free; a message that was put aside gives its letter back."""
-        while self.open and (self._number - self.open[0].number) % _WRAP >= NUM_LETTERS:
-            oldest = self.open[0]
-            if self.letters[oldest.number % NUM_LETTERS].taken != -(oldest.number + 1):
-                return False
-            self.open.popleft()
-            oldest.work.finish()
-        return True
+    def _hear(self) -> bool:
+        """End the sends that receives have taken; return whether the receiver may wait for room for receipts."""
+        first, last = self.heard.value, self.told.value
+        if first == last:
+            return False
+        futex.fence()
+        for k in range((last - first) % _WRAP):
+            message = self.open.pop(self.receipts[(first + k) % NUM_RECEIPTS], None)
+            if message is not None:
+                message.work.finish()
+        futex.fence()
+        self.heard.value = last
+        return first * 2 // NUM_RECEIPTS != last * 2 // NUM_RECEIPTS  # twice while the receiver fills them all
 
     def _announce(self, message: Message) -> None:
         message.number = self._number
         self._number = (self._number + 1) % _WRAP
-        letter, text = self.letters[message.number % NUM_LETTERS], message.text.encode()[: LETTER_BYTES - _TEXT]
-        letter.taken, letter.tag, letter.num_bytes, letter.mark = 0, message.tag, message.num_bytes, message.mark
+        letter, text = self.letters[message.number % NUM_LETTERS], message.text.encode()[:TEXT_BYTES]
+        letter.tag, letter.num_bytes, letter.mark = message.tag, message.num_bytes, message.mark
         letter.length, letter.text = len(text), text
         futex.fence()
         self.posted.value = self._number
         self.moving.append(message)
-        self.open.append(message)
+        self.open[message.number] = message
 
     def _write(self, message: Message) -> bool:
         written = first = self.written.value
@@ -165,6 +129,12 @@ class InLane(_Lane):
         self._moved = 0
         self._aside: list[tuple[Letter, int, torch.Tensor]] = []
         self._is_aside = False
+        self._taken: deque[int] = deque()  # messages for whose receipts there was no room
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the sender has yet to be told of messages that were taken."""
+        return bool(self._taken)
 
     @property
     def current(self) -> Message | None:
@@ -177,7 +147,8 @@ class InLane(_Lane):
         Raises:
             ValueError: a receive does not fit the message that it takes.
         """
-        changed = self._take_aside(receives) if self._aside else False
+        changed = self._tell()
+        changed |= self._take_aside(receives) if self._aside else False
         while True:
             if self._current is None and not self._begin(receives):
                 return changed
@@ -235,25 +206,38 @@ class InLane(_Lane):
             self.read.value = read
 
     def _end(self, message: Message) -> None:
-        letter, number = self.letters[self._number % NUM_LETTERS], self._number
-        self._current, self._number = None, (number + 1) % _WRAP
-        if self._is_aside:
-            self._is_aside = False
-            kept = Letter.from_buffer_copy(letter)
+        number, is_aside = self._number, self._is_aside
+        self._current, self._is_aside = None, False
+        if is_aside:
+            kept = Letter.from_buffer_copy(self.letters[number % NUM_LETTERS])
             self._aside.append((kept, number, message.memory))
-            futex.fence()
-            letter.taken = -(number + 1)
-            return
-        self._tell(message)
-        letter.taken = number + 1
+        self._number = (number + 1) % _WRAP
+        futex.fence()
+        self.noted.value = self._number
+        if not is_aside:
+            self._take(number, message)
 
-    @staticmethod
-    def _tell(message: Message) -> None:
-        """A receive has taken the message."""
+    def _take(self, number: int, message: Message) -> None:
+        """Say to both sides that a receive has taken the message."""
         if message.landed is not None:
             message.landed()
-        futex.fence()
+        self._taken.append(number)
+        self._tell()
         message.work.finish()
+
+    def _tell(self) -> bool:
+        """Leave receipts as far as there is room; return whether any was left."""
+        told = first = self.told.value
+        while self._taken and (told - self.heard.value) % _WRAP < NUM_RECEIPTS:
+            self.receipts[told % NUM_RECEIPTS] = self._taken.popleft()
+            told = (told + 1) % _WRAP
+            futex.fence()
+            self.told.value = told
+        return told != first
+
+    def fall_silent(self) -> None:
+        """Give up receipts: the sender is gone."""
+        self._taken.clear()
 
     def _take_aside(self, receives: list[Message]) -> bool:
         kept = []
@@ -261,12 +245,9 @@ class InLane(_Lane):
             found = self._wanted(receives, letter)
             if found is None:
                 kept.append((letter, number, memory))
-                continue
-            copy(found.address, memory.data_ptr(), found.num_bytes)
-            self._tell(found)
-            place = self.letters[number % NUM_LETTERS]
-            if place.taken == -(number + 1):  # otherwise it already announces another message
-                place.taken = number + 1
+            else:
+                copy(found.address, memory.data_ptr(), found.num_bytes)
+                self._take(number, found)
         changed = len(kept) != len(self._aside)
         self._aside = kept
         return changed

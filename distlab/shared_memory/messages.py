@@ -14,9 +14,10 @@ from torch.futures import Future
 
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import BELL, LOOK_S
-from distlab.shared_memory.lanes import InLane, Message, OutLane
+from distlab.shared_memory.lanes import InLane, OutLane
+from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, why_gone
-from distlab.shared_memory.work import SharedWork, Tensors
+from distlab.shared_memory.work import END_S, SharedWork, Tensors
 
 SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, before the thread takes over
 
@@ -74,6 +75,14 @@ class Messages:
             self._advance()
         self._leave_to_thread(message)
 
+    def settle(self) -> None:
+        """Before this rank leaves: say to senders which of their messages it has taken."""
+        limit = time.monotonic() + END_S
+        while self._is_silent() and not self._is_anyone_gone() and time.monotonic() < limit:
+            with self._lock:
+                self._advance()
+            time.sleep(SETTLE_S)
+
     def close(self) -> None:
         """Let the thread end."""
         self._is_closed = True
@@ -111,6 +120,10 @@ class Messages:
     def _is_anyone_gone(self) -> bool:
         return any(self.arena.state(rank) > 1 for rank in self.meeting.others)
 
+    def _is_silent(self) -> bool:
+        """Whether a sender has yet to be told of messages that were taken."""
+        return any(lane.is_silent for lane in self._in.values())
+
     def _open(self) -> Iterator[Message]:
         """All messages that are not over."""
         for out in self._out.values():
@@ -128,7 +141,8 @@ class Messages:
                 ring.append(peer)
         try:
             for source, lane in self._in.items():
-                if (self._receives or lane.current is not None) and lane.advance(self._receives):
+                is_needed = self._receives or lane.current is not None or lane.is_silent
+                if is_needed and lane.advance(self._receives):
                     ring.append(source)
         except ValueError as error:
             self._fail(ValueError(f"rank {self.meeting.me}: {error}"))
@@ -143,9 +157,7 @@ class Messages:
 
     def _end(self, message: Message, error: Exception) -> None:
         for out in self._out.values():
-            for line in (out.waiting, out.moving, out.open):
-                if message in line:
-                    line.remove(message)
+            out.forget(message)
         if message in self._receives:
             self._receives.remove(message)
         if not message.work.is_over:
@@ -157,6 +169,9 @@ class Messages:
         gone = {rank: why_gone(self.arena, rank, members) for rank in others}
         with self._lock:
             self._advance()  # what they had written before they went
+            for source, lane in self._in.items():
+                if gone.get(source):
+                    lane.fall_silent()
             for message in list(self._open()):
                 peers = others if message.peer < 0 else [message.peer]
                 reason = gone.get(peers[0], "") if all(gone.get(peer) for peer in peers) else ""
@@ -169,7 +184,7 @@ class Messages:
                     self.meeting.fail(error)
 
     def _leave_to_thread(self, message: Message) -> None:
-        if message.work.is_over:
+        if message.work.is_over and not self._is_silent():
             return
         if not self.threads:
             self.threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
@@ -190,7 +205,7 @@ class Messages:
                 futex.fence()
                 with self._lock:
                     self._advance()
-                    is_idle = next(self._open(), None) is None
+                    is_idle = next(self._open(), None) is None and not self._is_silent()
                 if is_idle:
                     break
                 self._sleep(seen)

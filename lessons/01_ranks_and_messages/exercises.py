@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_01.checks import decisions, links, messages, varied
+from distlab_lesson_01.checks import decisions, links, messages, slips, varied
 
 from distlab.grading import Exercise
 
@@ -65,7 +65,7 @@ EXERCISES = (
             "`send`; receive into a tensor of your own (`torch.empty_like`). Read the clock again; divide by `2 * "
             "rounds`.",
         ),
-        mutants=links.WRONG_PING_PONGS + varied.WRONG_PING_PONGS,
+        mutants=links.WRONG_PING_PONGS + varied.WRONG_PING_PONGS + slips.WRONG_PING_PONG,
         vary=varied.PING_PONG,
     ),
     Exercise(
@@ -86,7 +86,7 @@ EXERCISES = (
             "Turn both lists into arrays, stack the columns `1 / times` and `sizes / times`, solve for ones with "
             "`np.linalg.lstsq(rows, ones, rcond=None)[0]`; the first number is alpha, beta is 1 over the second.",
         ),
-        mutants=links.WRONG_FITS + varied.WRONG_FITS,
+        mutants=links.WRONG_FITS + varied.WRONG_FITS + slips.WRONG_FIT,
         vary=varied.FIT,
     ),
     Exercise(
@@ -109,7 +109,7 @@ EXERCISES = (
             "order `torch.empty_like(tensor)`, received from that rank, or `tensor.clone()` at root's own place. "
             "Return it.",
         ),
-        mutants=messages.WRONG_GATHERS + varied.WRONG_GATHERS,
+        mutants=messages.WRONG_GATHERS + varied.WRONG_GATHERS + slips.WRONG_GATHER,
         vary=varied.GATHER,
     ),
     Exercise(
@@ -131,7 +131,7 @@ EXERCISES = (
             "Every rank needs the same sum: use the collective that leaves it on every rank (`dist.all_reduce`), or "
             "send the decision of rank 0 to all others.",
         ),
-        mutants=decisions.WRONG_STOPS + varied.WRONG_STOPS,
+        mutants=decisions.WRONG_STOPS + varied.WRONG_STOPS + slips.WRONG_REPAIR,
         vary=varied.SHOULD_STOP,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from distlab_lesson_02.checks import rings, shared, sums, trees, varied
+from distlab_lesson_02.checks import rings, shared, slips, sums, trees, varied
 
 from distlab.grading import Exercise
 
@@ -62,7 +62,7 @@ EXERCISES = (
         timeout_s=15.0,
         on_failure=shared.explain_failure,
         budget=partial(shared.most_sent, formula="(n-1)/n S"),
-        mutants=rings.WRONG_GATHERS,
+        mutants=rings.WRONG_GATHERS + slips.WRONG_RING_ALL_GATHER,
         vary=varied.RING_ALL_GATHER,
     ),
     Exercise(
@@ -108,7 +108,7 @@ EXERCISES = (
         timeout_s=15.0,
         on_failure=shared.explain_failure,
         budget=trees.broadcast_budget,
-        mutants=trees.WRONG_BROADCASTS + varied.WRONG_TREE_BROADCAST,
+        mutants=trees.WRONG_BROADCASTS + varied.WRONG_TREE_BROADCAST + slips.WRONG_TREE_BROADCAST,
         vary=varied.TREE_BROADCAST,
         worlds=(1, 2, 3, 4, 5),
     ),
@@ -153,7 +153,7 @@ EXERCISES = (
             "carries the whole tensor. `math.ceil(math.log2(n))` is the number of levels.",
         ),
         worlds=(1,),
-        mutants=trees.WRONG_TIMES + varied.WRONG_TIMES,
+        mutants=trees.WRONG_TIMES + varied.WRONG_TIMES + slips.WRONG_TIMES,
         vary=varied.TIMES,
     ),
     Exercise(

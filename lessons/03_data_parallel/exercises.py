@@ -10,6 +10,7 @@ from distlab_lesson_03.checks import (
     overlap,
     sampler,
     shared,
+    slips,
     starts,
     tokens,
     varied,
@@ -48,7 +49,7 @@ EXERCISES = (
         ),
         on_failure=starts.broadcast_failure,
         budget=shared.budget_calls,
-        mutants=starts.WRONG_BROADCASTS + varied.WRONG_BROADCAST,
+        mutants=starts.WRONG_BROADCASTS + varied.WRONG_BROADCAST + slips.WRONG_BROADCAST,
         vary=varied.BROADCAST,
     ),
     Exercise(
@@ -68,7 +69,7 @@ EXERCISES = (
         ),
         on_failure=averages.missing_gradient,
         budget=shared.budget_calls,
-        mutants=averages.WRONG_AVERAGES,
+        mutants=averages.WRONG_AVERAGES + slips.WRONG_AVERAGE,
         vary=varied.AVERAGE,
     ),
     Exercise(
@@ -132,7 +133,7 @@ EXERCISES = (
         ),
         on_failure=overlap.overlap_failure,
         budget=overlap.budget_overlap,
-        mutants=overlap.WRONG_OVERLAPS,
+        mutants=overlap.WRONG_OVERLAPS + slips.WRONG_OVERLAP,
         vary=varied.OVERLAP,
     ),
     Exercise(
@@ -178,7 +179,7 @@ EXERCISES = (
             "Then deal it to the ranks like cards: `[rank::world_size]`, and `tolist()`.",
         ),
         worlds=(1,),
-        mutants=sampler.WRONG_SAMPLERS,
+        mutants=sampler.WRONG_SAMPLERS + slips.WRONG_SAMPLER,
         vary=varied.SAMPLER,
     ),
     Exercise(
@@ -200,7 +201,7 @@ EXERCISES = (
         ),
         on_failure=tokens.tokens_failure,
         budget=shared.budget_calls,
-        mutants=tokens.WRONG_WEIGHTS + varied.WRONG_TOKENS,
+        mutants=tokens.WRONG_WEIGHTS + varied.WRONG_TOKENS + slips.WRONG_UNEVEN,
         vary=varied.TOKENS,
     ),
     Exercise(
@@ -220,7 +221,7 @@ EXERCISES = (
         ),
         broken="weights, not gradients",
         budget=shared.budget_calls,
-        mutants=hooks.WRONG_HOOKS,
+        mutants=hooks.WRONG_HOOKS + slips.WRONG_REPAIR,
         vary=varied.HOOKS,
     ),
 )

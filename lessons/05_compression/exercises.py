@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_05.checks import choices, codes, factors, signs, varied
+from distlab_lesson_05.checks import choices, codes, factors, signs, slips, varied
 
 from distlab.grading import Exercise
 
@@ -76,7 +76,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=codes.budget_pack,
-        mutants=codes.WRONG_PACKS + varied.WRONG_PACK,
+        mutants=codes.WRONG_PACKS + varied.WRONG_PACK + slips.WRONG_PACK,
         vary=varied.PACK,
     ),
     Exercise(
@@ -96,7 +96,7 @@ EXERCISES = (
             "`unpack_bits(theirs[8:], bits, L)` its codes; add low + step * codes. Divide by the number of ranks.",
         ),
         budget=codes.budget_quantize,
-        mutants=codes.WRONG_QUANTIZES,
+        mutants=codes.WRONG_QUANTIZES + slips.WRONG_QUANTIZE,
         vary=varied.QUANTIZE,
     ),
     Exercise(
@@ -115,7 +115,7 @@ EXERCISES = (
         ),
         broken="unsigned bytes",
         budget=signs.budget_signs,
-        mutants=signs.WRONG_SIGNS,
+        mutants=signs.WRONG_SIGNS + slips.WRONG_REPAIR,
         vary=varied.SIGNS,
     ),
     Exercise(
@@ -153,7 +153,7 @@ EXERCISES = (
             "Return p @ q.T and the new q.",
         ),
         budget=factors.budget_low_rank,
-        mutants=factors.WRONG_FACTORS,
+        mutants=factors.WRONG_FACTORS + slips.WRONG_POWERSGD,
         vary=varied.LOW_RANK,
     ),
 )

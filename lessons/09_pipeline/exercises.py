@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_09.checks import bubble, forward, rank, schedules, varied
+from distlab_lesson_09.checks import bubble, forward, rank, schedules, slips, varied
 
 from distlab.grading import Exercise
 
@@ -135,7 +135,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=schedules.budget_orders,
-        mutants=schedules.WRONG_ZERO_BUBBLE + varied.WRONG_ZERO_BUBBLE,
+        mutants=schedules.WRONG_ZERO_BUBBLE + varied.WRONG_ZERO_BUBBLE + slips.WRONG_ZERO_BUBBLE,
         vary=varied.ZERO_BUBBLE,
     ),
     Exercise(

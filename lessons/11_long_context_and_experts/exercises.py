@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_11.checks import attention, dispatch, ring, routing, varied
+from distlab_lesson_11.checks import attention, dispatch, ring, routing, slips, varied
 
 from distlab.grading import Exercise
 
@@ -161,7 +161,7 @@ EXERCISES = (
         ),
         broken="averaged",
         budget=dispatch.budget_synchronize,
-        mutants=dispatch.WRONG_SYNCHRONIZATIONS + varied.WRONG_SYNCHRONIZATIONS,
+        mutants=dispatch.WRONG_SYNCHRONIZATIONS + varied.WRONG_SYNCHRONIZATIONS + slips.WRONG_REPAIR,
         vary=varied.SYNCHRONIZE,
     ),
 )

@@ -380,6 +380,7 @@ def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monke
 def save_for_ever(directory, victim, delay_s):
     """Run on each rank: save beside training, step after step; note each step that is known to be on the disk."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
     model = torch.nn.Linear(200, 200)
     found = load(directory, parts={"model": model})
     step = found.step if found else 0

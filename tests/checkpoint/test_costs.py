@@ -24,6 +24,7 @@ EXCHANGE = ["all_gather"] * 2  # an outcome: how long it is, and itself
 def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(ranks, tmp_path):
     def measure():
         saves = AsyncSaves(tmp_path)
+        torch.manual_seed(0)
         parts = {"model": torch.nn.Linear(400, 400)}
         first = calls_of(lambda: saves.save(1, parts=parts))
         second = calls_of(lambda: saves.save(2, parts=parts))

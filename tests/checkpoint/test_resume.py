@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from killing import has_unfinished_save, kill_after, kill_at_flush, require_kill, same_bits
 
-from distlab.checkpoint import CheckpointError, files, load, newest, save
+from distlab.checkpoint import CheckpointError, PerRank, files, load, newest, resume, save
 from distlab.comm import RankError
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
@@ -183,6 +183,7 @@ def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
     def write():
         hook = Coarse()
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
+        torch.manual_seed(0)
         save(tmp_path, 1, parts={"model": torch.nn.Linear(2, 2), "hook": hook})
 
     def read(reshard):
@@ -242,6 +243,7 @@ class DyingDisk:
 
 
 def save_and_die(directory, step, victim, stop_at):
+    torch.manual_seed(0)
     module = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(module.weight, step)
     if dist.get_rank() == victim:
@@ -289,6 +291,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_manifest(ranks, tmp_pa
 
         if dist.get_rank() == 1 and step == 2:
             files.os = FullDisk()
+        torch.manual_seed(0)
         try:
             save(directory, step, parts={"model": torch.nn.Linear(2, 2)})
         except CheckpointError as error:
@@ -314,6 +317,7 @@ def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
 
 def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
     def write():
+        torch.manual_seed(0)
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, 5)
         save(tmp_path, 7, parts={"model": model}, data_position={"epoch": 1, "sample": 30})
@@ -374,6 +378,38 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     optimizer = torch.optim.SGD([model.weight], 0.1)
     with pytest.raises(ValueError, match=r"groups of \[2\] parameters in the checkpoint, of \[1\] here"):
         load(tmp_path, parts={"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(tmp_path, wrapped):
+    def parts(make):
+        model = torch.nn.Linear(3, 2)
+        made = {"model": model, "optimizer": make(model.parameters())}
+        return {"training": PerRank(made)} if wrapped else made, model
+
+    kinds = [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+    for saved in kinds:
+        directory = tmp_path / str(kinds.index(saved))
+        save(directory, 1, parts=parts(saved)[0])
+        for other in kinds:
+            made, model = parts(other)
+            before = model.weight.detach().clone()
+            if other is saved:
+                assert load(directory, parts=made).step == 1
+                continue
+            there, here = (type(kind([model.weight])).__name__ for kind in (saved, other))
+            with pytest.raises(ValueError, match=f"optimizer is {there} in the checkpoint and {here} here; build"):
+                load(directory, parts=made)
+            assert torch.equal(model.weight, before)
+
+
+def test_a_checkpoint_that_does_not_say_the_optimizers_kind_is_taken(tmp_path, monkeypatch):
+    """As one of an earlier distlab does not."""
+    model = torch.nn.Linear(3, 2)
+    parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    monkeypatch.setattr(resume, "kinds_of", lambda parts: {})
+    save(tmp_path, 1, parts=parts)
+    assert load(tmp_path, parts=parts).step == 1
 
 
 class Meter:

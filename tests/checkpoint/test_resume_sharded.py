@@ -166,6 +166,7 @@ def test_shards_as_plain_parts_are_refused_when_they_are_saved(ranks, tmp_path):
 
 def test_other_parts_than_were_saved_are_refused_and_nothing_changes(ranks, tmp_path):
     def refuse():
+        torch.manual_seed(0)
         model = FullyShard(torch.nn.Linear(3, 2))
         save(tmp_path / "sharded", 1, parts={"model": ShardedState(model)})
         save(tmp_path / "whole", 1, parts={"model": torch.nn.Linear(3, 2)})

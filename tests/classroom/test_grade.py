@@ -121,6 +121,28 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert capsys.readouterr().out.count("(kept)") == 3
 
 
+MEDDLES = """
+import pathlib
+
+for path in [*pathlib.Path("{here}").rglob("*.py"), *pathlib.Path("{here}").rglob("*.json")]:
+    if path.stem != "ann":
+        path.write_text("{{}}")
+
+def mean(tensor):
+    return tensor
+"""
+
+
+def test_a_submission_that_changes_others_files_changes_no_result(lesson, here):
+    folder = hand_in(here / "class", ann=MEDDLES.format(here=here), bob=GOOD, zoe=GOOD)
+    submissions = find_submissions([folder], "91_trial")
+    submissions = [submissions[1], submissions[0], submissions[2]]  # bob's result is there when ann's code runs
+    for _ in range(2):  # the second time from what was kept
+        points = {one.student: one.points for one in grade_all(submissions, lesson, here / "results", seed=1)}
+        assert points["bob"] == points["zoe"] == 4
+        assert points["ann"] == 0
+
+
 def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
     folder = hand_in(here / "class", bob="", sue="def mean(:\n")
     (folder / "ann.ipynb").write_text('{"cells": [')

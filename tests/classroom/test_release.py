@@ -35,6 +35,8 @@ def test_every_lesson_can_be_released_and_shows_no_solution(tmp_path):
         names = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
         assert {"lesson.ipynb", "exercises.py", "solutions.py"} <= names
         assert not names & {"solution.ipynb", "lesson.py"}
+        tracked = subprocess.run(["git", "ls-files"], cwd=original, capture_output=True, text=True).stdout.split()
+        assert set(tracked) - names <= {"solution.ipynb", "lesson.py"}, "notebooks and labs read the others"
         shown = "\n".join(path.read_text() for path in copy.rglob("*.py") if path.name != "lab.py")
         hidden = set().union(
             *(lines_of_bodies(path) for path in [original / "solutions.py", *original.glob("checks/*.py")])

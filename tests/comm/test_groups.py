@@ -106,9 +106,10 @@ def test_arguments_that_cannot_be_are_refused(alone, options, message):
     assert not dist.is_initialized()
 
 
-def test_a_device_that_is_not_there_is_refused(alone):
+def test_a_device_that_is_not_there_is_refused(alone, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    monkeypatch.delenv("DISTLAB_BACKEND", raising=False)  # shared refuses every GPU, in words of its own
     with pytest.raises(ValueError, match="torch sees no GPU; pass 'cpu'"):
         with process_group(device="cuda"):
             pass

@@ -268,6 +268,7 @@ def test_a_module_is_loaded_once_for_all_ranks_that_start_later():
     assert run(is_loaded, 2) == [True, True]
 
 
+@pytest.mark.gloo("looks at ranks for which nobody names a backend, and --backend shared names one for all")
 def test_the_backend_that_nobody_names_can_be_chosen_outside(monkeypatch):
     monkeypatch.setenv("DISTLAB_BACKEND", "shared")
     assert run(dist.get_backend, 2, record=False) == ["shared"] * 2

@@ -184,7 +184,8 @@ def job_of_torchrun(tmp_path, text, path):
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0, out
         assert out.count("the end") == 2
-        assert_dumps_are_read(tmp_path / "dump")
+        if text == FOREIGN or os.environ.get("DISTLAB_BACKEND", "gloo") == "gloo":
+            assert_dumps_are_read(tmp_path / "dump")  # torch's own recorder sees no backend that is written in Python
     finally:
         process.kill()
         process.wait()

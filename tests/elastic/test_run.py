@@ -10,10 +10,11 @@ import torch.distributed as dist
 from elastic_job import SCHEDULE, plainly, train, used
 from killing import same_bits
 
-from distlab.checkpoint import newest, save
+from distlab.checkpoint import PerRank, newest, save
 from distlab.comm import RankError, recorded
 from distlab.elastic import BatchRule, ElasticRun, Saves, Work, plan_faults, run_elastic
 from distlab.sharding import FullyShard, ShardedState
+from distlab.tensor_parallel import parallelize_module
 
 EVEN = {"num_samples": 96, "num_epochs": 3, "dropout": 0.0, "dtype": "float64"}  # 24 steps of 12 samples
 
@@ -148,6 +149,37 @@ def test_a_flipped_bit_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, t
     assert "rank 2 differs from the 2 others" in text
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_flipped_bit_of_a_moment_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path, beside):
+    expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]
+    final, words = restarted(tmp_path / "flipped", 3, beside=beside, flip_moment_at=8)
+    assert same_bits(final[:2], expected[:2])
+    (text,) = words
+    assert "CorruptionError: step 9: exp_avg of optimizer's parameter 0: " in text
+    assert "rank 2 differs from the 2 others" in text
+
+
+def test_a_moment_that_nobody_has_used_yet_is_voted_on_too(ranks, tmp_path):
+    """The bit flips after the last update before the save: the weights are still right."""
+
+    def run():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        with ElasticRun(
+            tmp_path, {"model": model, "optimizer": optimizer}, work=Work(BatchRule(4), 8), saves=Saves(1)
+        ) as elastic:
+            for _ in elastic:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                if dist.get_rank() == 1:
+                    optimizer.state[model.weight]["exp_avg_sq"].view(torch.int32)[1, 0] ^= 1
+
+    with pytest.raises(RankError, match="step 1: exp_avg_sq of optimizer's parameter 0: rank 1 differs from the 2 oth"):
+        ranks(3).run(run)
+    assert newest(tmp_path) is None
+
+
 def test_a_plan_of_every_kind_of_fault_is_survived_bit_for_bit(ranks, tmp_path):
     kinds = ("kill", "exception", "slow", "flip", "disk")
     expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
@@ -260,6 +292,39 @@ def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(ranks, tmp_pat
             assert re.search(words, text), text
             assert str(directory) in text
             assert "\n" not in text
+
+
+def cut_parts():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    model = parallelize_module(model, {"0": "column", "2": "row"})
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def own_shards():
+    model = FullyShard(torch.nn.Linear(4, 4))
+    return {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def test_parts_that_are_cut_over_ranks_are_refused_at_the_start_and_a_per_rank_part_trains(ranks, tmp_path):
+    work = Work(BatchRule(2), 12)
+    cases = [
+        (
+            "cut",
+            cut_parts,
+            r"ValueError: parameters differ between ranks .rank 1 differs from rank 0.: model: 0.weight",
+        ),
+        ("shards", own_shards, "ValueError: cannot train in .*optimizer holds shards"),
+    ]
+    for name, parts, words in cases:
+        for text in refused(ranks, 2, tmp_path / name, work, parts):
+            assert isinstance(text, str), "refused before the first step"
+            assert re.search(words, text), text
+            assert "PerRank(" in text or "ShardedState(" in text
+            assert "\n" not in text
+        assert newest(tmp_path / name) is None
+    per_rank = lambda: {"training": PerRank(cut_parts())}  # noqa: E731 (travels by value)
+    assert refused(ranks, 2, tmp_path / "per rank", work, per_rank) == [list(range(6))] * 2
+    assert newest(tmp_path / "per rank").step == 6
 
 
 def test_arguments_that_cannot_be_are_refused(tmp_path):

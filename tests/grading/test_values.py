@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.grading import load_lesson, reference_of
+from distlab.grading.check import examine
+from distlab.grading.guard import in_python_numbers
 from distlab.grading.provenance import explain_sum
 from distlab.grading.values import apart, compare, describe, equal, first_difference_between_ranks, seeded, times_of
 from distlab.plan import split_evenly
@@ -316,3 +322,37 @@ def test_a_factor_near_one_is_not_shown_as_one() -> None:
     fault = compare(1.0 + 1e-7, 1.0, "the mean")
     assert fault is not None
     assert "expected 1, got 1;" not in fault.message
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    kept = [1, (2, [3.0])]
+    assert in_python_numbers(kept) is kept
+    got = in_python_numbers({np.int64(1): (np.int32(2), [np.float32(0.5), np.bool_(True)])})
+    assert got == {1: (2, [0.5, True])}
+    assert [type(each) for each in (*got, got[1][0], *got[1][1])] == [int, int, float, bool]
+
+
+@pytest.mark.parametrize("name", ["03.buckets", "15.choose"])
+def test_an_answer_in_numpys_numbers_is_right(name):
+    exercise = load_lesson(name).exercise(name)
+    reference = reference_of(exercise)
+
+    def numpys(value):
+        if isinstance(value, int):
+            return np.int64(value)
+        return type(value)(map(numpys, value)) if isinstance(value, list | tuple) else value
+
+    def answer(*arguments, **named):
+        return numpys(called(*arguments, **named))
+
+    called = FunctionType(
+        reference.__code__.replace(co_name="mine"),  # not the reference's own code
+        reference.__globals__,
+        "mine",
+        reference.__defaults__,
+        reference.__closure__,
+    )
+    called.__kwdefaults__ = reference.__kwdefaults__
+    answer.__signature__ = inspect.signature(reference)
+    report = examine(exercise, answer, worlds=exercise.worlds[:1], seed=0)
+    assert report.passed, str(report)

@@ -196,3 +196,56 @@ def test_a_lab_refuses_nodes_that_cannot_be_before_any_rank_starts(flags, says, 
         main(["lab", "02", *flags])
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def exchanged_wrongly(give, take):
+    """Send a tensor to another node, which receives one of another length or dtype; return what each rank is told."""
+    for _ in range(2):  # what fits before it arrives
+        x = torch.arange(5.0)
+        if dist.get_rank() == 0:
+            dist.send(x, 1, tag=3)
+        else:
+            y = torch.zeros(5)
+            dist.recv(y, 0, tag=3)
+            assert torch.equal(x, y)
+    shape, dtype = give if dist.get_rank() == 0 else take
+    try:
+        call = dist.send if dist.get_rank() == 0 else dist.recv
+        call(torch.ones(shape, dtype=dtype), 1 - dist.get_rank(), tag=3)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("nodes", [2, Nodes(2, between="40MB/s,200us")], ids=["sockets", "wire"])
+@pytest.mark.parametrize(
+    ("give", "take"),
+    [
+        ((2, torch.float32), (4, torch.float32)),
+        ((4, torch.float32), (2, torch.float32)),
+        ((300_000, torch.float32), (2, torch.float32)),
+        ((4, torch.int32), (4, torch.float32)),
+        ((4, torch.int64), (8, torch.float32)),
+    ],
+    ids=["shorter", "longer", "much longer", "dtype", "dtype and length"],
+)
+def test_a_message_that_does_not_fit_is_refused_at_both_ends(give, take, nodes):
+    sent, expected = (f"{str(dtype).removeprefix('torch.')}[{shape}]" for shape, dtype in (give, take))
+    told = run(exchanged_wrongly, 2, args=(give, take), nodes=nodes, timeout_s=30, record=False)
+    for rank, text in enumerate(told):
+        assert text.startswith(f"rank {rank}: "), text
+        assert f"send {sent}, receive recv {expected}; give both the same number of elements and the same dtype" in text
+
+
+def swap_large():
+    """Both send first and wait for their send first; nobody's receive is waited for before."""
+    other, mine = 1 - dist.get_rank(), torch.full((1_000_000,), float(dist.get_rank()))
+    theirs = torch.empty(1_000_000)
+    works = [dist.irecv(theirs, other), dist.isend(mine, other)]
+    for work in reversed(works):
+        work.wait()
+    return bool((theirs == other).all())
+
+
+def test_large_messages_that_cross_end_whichever_is_waited_for_first(node_ranks):
+    assert node_ranks(2).run(swap_large) == [True, True]

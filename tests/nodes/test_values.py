@@ -4,15 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import (
-    FIXED,
-    PROGRAMS,
+    backwards,
     bits,
-    differences,
     moved_wrongly,
     reduced_differently,
     scattered_in_memory,
 )
-from hypothesis import given, settings
+from odd_tensors import expanded
+from random_programs import hold
 
 LAYOUTS = [(2, 2), (4, 2), (3, 3), (4, 4)]
 
@@ -40,6 +39,10 @@ def test_tensors_that_lie_scattered_in_memory(node_ranks, world_size, nodes):
     assert node_ranks(world_size, nodes).run(scattered_in_memory) == [[]] * world_size
 
 
+def test_tensors_of_which_elements_lie_at_one_place(node_ranks):
+    assert node_ranks(4).run(expanded) == [[]] * 4
+
+
 def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):
     of_ranks = node_ranks(4).run(bits, 3)
     for first, again in zip(of_ranks[0][::2], of_ranks[0][1::2], strict=True):
@@ -48,11 +51,14 @@ def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):
         assert all(torch.equal(a, b) for a, b in zip(of_ranks[0], other, strict=True))
 
 
-@settings(max_examples=12, **FIXED)
-@given(PROGRAMS.filter(lambda program: program[0] in (2, 4)))
-def test_random_programs_equal_gloo(node_ranks, program):
-    world_size, steps = program
-    assert node_ranks(world_size).run(differences, steps) == [[]] * world_size
+def test_random_programs_equal_gloo(node_ranks, request):
+    hold(node_ranks, 8, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
+
+
+@pytest.mark.parametrize("nodes", [2, 1])
+def test_any_number_of_messages_may_be_received_in_another_order(node_ranks, nodes):
+    for count, numel in ((200, 3), (200, 100_000)):
+        assert node_ranks(2, nodes).run(backwards, count, numel) == [True] * 2
 
 
 def sums_of_groups(sets):

@@ -94,7 +94,8 @@ def test_of_two_that_wait_for_a_message_one_drives_it():
     driven = []
     messages, work = object.__new__(CrossingMessages), SlowToSay([])
     messages._lock, messages._drivers = threading.Lock(), 0
-    work.under_way = SimpleNamespace(wait=driven.append), SimpleNamespace(landed=None, text="recv")
+    notice = SimpleNamespace(work=SharedWork([], is_over=True))
+    work.under_way = SimpleNamespace(wait=driven.append, notice=notice)
     other = threading.Thread(target=messages.drive, args=(work, 0.0))
     other.start()
     assert messages.drive(work, 0.0)

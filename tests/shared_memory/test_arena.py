@@ -6,14 +6,11 @@ import pytest
 
 from distlab.shared_memory.arena import (
     LANE_HEAD_BYTES,
-    LETTER_BYTES,
-    LETTERS,
-    NUM_LETTERS,
     NUM_PIECES,
     SLOT_BYTES,
     Layout,
 )
-from distlab.shared_memory.lanes import Letter
+from distlab.shared_memory.letters import LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, Letter
 
 MIB = 1 << 20
 
@@ -44,5 +41,6 @@ def test_it_is_as_small_as_the_package_says(size):
 
 
 def test_letters_stand_before_the_pieces():
-    assert LETTERS + NUM_LETTERS * LETTER_BYTES <= LANE_HEAD_BYTES
+    assert LETTERS + NUM_LETTERS * LETTER_BYTES <= RECEIPTS
+    assert RECEIPTS + 4 * NUM_RECEIPTS <= LANE_HEAD_BYTES
     assert ctypes.sizeof(Letter) == LETTER_BYTES

@@ -1,12 +1,18 @@
 """Sends and receives: tags, order, any source, sizes beyond a lane, many at once, and what a send's end means."""
 
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_programs import backwards
 
-from distlab.comm import Ranks
+from distlab.comm import Ranks, run
+from distlab.shared_memory import arena
+from distlab.shared_memory.lanes import InLane, OutLane
+from distlab.shared_memory.letters import NUM_RECEIPTS, Message
+from distlab.shared_memory.work import SharedWork
 
 
 def tags_in_another_order():
@@ -95,6 +101,41 @@ def many_at_once():
 
 def test_hundreds_of_messages_under_way_in_both_directions(shared_ranks):
     assert shared_ranks(2).run(many_at_once) == [True] * 2
+
+
+def test_any_number_of_messages_may_be_received_in_another_order(shared_ranks):
+    for numel in (3, 100_000):  # the larger ones have two pieces each, and all together ten times what a lane holds
+        assert shared_ranks(2).run(backwards, 200, numel) == [True] * 2
+    assert shared_ranks(2).run(backwards, 1500, 1) == [True] * 2
+
+
+def test_a_rank_that_leaves_at_once_has_told_which_messages_it_took():
+    assert run(backwards, 2, args=(1500, 1, True), timeout_s=60, backend="shared") == [True] * 2
+
+
+def test_receipts_for_which_there_is_no_room_come_later():
+    file = os.memfd_create("lane")
+    os.ftruncate(file, arena.Layout(2).num_bytes)
+    ends = [arena.Arena(file, rank, 2, [(os.getpid(), "")] * 2) for rank in range(2)]
+    os.close(file)
+    out, lane, count = OutLane(ends[0], 0, 1), InLane(ends[1], 0, 1), NUM_RECEIPTS + 88
+    sends = [Message(1, tag, torch.full((1,), tag), 0, "", SharedWork([]), 0.0) for tag in range(count)]
+    out.waiting.extend(sends)
+    other = [Message(0, count, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0)]
+    while out.advance() or lane.advance(other):
+        pass
+    receives = [Message(0, tag, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0) for tag in range(count)]
+    lane.advance(list(receives))
+    assert all(receive.work.is_over for receive in receives)
+    assert [int(receive.memory) for receive in receives] == list(range(count))
+    assert lane.is_silent
+    assert out.advance(), "the receiver waits for room"
+    assert sum(send.work.is_over for send in sends) == NUM_RECEIPTS
+    assert lane.advance([])
+    out.advance()
+    assert all(send.work.is_over for send in sends)
+    assert not lane.is_silent
+    assert not out.messages
 
 
 def send_to_a_late_receiver():

@@ -2,10 +2,13 @@
 
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distlab.comm import run
 
 NUM_STEPS = 4
 
@@ -139,3 +142,43 @@ def test_dcp_saves_and_loads_in_another_layout(shared_ranks):
         for x, step in shared_ranks(3).run(with_dcp, folder):
             assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
             assert step == 7
+
+
+def with_async_save(folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    saved = distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [Shard(0)])
+    dcp.async_save({"x": saved, "step": 7}, checkpoint_id=folder).result()
+    state = {"x": distribute_tensor(torch.zeros(5, 6), mesh, [Shard(1)]), "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    return state["x"].full_tensor(), state["step"]
+
+
+@pytest.mark.parametrize("where", [{"backend": "shared"}, {"nodes": 2}], ids=["shared", "nodes"])
+def test_dcp_saves_while_the_ranks_go_on(where):
+    with tempfile.TemporaryDirectory() as folder:
+        for x, step in run(with_async_save, 2, args=(folder,), timeout_s=60, **where):
+            assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
+            assert step == 7
+
+
+def asked_of_a_backend():
+    found = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
+        dist.barrier(group=group)
+        calls = group._get_sequence_number_for_group() - before
+        backend = group._get_backend(torch.device("cpu"))
+        found.append((torch.device("cpu") in group._device_types, calls, backend.size()))
+    with pytest.raises(RuntimeError, match="rank [01]: backend 'shared' moves CPU tensors, and was asked for cuda"):
+        dist.group.WORLD._get_backend(torch.device("cuda"))
+    return found
+
+
+def test_a_group_answers_as_a_backend_of_gloo_does(shared_ranks):
+    for here, there in shared_ranks(2).run(asked_of_a_backend):
+        assert here == there == (True, 3, 2)

@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import bits, moved_wrongly, reduced_differently, scattered_in_memory
+from odd_tensors import expanded, refused_before
+
+from distlab.comm import Ranks, run
 
 WORLD_SIZES = (1, 2, 3, 4)
 BEYOND_A_SLOT = 2_300_001  # of float32; a slot holds 1,048,576
@@ -54,6 +57,28 @@ def test_an_uneven_exchange(shared_ranks):
 
 def test_tensors_that_lie_scattered_in_memory(shared_ranks):
     assert shared_ranks(3).run(scattered_in_memory) == [[]] * 3
+
+
+def test_tensors_of_which_elements_lie_at_one_place(shared_ranks):
+    for n in (2, 3):
+        assert shared_ranks(n).run(expanded) == [[]] * n
+
+
+def one_is_expanded():
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.arange(1.0, 5.0), 0)
+    else:
+        with pytest.raises(ValueError, match="different values for elements of an expanded tensor"):
+            dist.broadcast(torch.ones(1).expand(4), 0)
+
+
+def test_what_an_expanded_tensor_cannot_hold_is_refused():
+    run(one_is_expanded, 2, backend="shared", record=False)
+
+
+def test_what_cannot_be_sent_or_written_is_refused_before_the_call():
+    with Ranks(2, timeout_s=60, backend="shared", record=False) as ranks:
+        assert ranks.run(refused_before) == [([], [2.0, 2.0])] * 2
 
 
 def complex_values():

@@ -18,6 +18,7 @@ def save_with_descriptors(folder, step, state):
     descriptor = os.open(folder / "saving", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.write(descriptor, buffer.getvalue())
     os.fsync(descriptor)
+    os.close(descriptor)
     os.rename(folder / "saving", folder / f"step-{step}.pt")
     os.fsync(os.open(folder, os.O_RDONLY))
 

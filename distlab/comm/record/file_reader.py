@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ class RecordReader:
     """
 
     def __init__(self, path: Path) -> None:
+        self.rank = int(path.stem.removeprefix("rank"))
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as the reader)
         self._names_file = open(path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
         self._tail = b""
         self.names: list[str] = [""]
-        self.rank = int(path.stem.removeprefix("rank"))
 
     @staticmethod
     def is_ready(path: Path) -> bool:
@@ -35,6 +36,10 @@ class RecordReader:
         """Close the files."""
         self._file.close()
         self._names_file.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a file that could not be opened
+            self.close()
 
     def _read(self, at: int, size: int) -> bytes:
         """Return bytes of the file.

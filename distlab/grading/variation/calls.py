@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.grading.guard import in_python_numbers
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
+from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
 
 
@@ -26,6 +28,8 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         names_of: the reference; its parameters name the arguments.
     """
     groups: dict[str, Any] = {}
+    left: list[list[str]] = []
+    fn = watched(fn, names_of, vary.scratch, left)
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
     results: list[Any] = []
@@ -34,7 +38,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         draw = vary.draw(seed, number, dist.get_rank(), dist.get_world_size(), lambda parts: _group_of(parts, groups))
         drawn = vary.arguments(draw)
         if drawn is None:
-            calls.append({"words": "", "result": None, "before": [], "after": [], "state": []})
+            calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
             results.append(None)
             continue
         positional, keywords = split(drawn)
@@ -43,6 +47,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         owned = {name: value for name, value in own.items() if name not in vary.scratch}
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)
+        left.clear()
         old, counted = state(), _num_collectives()
         try:
             result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
@@ -53,12 +58,32 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         new = state()
         results.append(result)
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
-        changed = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
-        calls.append({"words": words, "result": copied(result), "before": before, "after": after, "state": changed})
+        changed = [
+            [name, from_to(old[name], new.get(name))]
+            for name in old
+            if old[name] != new.get(name) and name not in vary.any_state
+        ]
+        call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
+        calls.append({**call, "left": [*left]})
         torch.set_grad_enabled(True)
     for call, result in zip(calls, results, strict=True):
         call["later"] = copied(result)
     return {"calls": calls, "num_collectives": num_collectives}
+
+
+def watched(
+    fn: Callable[..., Any], names_of: Callable[..., Any], scratch: frozenset[str], left: list[list[str]]
+) -> Callable[..., Any]:
+    """Return fn, which then adds to `left` what each call leaves on its arguments: kind, place and words."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        own = {name: each for name, each in named(names_of, arguments, keywords).items() if name not in scratch}
+        before = [mark for name, value in own.items() for mark in marks(name, value)]
+        result = fn(*arguments, **keywords)
+        left.extend(left_on(before, [mark for name, value in own.items() for mark in marks(name, value)]))
+        return result
+
+    return call
 
 
 def split(drawn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,7 +102,7 @@ def copied(value: Any) -> Any:
         return [copied(item) for item in value]
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
-    return value
+    return in_python_numbers(value)
 
 
 def _seed_all(seed: int) -> None:

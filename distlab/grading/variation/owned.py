@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.launch.worker import environment
+from distlab.grading.variation.left import switches
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -59,11 +60,10 @@ def state() -> dict[str, Any]:
         "torch's random state": hash(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": hash(random.getstate()),
         "numpy's random state": hash(str(np.random.get_state(legacy=False)["state"])),
-        "the number of threads of torch": torch.get_num_threads(),
-        "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the working directory": _folder(),
         "the environment": hash(environment()),
         "running threads": sum(thread.is_alive() for thread in threading.enumerate()),
+        **switches(),
     }
     if dist.is_initialized():
         found["the number of process groups"] = len(dist.distributed_c10d._world.pg_map)

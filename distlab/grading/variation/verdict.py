@@ -42,7 +42,7 @@ def _fault(
     outcome = run_world(replace(exercise, drive=drive), fn, ranks)
     if isinstance(outcome, Fault):
         return outcome
-    num_calls = outcome.records.num_calls()
+    num_calls, taking_part = outcome.records.num_calls(), _taking_part(outcome)
     try:
         wanted = ranks.run(drive, reference)
     except RankError as error:
@@ -51,8 +51,11 @@ def _fault(
     num_calls_wanted = ranks.records().num_calls()
     faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
     fault = next(faults, None) or _unseen(got, num_calls, num_calls_wanted)
+    reference_run = Evidence(ranks.world_size, wanted, ranks.records())
+    if fault is None:
+        fault = _not_taking_part(taking_part, _taking_part(reference_run))
     if fault is None and exercise.vary.same_messages:
-        fault = _messages(outcome, Evidence(ranks.world_size, wanted, ranks.records()))
+        fault = _messages(outcome, reference_run)
     return fault
 
 
@@ -81,10 +84,20 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             mine, theirs = got[rank]["calls"][call], wanted[rank]["calls"][call]
             where = f"call {call + 1}, {name}({theirs['words']}): "
             yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
-            left = [state for state in mine["state"] if state not in theirs["state"]]
-            if left:
-                text = f"{where}right result, but afterwards {left[0]} is not what it was before"
-                yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
+            yield from _left_behind(mine, theirs, where, rank, n)
+
+
+def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:
+    """Say what a call left on its arguments, and in the process, that the reference does not."""
+    known = {name for name, _ in theirs["state"]}
+    kinds = {kind for kind, *_ in theirs["left"]}  # what the reference leaves on purpose may look otherwise
+    for kind, _, words in mine["left"]:
+        if kind not in kinds:
+            yield Fault("state left behind", f"{where}right result, but{_on(rank, n)} {words}")
+    for name, values in mine["state"]:
+        if name not in known:
+            text = f"{where}right result, but afterwards {name} is not what it was before{values}"
+            yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
 
 
 def _what(rank: int, n: int) -> str:
@@ -187,6 +200,22 @@ def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
                 text = f"rank {rank} made {made} {op}s in {len(wanted.results[rank]['calls'])} calls"
                 return Fault("wrong number of messages", f"{text}; expected {needed}: use every argument")
     return None
+
+
+def _taking_part(evidence: Evidence) -> list[int]:
+    """Return the ranks that sent or received numbers: a barrier carries none."""
+    from distlab.grading.traffic import calls
+
+    return [rank for rank in range(evidence.world_size) if any(call.num_bytes for call in calls(evidence, rank))]
+
+
+def _not_taking_part(got: Sequence[int], wanted: Sequence[int]) -> Fault | None:
+    """Find a rank that neither sent nor received a number, though the others cannot know its numbers."""
+    rank = next((rank for rank in wanted if rank not in got), None)
+    if rank is None:
+        return None
+    text = f"right results, but rank {rank} sent and received 0 bytes through torch.distributed"
+    return Fault("unseen", f"{text}, and no rank can know the others' numbers: send them with dist's own functions")
 
 
 def _unseen(got: Sequence[Any], num_calls: int, num_calls_wanted: int) -> Fault | None:

@@ -25,6 +25,7 @@ from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
+from distlab.sharding.by_element import refuse_whole_tensor_optimizers
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
 from distlab.sharding.fsdp.options import Options
@@ -43,7 +44,7 @@ class FullyShard(nn.Module):
         model.clip_gradients_(1.0)
         optimizer.step()
 
-    The optimizer works on flat shards: element-wise ones only (SGD, Adam, AdamW, ...). A parameter that a unit's
+    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter that a unit's
     backward leaves out has a gradient of zeros; an unreached unit has none. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
@@ -57,8 +58,8 @@ class FullyShard(nn.Module):
         group: ranks that hold a shard each; None is all.
         units: names of the submodules to gather one by one; None takes the items of each ModuleList and Sequential.
             What no unit holds belongs to the root, and so does what several automatic units share.
-        reshard_after_forward: free each unit, the root too, after forward, and gather it again for backward. False
-            keeps all whole from forward to backward: a third less traffic, and the memory of all parameters.
+        reshard_after_forward: free each unit after forward, the root too, and gather it again for backward. False
+            keeps all whole until backward: a third less traffic, and the memory of all parameters.
         prefetch: units gathered ahead of the one that computes.
         replicas: hybrid sharding: the ranks with the same shard in other groups; gradients are averaged over both.
         precision: types of parameters in use, of the sums and of the shards.
@@ -111,10 +112,10 @@ class FullyShard(nn.Module):
         self.module = module
         self.group, self.replicas, self.precision = group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
-        copies = CopyStream(device), CopyStream(device)
-        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
-        self.step = 0
-        self.is_summoned = False
+        self._options = Options(
+            group, replicas, device, precision, offload, spans, CopyStream(device), CopyStream(device)
+        )
+        self.step, self.is_summoned = 0, False
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
         self.order = Order(list(self._watched), prefetch, group)
@@ -125,6 +126,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
+        refuse_whole_tensor_optimizers(self)
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.zero.offload import OffloadedOptimizer
 from distlab.sharding.zero.shard_bucket import Origin, OwnPiece
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-# These look at a tensor as a whole (a norm, rows and columns), so half a tensor would give them another answer.
-NOT_BY_ELEMENT = ("LAMB", "LARS", "Adafactor", "Muon", "Shampoo", "SOAP")
-NOT_BY_TENSOR = ("LBFGS",)  # looks at all tensors at once
+NOT_BY_TENSOR = ("LBFGS",)  # looks at all tensors at once, and wants a closure
 
 
 class Grouped(NamedTuple):
@@ -108,10 +107,10 @@ def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:
     Raises:
         ValueError: its update of a piece differs from its update of the whole.
     """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, OffloadedOptimizer):
-        name = type(optimizer.inner).__name__
-    if split == "elements" and name in NOT_BY_ELEMENT:
+    worker = optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer
+    name = type(worker).__name__
+    needs = "all" if name in NOT_BY_TENSOR else what_it_needs(worker)
+    if split == "elements" and needs == "tensors":
         raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
-    if name in NOT_BY_TENSOR:
+    if needs == "all":
         raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")

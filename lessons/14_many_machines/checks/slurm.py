@@ -85,7 +85,11 @@ WRONG_LISTS = (
 )
 
 Job = tuple[tuple[str, ...], tuple[int, ...], int]  # hosts, tasks on each, number of the job
-JOBS: tuple[Job, ...] = ((("n1", "n2", "n7"), (4, 4, 1), 81_234), (("a", "b"), (2, 2), 29_500))
+JOBS: tuple[Job, ...] = (
+    (("n1", "n2", "n7"), (4, 4, 1), 81_234),
+    (("a", "b"), (2, 2), 29_500),
+    (("x", "y"), (1, 3), 7),
+)
 
 
 def task(hosts: tuple[str, ...], sizes: tuple[int, ...], job: int, rank: int) -> dict[str, str]:

@@ -34,6 +34,7 @@ BILLS = (
     Bill("1,024 GPUs, restarts of 10 minutes", (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 600.0)),
     Bill("16,384 GPUs, as Llama 3", (1_000_000, 3.0, 16_384, 2.5, 50_000.0, 30.0, 600.0)),
     Bill("100,000 GPUs, an hour to restart: nothing is left", (1000, 3.0, 100_000, 2.5, 50_000.0, 600.0, 3600.0)),
+    Bill("900 GPUs, a failure every 4 s: exactly nothing is left", (1000, 3.0, 900, 2.5, 1.0, 2.0, 0.0)),
 )
 MARKETS = (
     Market("one offer, in time", (("a", 8, 10.0, 2.0),), 20.0),
@@ -44,6 +45,7 @@ MARKETS = (
     Market("the fastest has a high price", (("fast", 8, 10.0, 9.0), ("good", 8, 12.0, 2.0)), 20.0),
     Market("done on the last day", (("exact", 8, 20.0, 2.0), ("dear", 64, 5.0, 4.0)), 20.0),
     Market("equal costs", (("slow", 8, 16.0, 2.0), ("fast", 16, 8.0, 2.0)), 20.0),
+    Market("equal costs, the shorter one first", (("quick", 16, 8.0, 2.0), ("idle", 8, 16.0, 2.0)), 20.0),
     Market("all too late", (("a", 8, 40.0, 2.0), ("b", 16, 21.0, 2.0)), 20.0),
     Market("no offers", (), 20.0),
 )
@@ -68,7 +70,7 @@ def bill_of(case: Bill, slip: str = "") -> tuple[float, float]:
     lost += 0 if slip == "restarts forgotten" else restart_s / between
     lost -= save_s / interval if slip == "half forgotten" else 0.0  # at Young's interval both halves are equal
     useful = 1 - (0 if slip == "no failures" else lost)
-    if useful <= 0 and slip != "below zero":
+    if useful == 0 or (useful < 0 and slip != "below zero"):
         return math.inf, math.inf
     longer = {"multiplied": useful, "added": 1 + lost}.get(slip, 1 / useful)
     hours = num_steps * step_s * longer / 3600
@@ -100,6 +102,7 @@ def cheapest_of(case: Market, slip: str = "") -> str | None:
         "days forgotten": lambda offer: offer[1] * offer[3],
         "fastest": lambda offer: offer[2],
         "ties": lambda offer: offer[1] * offer[2] * offer[3],
+        "ties by name": lambda offer: (offer[1] * offer[2] * offer[3], offer[0]),
     }
     key = keys.get(slip, lambda offer: (offer[1] * offer[2] * offer[3], offer[2]))
     limit = math.inf if slip == "deadline ignored" else case.days
@@ -119,6 +122,7 @@ CHEAPEST_SLIPS = {
     "fastest": "In time is in time: of those that are, take the cheapest, not the fastest",
     "last day": "A run that is done on the last day is in time: <=",
     "ties": "Both cost the same: take the one that is done sooner",
+    "ties by name": "Both cost the same: take the one that is done sooner, whatever their names",
 }
 
 
@@ -157,7 +161,7 @@ WRONG_BILLS = (
     Mutant("nothing lost", "half forgotten", "since the last save", 1).without("- interval / (2 * between) "),
     Mutant("times what trains", "multiplied", "the run takes longer", 1).edit("/ useful / 3600", "* useful / 3600"),
     Mutant("added on top", "added", "do not multiply", 1).edit("/ useful / 3600", "* (2 - useful) / 3600"),
-    Mutant("time runs back", "below zero", "never ends", 1).without(" if useful > 0 else inf"),
+    Mutant("time runs back", "below zero", "never ends", 1).edit("if useful > 0", "if useful != 0"),
     Mutant("one GPU paid", "one GPU is paid", "times num_gpus", 1).without(" * num_gpus"),
 )
 WRONG_CHEAPEST = (
@@ -174,5 +178,8 @@ WRONG_CHEAPEST = (
     Mutant("fastest", "fastest", "not the fastest", 1).edit(_KEY, "offer[2]"),
     Mutant("before the last day", "last day", "<=", 1).edit("<= days", "< days"),
     Mutant("first of equals", "ties", "done sooner", 1).edit(f"({_KEY}, offer[2])", _KEY),
+    Mutant("ties by name", "ties by name", "whatever their names", 1).edit(
+        f"({_KEY}, offer[2])", f"({_KEY}, offer[0])"
+    ),
     Mutant("min of nothing", "raised", "min()", 1).without("if not in_time:\n    return None"),
 )

@@ -1,0 +1,202 @@
+"""Ways to other ranks that no record shows: a group's backend, a store, files, sockets, shared memory.
+
+An audit event or a call is refused only where the answer's own code leads to it. What Python and torch do for
+themselves is let through: imports, sources for tracebacks, caches of torch.compile, and distlab's own recording.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from distlab.grading.exercise import Refused
+
+_WIRES = {  # a group's backend and a store, called directly
+    "Backend": (
+        "broadcast allreduce allreduce_coalesced reduce allgather _allgather_base allgather_coalesced gather scatter "
+        "allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
+        "alltoall alltoall_base send recv recv_anysource"
+    ),
+    "Store": "set get append add compare_set multi_set multi_get wait",
+}
+_PATHS = {  # for each event that changes files, where in its arguments a path is, and the folder that it starts from
+    "os.mkdir": ((0, 2),),
+    "os.rmdir": ((0, 1),),
+    "os.remove": ((0, 1),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((0, 2), (1, 3)),
+    "os.symlink": ((1, 2),),
+    "os.truncate": ((0, None),),
+    "os.chmod": ((0, 2),),
+    "os.utime": ((0, 3),),
+    "os.setxattr": ((0, None),),
+    "shutil.rmtree": ((0, 1),),
+}
+_MEMORY = {"mmap.__new__": "maps memory", "socket.__new__": "opens a socket", "socket.connect": "opens a socket"}
+_C_CALLS = frozenset(
+    {"open", "open64", "openat", "creat", "fopen", "write", "shm_open", "mmap", "mmap64", "mkfifo", "pipe", "ptrace"}
+    | {"socket", "connect", "send", "sendto", "sendmsg", "shmget", "shmat", "semget", "msgget"}
+    | {"process_vm_writev", "process_vm_readv"}
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_HARMLESS = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
+_WALKERS = ("walk_tb", "walk_stack")
+_STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_GUARD = os.path.join("grading", "guard.py")
+_INSPECT = f"{os.sep}inspect.py"
+_OWN_BUSINESS = (  # files of these may write, map and connect whoever called them
+    "<frozen importlib",
+    *(f"{os.sep}torch{os.sep}{part}{os.sep}" for part in ("_inductor", "_dynamo", "_functorch", "_logging")),
+    f"{os.sep}triton{os.sep}",
+    *(_PACKAGE + part + os.sep for part in ("comm", "nodes", "shared_memory")),
+)
+
+
+class Ways:
+    """What of the files the answer may write: those below the paths in its arguments."""
+
+    def __init__(self) -> None:
+        self._allowed: tuple[str, ...] = ()
+
+    def allow(self, values: Iterable[Any]) -> tuple[str, ...]:
+        """Let the answer write below the paths among these arguments; return what was allowed before."""
+        before = self._allowed
+        paths = [os.path.realpath(os.fsdecode(value)) for value in values if _is_path(value)]
+        self._allowed = (*before, *paths)
+        return before
+
+    def put_back(self, allowed: tuple[str, ...]) -> None:
+        """Allow again what was allowed before."""
+        self._allowed = allowed
+
+    def refused(self, event: str, args: tuple[Any, ...]) -> str:
+        """Say what an audit event does that leads to other ranks, or return "" where it may be."""
+        if event == "open":
+            path, mode, flags = args
+            if isinstance(path, str) and path.startswith("/proc/") and path.endswith("/mem"):
+                return "reads the memory of a process"
+            is_write = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITES)
+            return self._outside(path) if is_write else ""
+        if event in _PATHS:
+            places = ((args[at], -1 if folder is None else args[folder]) for at, folder in _PATHS[event])
+            return next(filter(None, (self._outside(*place) for place in places)), "")
+        if event == "ctypes.dlsym":
+            return f"calls C's {args[1]}" if args[1] in _C_CALLS else ""
+        return _MEMORY.get(event, "")
+
+    def _outside(self, path: Any, folder: int | None = -1) -> str:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return ""
+        name = os.fsdecode(path)
+        if folder is not None and folder >= 0:
+            name = os.path.join(f"/proc/self/fd/{folder}", name)
+        full = os.path.realpath(name)
+        inside = any(full == allowed or full.startswith(allowed.rstrip(os.sep) + os.sep) for allowed in self._allowed)
+        return "" if inside or name in _HARMLESS else f"writes to the file {name}"
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and os.path.isabs(value))
+
+
+def went_around(what: str) -> Refused:
+    """Return what is raised where an answer reaches other ranks unseen."""
+    return Refused(
+        "went around",
+        f"it {what}, which reaches the other ranks where no record sees it; send with the functions of "
+        "torch.distributed, or with distlab's",
+    )
+
+
+def close_other_wires(is_up: Callable[[], bool], ways: Ways) -> None:
+    """Refuse, from now on in this process, that the answer's own lines send where no record sees it."""
+    import _posixshmem  # type: ignore[import-not-found]
+
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    for owner, names in _WIRES.items():
+        place = getattr(c10d, owner)
+        for name in names.split():
+            if hasattr(place, name):
+                setattr(place, name, _refused(getattr(place, name), f"{owner}.{name}", is_up))
+    _posixshmem.shm_open = _refused(_posixshmem.shm_open, "shm_open", is_up, leads_from_answer)
+    for place, names in ((torch, "from_file"), (torch.UntypedStorage, "from_file _new_shared_filename_cpu")):
+        for name in names.split():
+            setattr(place, name, _refused(getattr(place, name), name, is_up))
+    writer = torch._C.PyTorchFileWriter  # C++ opens its file, and no event tells
+    torch._C.PyTorchFileWriter = _checked(writer, is_up, ways)  # type: ignore[misc,assignment]
+
+
+def _refused(
+    real: Callable[..., Any],
+    name: str,
+    is_up: Callable[[], bool],
+    is_own: Callable[[FrameType | None], bool] | None = None,
+) -> Callable[..., Any]:
+    find, is_own = sys._getframe, is_own or is_answers
+
+    @functools.wraps(real)
+    def call(*args: Any, **named: Any) -> Any:
+        if is_up() and is_own(find(1)):
+            raise went_around(f"calls {name}")
+        return real(*args, **named)
+
+    return call
+
+
+def _checked(writer: Callable[..., Any], is_up: Callable[[], bool], ways: Ways) -> Callable[..., Any]:
+    find = sys._getframe
+
+    def make(file: Any, *args: Any, **named: Any) -> Any:
+        if is_up() and (what := ways.refused("open", (file, "w", 0))) and leads_from_answer(find(1)):
+            raise went_around(what)
+        return writer(file, *args, **named)
+
+    return make
+
+
+def is_answers(frame: FrameType | None) -> bool:
+    """Return whether a frame's code is the answer's; where `inspect` or a walk over frames asks, its caller counts."""
+    while frame is not None and (
+        frame.f_code.co_filename.endswith(_INSPECT) or frame.f_code.co_name in _WALKERS or _opens(frame)
+    ):
+        frame = frame.f_back
+    return frame is not None and not _is_library(frame.f_code)
+
+
+def leads_from_answer(frame: FrameType | None) -> bool:
+    """Return whether the innermost code that is no library's is the answer's, and what it called may not do this."""
+    for each in _frames(frame):
+        file = each.f_code.co_filename
+        if any(part in file for part in _OWN_BUSINESS) or each.f_code.co_name == "_make_self_pipe":  # of asyncio
+            return False
+        if file.endswith(_GUARD) or file.startswith("<sealed"):
+            return False
+        if not _is_library(each.f_code):
+            return os.path.basename(os.path.dirname(file)) != "checks"
+    return False
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(code: CodeType) -> bool:
+    file = code.co_filename
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    return file.startswith((_STANDARD, _PACKAGE, "<frozen"))
+
+
+def _opens(frame: FrameType) -> bool:
+    """Return whether a frame only opens a file for its caller."""
+    return frame.f_code.co_filename.endswith((f"{os.sep}pathlib.py", f"{os.sep}tokenize.py", f"{os.sep}linecache.py"))

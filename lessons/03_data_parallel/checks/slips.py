@@ -1,0 +1,31 @@
+"""More wrong versions of this lesson's functions: slips that are none of those in the other files."""
+
+from distlab.grading import Mutant
+
+WRONG_BROADCAST = (
+    Mutant("by the last rank", "rank 0 changed", "is now rank 1's", 2).edit("src=0", "src=dist.get_world_size() - 1"),
+)
+WRONG_AVERAGE = (
+    Mutant("maximum", "values", "elements differ", 2).edit(
+        "dist.all_reduce(parameter.grad)", "dist.all_reduce(parameter.grad, dist.ReduceOp.MAX)"
+    ),
+)
+WRONG_OVERLAP = (
+    Mutant("forgets to finish", "not communicated", "nothing of the others reached it", 2).edit(
+        "for bucket in buckets:\n    bucket.finish()", "pass"
+    ),
+)
+WRONG_SAMPLER = (
+    Mutant("same share", "ranks overlap", "to ranks [0, 1]", 1).edit("[rank::world_size]", "[::world_size]"),
+)
+WRONG_UNEVEN = (
+    Mutant("micro-batches for ranks", "weights", "tokens x 2 ranks", 2).edit(
+        "dist.get_world_size() / int(total)", "len(num_tokens) / int(total)"
+    ),
+)
+WRONG_REPAIR = (
+    Mutant("frozen too", "raised", "doesn't require gradient", 2).edit("if parameter.requires_grad:", "if True:"),
+    Mutant("divides twice", "divided twice", "once too often", 2).edit(
+        "/= dist.get_world_size()", "/= dist.get_world_size() ** 2"
+    ),
+)

@@ -1,0 +1,163 @@
+"""Parameters that differ between ranks are refused by name on every rank, or saved per rank: never lost in silence."""
+
+import copy
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_files import model_of
+
+from distlab.checkpoint import AsyncSaves, PerRank, load, newest, save
+from distlab.expert_parallel import expert_parallel, mix_experts
+from distlab.models import GPT, GPTConfig
+from distlab.rng import generator
+from distlab.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    parallelize_module,
+)
+
+CONFIG = GPTConfig(vocab_size=13, context=8, num_layers=1, num_heads=2, hidden_size=4)
+
+
+def by_plan():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    return parallelize_module(model, {"0": "column", "2": "row"})
+
+
+def drifted():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].bias[3] += 1e-6 * dist.get_rank()
+    return model
+
+
+def unequal_stage():
+    return torch.nn.Linear(4, 4 + dist.get_rank())
+
+
+def other_names():
+    return torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1 + dist.get_rank())])
+
+
+CUT = {
+    "column": (lambda: ColumnParallelLinear(4, 8), "model: weight, model: bias;"),
+    "row": (lambda: RowParallelLinear(8, 4), "model: weight;"),
+    "column and row": (by_plan, "model: 0.weight, model: 0.bias, model: 2.weight;"),
+    "vocabulary": (lambda: VocabularyParallelEmbedding(torch.nn.Embedding(13, 4)), "model: weight;"),
+    "experts": (
+        lambda: expert_parallel(mix_experts(GPT(CONFIG, generator(0, 0, "weights")), 4, generator(0, 0, "experts"))),
+        "model: blocks.0.feed_forward.experts",
+    ),
+    "equal stages": (
+        lambda: [torch.nn.Linear(4, 4) for _ in range(dist.get_world_size())][dist.get_rank()],
+        "model: weight, model: bias;",
+    ),
+    "stages of other shapes": (unequal_stage, "model: weight, model: bias;"),
+    "stages of other names": (other_names, "model: 1.weight, model: 1.bias;"),
+}
+DRIFTED = (drifted, r"parameters differ between ranks \(rank 1 differs from rank 0\): model: 1.bias;")
+
+
+def ways_to_save(folder, parts):
+    """Save each way; return what the refusals say, and what is left."""
+    said = []
+    with AsyncSaves(folder / "beside") as saves:
+        for way in (lambda: save(folder / "at once", 1, parts=parts), lambda: saves.save(1, parts=parts)):
+            try:
+                way()
+            except ValueError as error:
+                said.append(str(error))
+    dist.barrier()
+    return said, [os.listdir(one) for one in folder.iterdir()]
+
+
+def made(make, seed=0):
+    torch.manual_seed(seed)
+    model = make()
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def update(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_what_differs_between_ranks_is_refused_by_name_on_every_rank_and_nothing_is_left(ranks, tmp_path):
+    def run():
+        found = {}
+        for name, (make, _) in {**CUT, "drifted": DRIFTED}.items():
+            model, optimizer = made(make)
+            found[name] = ways_to_save(tmp_path / name, {"model": model, "optimizer": optimizer})
+            dist.barrier()
+        return found
+
+    for found in ranks(2).run(run):
+        for name, (_, words) in {**CUT, "drifted": DRIFTED}.items():
+            said, left = found[name]
+            assert len(said) == 2, name
+            for text in said:
+                assert re.search(words, text), text
+                assert "PerRank(" in text
+                assert "\n" not in text
+            assert not any(left), name
+
+
+def test_saved_per_rank_each_rank_gets_its_own_back_bit_for_bit(ranks, tmp_path):
+    def run():
+        found = {}
+        for name, (make, _) in CUT.items():
+            model, optimizer = made(make)
+            update(model, optimizer)
+            expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            folder = tmp_path / name
+            save(folder, 1, parts={"training": PerRank({"model": model, "optimizer": optimizer})})
+            with AsyncSaves(folder) as saves:
+                saves.save(2, parts={"training": PerRank({"model": model, "optimizer": optimizer})})
+            other, its = made(make, seed=1)
+            resumed = load(folder, parts={"training": PerRank({"model": other, "optimizer": its})}, reshard=True)
+            assert (resumed.step, resumed.is_own) == (2, True)
+            same = [torch.equal(a, b) for a, b in zip(expected[0].values(), other.state_dict().values(), strict=True)]
+            moments = zip(expected[1]["state"].values(), its.state_dict()["state"].values(), strict=True)
+            same += [torch.equal(a[key], b[key]) for a, b in moments for key in a]
+            found[name] = all(same)
+        return found
+
+    for found in ranks(2).run(run):
+        assert found == dict.fromkeys(CUT, True)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 3)])
+def test_per_rank_parts_are_refused_on_another_number_of_ranks_or_by_another_model(ranks, tmp_path, first, then):
+    ranks(first).run(lambda: save(tmp_path, 1, parts={"training": PerRank({"model": model_of(1)})}) and None)
+
+    def resume(model, **how):
+        with pytest.raises(ValueError, match="PerRank|model") as caught:
+            load(tmp_path, parts={"training": PerRank({"model": model})}, **how)
+        return str(caught.value), model.weight[0, 0].item()
+
+    before = 7.0
+    for text, weight in ranks(then).run(lambda: resume(model_of(before), reshard=True)):
+        assert f"was saved by {first} ranks and this job has {then}" in text
+        assert weight == before
+    for text, _ in ranks(first).run(lambda: resume(torch.nn.Linear(3, 5))):
+        assert "build the same model" in text
+    with pytest.raises(ValueError, match="noise is saved per rank as it is"):
+        PerRank({"noise": torch.Generator()})
+
+
+def test_equal_replicas_with_unlike_buffers_are_saved(ranks, tmp_path):
+    """Running statistics are of the samples that a rank saw: each rank writes its own."""
+
+    def run():
+        torch.manual_seed(0)
+        model = torch.nn.BatchNorm1d(3)
+        model(torch.randn(4, 3) + dist.get_rank())
+        save(tmp_path, 1, parts={"model": model, "empty": torch.nn.Embedding(0, 3), "odd": torch.nn.Tanh()})
+
+    ranks(2).run(run)
+    assert newest(tmp_path).step == 1

@@ -1,0 +1,175 @@
+"""What a right answer leaves behind is told: on which argument or in which part of the process, and by which call."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.grading import load_lesson
+from distlab.grading.check import examine
+from distlab.grading.variation.left import left_on, marks, restored, switches
+
+
+def average(module):
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+def hooks_on_parameters(module):
+    average(module)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def hook_after_accumulation(module):
+    average(module)
+    next(p for p in module.parameters() if p.requires_grad).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def hook_on_module(module):
+    average(module)
+    module.register_forward_hook(lambda *given: None)
+
+
+def hook_on_all_modules(module):
+    average(module)
+    torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
+
+
+def attribute_on_module(module):
+    average(module)
+    module.seen = 1
+
+
+def attribute_on_parameter(module):
+    average(module)
+    for parameter in module.parameters():
+        parameter.tag = 1
+
+
+def default_device(module):
+    average(module)
+    torch.set_default_device("meta")
+
+
+def no_collector(module):
+    average(module)
+    gc.disable()
+
+
+def ignores_interrupts(module):
+    average(module)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def strict_warnings(module):
+    average(module)
+    warnings.simplefilter("error")
+
+
+def anomaly_mode(module):
+    average(module)
+    torch.autograd.set_detect_anomaly(True)
+
+
+def without_onednn(module):
+    average(module)
+    torch.backends.mkldnn.enabled = False
+
+
+def open_descriptor(module):
+    average(module)
+    os.open("/dev/null", os.O_RDONLY)
+
+
+AVERAGES = [
+    (hooks_on_parameters, r"it leaves a hook on module\.\S+; keep what"),
+    (hook_after_accumulation, r"it leaves a hook on module\.\S+; keep what"),
+    (hook_on_module, "it leaves a hook on module; keep what"),
+    (hook_on_all_modules, r"the number of hooks on all modules is not what it was before \(it was \d, and is \d\)"),
+    (attribute_on_module, "it leaves the attribute 'seen' on module, which belongs to the caller"),
+    (attribute_on_parameter, r"it leaves the attribute 'tag' on module\.\S+, which belongs to the caller"),
+    (default_device, "it changed torch's default device to meta"),
+    (no_collector, r"the garbage collector \(gc.isenabled\) .*\(it was on, and is off\)"),
+    (ignores_interrupts, "the handler of SIGINT is not what it was before"),
+    (strict_warnings, "the number of warnings that are errors"),
+    (anomaly_mode, r"torch's anomaly mode .*\(it was off, and is on\)"),
+    (without_onednn, "torch's use of oneDNN"),
+    (open_descriptor, "the number of open files"),
+]
+
+
+@pytest.mark.parametrize(("fn", "says"), AVERAGES, ids=[fn.__name__ for fn, _ in AVERAGES])
+def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
+    report = examine(load_lesson("03.average").exercise("03.average"), fn, worlds=(1,), seed=0)
+    assert report.fault in ("state left behind", "default device"), str(report)
+    assert re.search(says, report.message), report.message
+    assert report.fault == "default device" or "call 1, average_gradients(" in report.message
+
+
+def test_the_rank_is_named() -> None:
+    report = examine(load_lesson("03.average").exercise("03.average"), hook_on_module, worlds=(2,), seed=0)
+    assert "right result, but on rank 0 it leaves a hook on module" in report.message
+
+
+def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):
+    for number, (inputs, targets) in enumerate(microbatches, start=1):
+        is_last = number % num_accumulated == 0
+        with nullcontext() if is_last else model.no_sync():
+            (loss_fn(model(inputs), targets) / num_accumulated).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def test_options_of_an_optimizer_are_compared() -> None:
+    report = examine(load_lesson("03.accumulate").exercise("03.accumulate"), halves_the_rate, worlds=(1,), seed=0)
+    assert report.fault == "state left behind", str(report)
+    assert "it changed optimizer.param_groups[0]['lr'] from " in report.message
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "says"),
+    [
+        (torch.Generator(), lambda one: torch.rand(1, generator=one), "it changed the generator given"),
+        (np.random.default_rng(1), lambda one: one.random(), "it changed the generator given"),
+        (np.zeros(2), lambda one: one.__setitem__(0, 1.0), "it changed given"),
+        ({"a"}, lambda one: one.add("b"), "it changed given"),
+        ([{"b": torch.zeros(1)}], lambda one: setattr(one[0]["b"], "seen", 1), "'seen' on given[0]['b']"),
+        (torch.nn.Sequential(torch.nn.Dropout()), lambda one: one[0].eval(), "given.0.training from True to False"),
+        (torch.nn.Linear(1, 1), lambda one: delattr(one, "in_features"), "took the attribute 'in_features' from given"),
+    ],
+)
+def test_other_arguments_are_compared(value: Any, change: Callable[[Any], Any], says: str) -> None:
+    before = list(marks("given", value))
+    assert left_on(before, list(marks("given", value))) == []
+    change(value)
+    assert any(says in words for _, _, words in left_on(before, list(marks("given", value))))
+
+
+def test_switches_do_not_change_by_themselves() -> None:
+    before = switches()
+    assert switches() == before
+    with restored():
+        gc.disable()
+        warnings.simplefilter("error")
+        assert switches() != before
+    assert switches() == before

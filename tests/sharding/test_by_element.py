@@ -1,0 +1,155 @@
+"""Optimizers that nobody here wrote: which of them may have a part of a tensor is found by trying them."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.large_batch import LAMB, LARS
+from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.sharding.by_element import KNOWN, what_it_needs
+
+
+def written():
+    """Return optimizers as people write them, by name: classes of the process that calls this."""
+
+    class Written(torch.optim.Optimizer):
+        """An optimizer as people write them; `scale_of` says what its rate is multiplied with."""
+
+        def __init__(self, params, step_size=0.1):
+            super().__init__(params, {"lr": step_size})
+
+        def scale_of(self, parameter):
+            return 1.0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                        average.mul_(0.9).add_(parameter.grad)
+                        parameter.data.add_(average, alpha=-group["lr"] * float(self.scale_of(parameter)))
+
+    class Lamb(Written):
+        def scale_of(self, parameter):
+            return parameter.data.norm() / (parameter.grad.norm() + 1e-6)
+
+    class ByHand(Written):
+        def scale_of(self, parameter):
+            return parameter.detach().pow(2).sum().sqrt()
+
+    class ByRows(Written):
+        def scale_of(self, parameter):
+            return len(parameter.shape)
+
+    class Clips(Written):
+        def step(self, closure=None):
+            every = [one.grad.detach() for group in self.param_groups for one in group["params"]]
+            norm = sum(one.square().sum() for one in every).sqrt()
+            for one in every:
+                one.div_(norm + 1.0)
+            super().step()
+
+    class Lion(Written):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+    class Adam(torch.optim.Adam):
+        pass
+
+    return {kind.__name__: kind for kind in (Written, Lamb, ByHand, ByRows, Clips, Lion, Adam)}
+
+
+HERE = written()
+NEEDS = {
+    "elements": (HERE["Written"], HERE["Lion"], HERE["Adam"], *sorted(KNOWN, key=lambda kind: kind.__name__)),
+    "tensors": (HERE["Lamb"], HERE["ByHand"], HERE["ByRows"], LAMB, LARS, torch.optim.Adafactor, torch.optim.Muon),
+    "all": (HERE["Clips"], torch.optim.LBFGS),
+}
+
+
+@pytest.mark.parametrize(("kind", "needs"), [(kind, needs) for needs, kinds in NEEDS.items() for kind in kinds])
+def test_what_an_optimizer_needs_is_found_by_trying_it(kind, needs):
+    parameter = nn.Parameter(torch.ones(3, 2))
+    options = {"lr": 0.1} if kind in (LAMB, LARS) else {}
+    optimizer = kind([parameter], **options)
+    parameter.grad = torch.ones(3, 2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = torch.get_rng_state()
+    assert what_it_needs(optimizer) == needs
+    assert torch.equal(torch.get_rng_state(), before)
+    assert parameter.tolist() == [[1.0, 1.0]] * 3, "it is untouched"
+    assert parameter.grad.tolist() == [[1.0, 1.0]] * 3
+    assert not any(state for state in optimizer.state.values() if float(state.get("step", 0)))
+    assert schedule.last_epoch == 0
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused_with_the_reason():
+    class Strange(HERE["Written"]):
+        def step(self, closure=None):
+            raise KeyError("no such state")
+
+    with pytest.raises(ValueError, match="Strange could not be tried on a few numbers.*KeyError: 'no such state'"):
+        what_it_needs(Strange([nn.Parameter(torch.ones(2))]))
+
+
+def message(fn):
+    try:
+        fn()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def steps_on_shards(name):
+    kind, model = written()[name], FullyShard(nn.Linear(5, 3))
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 5)).square().mean().backward()
+    model.synchronize()
+    before = [one.detach().clone() for one in model.parameters()]
+    text = message(optimizer.step)
+    return text, all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+
+
+def sharded(name, split):
+    return message(lambda: ShardedOptimizer(nn.Linear(5, 3), written()[name], split=split))
+
+
+@pytest.mark.parametrize("name", ["Lamb", "ByHand", "Clips"])
+def test_shards_refuse_it_on_every_rank_before_they_change(ranks, name):
+    for rank, (text, is_untouched) in enumerate(ranks(2).run(steps_on_shards, name)):
+        assert text.startswith(f"rank {rank}: {name} updates a part of a tensor in another way")
+        assert is_untouched
+    for split in ("elements", "tensors"):
+        texts = ranks(2).run(sharded, name, split)
+        if name == "Clips":
+            assert all("Clips looks at all parameters at once" in text for text in texts)
+        elif split == "elements":
+            assert all(f"{name} looks at whole tensors" in text for text in texts)
+        else:
+            assert texts == ["no error"] * 2
+
+
+def lives_no_longer_than_its_model():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    gc.collect()  # models of earlier tests
+    before = len(hooks)
+    model = FullyShard(nn.Linear(5, 3))
+    during = len(hooks)
+    text = message(written()["Written"](model.parameters()).step)
+    del model
+    gc.collect()
+    return before, during, len(hooks), text, dist.get_rank()
+
+
+def test_the_hook_on_optimizers_goes_with_the_model(ranks):
+    for before, during, after, text, _ in ranks(2).run(lives_no_longer_than_its_model):
+        assert (during, after) == (before + 1, before)
+        assert text == "no error"
