@@ -109,12 +109,10 @@ class FullyShard(nn.Module):
         names = automatic_units(module) if units is None else list(units)
         check_units(module, names)
         found = assign(module, names, automatic=units is None)
-        self.module = module
-        self.group, self.replicas, self.precision = group, replicas, precision
+        self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
-        self._options = Options(
-            group, replicas, device, precision, offload, spans, CopyStream(device), CopyStream(device)
-        )
+        copies = CopyStream(device), CopyStream(device)
+        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
         self.step, self.is_summoned = 0, False
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
