@@ -119,7 +119,7 @@ class Copier:
     and it does not copy functions, so a hook would still write to the original.
 
     Args:
-        stand_in: makes the copy of a tensor.
+        stand_in: makes the copy of a tensor; it may return the tensor itself.
     """
 
     def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
@@ -166,6 +166,8 @@ class Copier:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         twin = self._note(tensor, self._stand_in(tensor))
+        if twin is tensor:
+            return twin
         for name, value in vars(tensor).items():  # what programs note at their parameters
             setattr(twin, name, self.copy(value))
         return twin

@@ -149,3 +149,20 @@ def test_freed_parameters_answer_what_is_known_and_refuse_what_would_be_lost(ran
         assert "move and convert the module before FullyShard is built" in texts[12]
         assert rank or "inside `with model.summon() as module:`, on all ranks" in texts[14]
         assert sizes == 4
+
+
+def test_a_state_of_the_whole_model_is_told_the_call_that_takes_it(ranks):
+    def load():
+        plain = nn.Sequential(Block(), Block())
+        model = FullyShard(nn.Sequential(Block(), Block()))
+        around = nn.ModuleList([model])
+        inner = {f"0.{name}": value for name, value in plain.state_dict().items()}
+        return [
+            message(lambda: model.load_state_dict(plain.state_dict())),
+            message(lambda: around.load_state_dict(inner)),
+        ]
+
+    for rank, texts in enumerate(ranks(2).run(load)):
+        for text in texts:
+            assert f"rank {rank}: this state has no shards" in text
+            assert "call load_full_state_dict(model, state)" in text

@@ -294,14 +294,19 @@ def test_wrong_plans_are_refused_in_words_on_every_rank():
 
 
 def sent_by_llama():
-    """Return bytes that a cut Llama sends in steps 1 to 3, and the number of parameters that are whole."""
+    """Return bytes that a cut Llama sends in steps 1 to 3, the number of whole parameters, and bytes of its parts."""
     kind, rank, sent = KINDS["Llama"], dist.get_rank(), []
     model = parallelize_module(kind.build(), LLAMA)
     for step in range(3):
         with recorded() as seen:
             own_loss_by_name(model, *kind.batch(step)).backward()
         sent.append(seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank))
-    return sent, len(dict(model.named_parameters())) - len(splits_of(model))
+    parts = splits_of(model)
+    return (
+        sent,
+        len(dict(model.named_parameters())) - len(parts),
+        sum(8 * model.get_parameter(n).numel() for n in parts),
+    )
 
 
 def test_a_step_sends_what_the_docstring_says():
@@ -310,7 +315,9 @@ def test_a_step_sends_what_the_docstring_says():
     regions = layers * tokens * width * (2 + 5)  # o and down; q, k, v, gate and up backward
     ends = tokens * (width + width) + tokens * padded / 2  # words forward, the scores' input backward; scores forward
     step = 8 * 2 * (t - 1) / t * (regions + ends)
-    for (first, second, third), num_whole in run(sent_by_llama, t, timeout_s=60):
+    forward = 8 * (t - 1) / t * (layers * tokens * width * 2 * 2 + 2 * tokens * width + tokens * padded)
+    for (first, second, third), num_whole, bytes_of_parts in run(sent_by_llama, t, timeout_s=60):
         assert third == step
         assert second == step + 16 * num_whole * (t - 1)  # whole parameters are compared
-        assert first == step + 2 * 40 * (t - 1)  # shapes and values of the inputs are
+        agreed = 2 * 40 * (t - 1)  # on the shapes and values of the inputs
+        assert first == step + agreed + forward + (bytes_of_parts + 8) * (t - 1)  # compared with the whole model

@@ -3,13 +3,13 @@
 import re
 
 import pytest
+import zoo_techniques
 from zoo_kinds import KINDS
 from zoo_techniques import OURS, one_process, outcomes
 
 from distlab.comm import run
 
 REFUSED = {
-    ("FullyShard", "BERT"): r"and says so: rank \d: pooler.weight, pooler.bias got no gradient",
     ("FullyShard", "complex parameters"): "view_as_real",
     ("FullyShard", "parameter in a plain list"): "nn.ParameterList",
     ("FullyShard", "blocks under vmap"): r"unit 'blocks.0' is called inside a transform of torch.func",
@@ -38,6 +38,27 @@ def check(technique, num_ranks, expected, kinds=KINDS):
             if not right:
                 wrong.append(f"{name} on rank {rank}: {each[name]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_told(expected):
+    kinds = {"BERT": KINDS["BERT"]._replace(units=None)}
+    for rank, each in enumerate(run(outcomes, 2, args=("FullyShard", kinds, expected), timeout_s=60)):
+        assert f"and says so: rank {rank}: pooler.weight, pooler.bias got no gradient" in each["BERT"]
+        assert "units=[...]" in each["BERT"]
+
+
+def without_the_head(kind):
+    got = OURS["DataParallel"](kind)
+    return {name: value for name, value in got.items() if name != "head.weight"}
+
+
+def a_part_is_missing(expected):
+    zoo_techniques.OURS["loses a part"] = without_the_head
+    return outcomes("loses a part", {"ViT": KINDS["ViT"]}, expected)["ViT"]
+
+
+def test_a_technique_that_loses_a_parameter_is_not_equal(expected):
+    assert run(a_part_is_missing, 2, args=(expected,), timeout_s=60) == ["misses head.weight"] * 2
 
 
 @pytest.mark.timeout(180)

@@ -33,6 +33,7 @@ class Kind(NamedTuple):
         unused: whether some parameters get no gradient.
         alone: why there is no pipeline of it that equals one process.
         plan: how tensor parallelism cuts it; None where it has no layers of kinds that can be cut.
+        units: of FullyShard; None takes its own. A module that gets no gradient needs a unit.
     """
 
     make: Callable[[], nn.Module]
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
     unused: bool = False
     alone: str = ""
     plan: dict[str, str] | None = None
+    units: tuple[str, ...] | None = None
 
     def batch(self, step, rank=0, num_ranks=1):
         """Return a rank's part of a step's batch, or all of it where samples see each other."""
@@ -121,7 +123,15 @@ KINDS = {
     "Llama": Kind(
         text.Llama, "tokens", own_loss_by_name, stages=cut_before("lm_head", lambda output: output.logits), plan=LLAMA
     ),
-    "BERT": Kind(text.Bert, "tokens", of_logits, unused=True, stages=cut_before("decoder"), plan=BERT),
+    "BERT": Kind(
+        text.Bert,
+        "tokens",
+        of_logits,
+        unused=True,
+        stages=cut_before("decoder"),
+        plan=BERT,
+        units=("layer.0", "layer.1", "pooler"),
+    ),
     "T5": Kind(text.T5, "tokens", of_logits, alone=TIED, plan=T5),
     "Mixtral": Kind(
         text.Mixture,

@@ -77,7 +77,7 @@ def zero(stage):
 def fully(**options):
     def technique(kind):
         model = kind.build(dist.get_rank())
-        sharded = FullyShard(model, **options)
+        sharded = FullyShard(model, **{"units": kind.units, **options})
         optimizer = adamw(sharded.parameters())
         train(kind, sharded, optimizer, between=sharded.synchronize, zero=sharded.zero_grad)
         return {name: value.clone() for name, value in full_state_dict(sharded).items()}
@@ -111,9 +111,10 @@ def loss(logits, targets):
 def pipeline(family):
     def technique(kind):
         rank, model = dist.get_rank(), kind.build()
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        named = list(model.named_parameters(remove_duplicate=False))
         stage = kind.stages(model)[rank]
-        lost = [name for parameter, name in names.items() if not any(parameter is one for one in stage.parameters())]
+        own = {id(parameter) for parameter in stage.parameters()}
+        kept = [(name, parameter) for name, parameter in named if id(parameter) in own]
         schedule = make_schedule(family, 2, 3)
         pipeline = Pipeline(
             {rank: stage}, schedule, loss=lambda y, wanted: cross_entropy(y.flatten(0, -2), wanted.flatten())
@@ -123,7 +124,7 @@ def pipeline(family):
             pipeline.zero_grad()
             pipeline.step(*kind.batch(step))
             optimizer.step()
-        return {name: parameter.detach() for parameter, name in names.items() if name not in lost}
+        return {name: parameter.detach() for name, parameter in kept}
 
     return technique
 
@@ -139,7 +140,7 @@ def torch_tensor_parallel(kind):
     model = kind.build(0)
     styles = {}
     for name, style in kind.plan.items():
-        if style in ("column", "heads", "fused"):
+        if style in ("column", "paired", "heads", "fused", "interleaved"):
             styles[name] = ColwiseParallel()
         elif style == "row":
             styles[name] = RowwiseParallel()
@@ -186,8 +187,12 @@ def outcome(kind: Kind, name: str, expected) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
     shared = [name for name in expected if name in got]
-    if not shared:
-        return "nothing to compare"
+    everywhere = [shared] * dist.get_world_size()
+    if name.startswith("pipeline"):  # each rank has a stage
+        dist.all_gather_object(everywhere, shared)
+    missing = set(expected).difference(*everywhere)
+    if missing or not shared:
+        return f"misses {', '.join(sorted(missing))}"
     worst = max(float((got[name] - expected[name]).abs().max()) for name in shared)
     told = [str(one.message) for one in warned if "got no gradient" in str(one.message)]
     return "equal" if worst < CLOSE else f"differs by {worst:.1e}{', and says so: ' + told[0] if told else ''}"

@@ -11,7 +11,7 @@ What would silently do nothing is refused: an optimizer of freed parameters, the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -213,3 +213,17 @@ def check_nothing_added(module: nn.Module) -> None:
                     "built, so it is in no shard and ranks do not average its gradient; add it before, or build "
                     "another FullyShard"
                 )
+
+
+def refuse_whole_state(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Refuse a state without shards in FullyShard.load_state_dict: torch would name keys that nobody saved.
+
+    Raises:
+        ValueError: the text names the call that takes it.
+    """
+    if not any(name.startswith(f"{prefix}shards.") for name in state):
+        raise ValueError(
+            f"rank {dist.get_rank()}: this state has no shards, and FullyShard's parameters are shards. "
+            "For the state of the whole module call load_full_state_dict(model, state), and for its optimizer "
+            "load_full_optimizer_state(model, optimizer, state), on every rank"
+        )

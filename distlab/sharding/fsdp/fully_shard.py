@@ -24,7 +24,7 @@ from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
-from distlab.sharding.any_model.freed import check_nothing_added
+from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.by_element import refuse_whole_tensor_optimizers
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
@@ -109,8 +109,7 @@ class FullyShard(nn.Module):
         names = automatic_units(module) if units is None else list(units)
         check_units(module, names)
         found = assign(module, names, automatic=units is None)
-        self.module = module
-        self.group, self.replicas, self.precision = group, replicas, precision
+        self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
         copies = CopyStream(device), CopyStream(device)
         self._options = Options(group, replicas, device, precision, offload, spans, *copies)
@@ -124,6 +123,7 @@ class FullyShard(nn.Module):
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
+        self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         refuse_whole_tensor_optimizers(self)
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:

@@ -24,10 +24,10 @@ class AttentionHeads:
     Args:
         name: the module's.
         module: it holds the layers.
-        layers: its layers of style "heads" or "fused", by name.
-        is_fused: query, key and value are one layer.
+        layers: its layers of style "heads", "fused" or "interleaved", by name.
         num_ranks: that share the heads.
         more_counts: other attributes that hold numbers of heads.
+        fused: how query, key and value lie in one layer: "fused" or "interleaved"; "" where each has its own.
 
     Attributes:
         size: features per head.
@@ -45,7 +45,7 @@ class AttentionHeads:
         num_ranks: int,
         more_counts: Sequence[str] = (),
         *,
-        is_fused: bool = False,
+        fused: str = "",
     ) -> None:
         self._name, self._module, self._num_ranks = name, module, num_ranks
         self._counts = (*HEADS, *SHARED, *more_counts)
@@ -58,18 +58,20 @@ class AttentionHeads:
             )
         has_size = size is not None
         if size is None and heads is not None:
-            size = max(outputs.values()) // (heads + 2 * (shared or heads) if is_fused else heads)
+            size = max(outputs.values()) // (heads + 2 * (shared or heads) if fused else heads)
         self.size = max(size or 0, 1)
         self.sections = {}
         for own, features in outputs.items():
             whole = features // self.size
             counts = [whole]
-            if is_fused:
+            if fused:
                 both = shared or ((whole - heads) // 2 if heads is not None and has_size else whole // 3)
                 counts = [heads or whole - 2 * both, both, both]
             self._check(own, features, counts)
             self.sections[own] = tuple(count * self.size for count in counts)
         self._width = max(lengths[0] for lengths in self.sections.values())
+        if fused == "interleaved":  # queries with the key and value that they share lie side by side: one piece
+            self.sections = {own: (sum(lengths),) for own, lengths in self.sections.items()}
 
     def make_local(self) -> None:
         """Let the module count this rank's heads, and the features of these."""
@@ -86,7 +88,8 @@ class AttentionHeads:
         if min(counts) < 1 or sum(counts) * self.size != features:
             raise ValueError(
                 f"{where} has {features} output features, which are not {counts} heads of {self.size}; check the "
-                "module's numbers of heads, and the style: 'fused' for query, key and value in one layer, else 'heads'"
+                "module's numbers of heads, and the style: 'fused' or 'interleaved' for query, key and value in one "
+                "layer, else 'heads'"
             )
         for count in counts:
             if count % self._num_ranks:

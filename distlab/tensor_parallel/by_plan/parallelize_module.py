@@ -23,11 +23,11 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.replicate import broadcast_each
-from distlab.structures import find
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.guards import watch
 from distlab.tensor_parallel.by_plan.heads import AttentionHeads
 from distlab.tensor_parallel.by_plan.plan import (
+    COUNTS_HEADS,
     check_kinds,
     check_partners,
     check_sizes,
@@ -35,7 +35,8 @@ from distlab.tensor_parallel.by_plan.plan import (
     find_styles,
     shapes_of,
 )
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
+from distlab.tensor_parallel.by_plan.whole import WholeModel
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, linear_sizes
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -63,29 +64,32 @@ def parallelize_module(
             and of timm's ViT.
         group: the ranks.
         head_counts: names of more attributes that hold a number of heads.
-        example: inputs for one forward, the same on all ranks. The cut model must give what the whole one gave: so a
-            forward that counts heads by a constant is found. Without it nothing is computed.
+        example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
+            `whole.py`. Without it the first forward's inputs are taken. Pass it where you wrap the model (FullyShard)
+            before its first forward.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
         the vocabulary, and (t-1)/t of the padded scores; backward 2 (t-1)/t of the input of each column, heads, fused
         and scores layer (query, key and value apart: one each) and of each gradient of style "inside". A forward with
         a new shape of inputs compares them: two or three exchanges of 40 bytes; forward 2, 4, 8, ... in training
-        compares the whole parameters, 16 bytes each. Here: two broadcasts of each parameter that is cut, and one of
-        all others and of buffers.
+        compares the whole parameters, 16 bytes each. The first one (or example) also sends (t-1)/t of the bytes
+        of the cut parameters, what another forward sends, and 8 (t-1) bytes. Here: two broadcasts of each parameter
+        that is cut, and one of all others and of buffers.
     Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
 
     Raises:
         ValueError: equal on every rank: ranks disagree; a pattern matches nothing; a module cannot be cut, or the ranks
-            do not divide it; a column without its row; a tied tensor that is cut once only; with example, another
-            output. Forward: inputs that differ, a whole layer that gets a part, parameters that drift apart.
+            do not divide it; a column without its row; a tied tensor that is cut once only; with example, other
+            numbers than the whole model's. Forward: the same at the first one; inputs that differ, a whole layer that
+            gets a part, parameters that drift apart.
     """
     facts = {"plan": dict(plan), "head_counts": list(head_counts), "tensors": shapes_of(model)}
     agree_on("the model, plan or head_counts of parallelize_module", group, **facts)
     styles, ties, heads = _check(model, plan, group, head_counts)
     with torch.no_grad():
         broadcast_each([tensor.data for tensor in (*model.parameters(), *model.buffers())], group)
-    expected = None if example is None else _outputs(model, example)
+    whole = WholeModel(model, styles, group)
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
     for names in ties:
@@ -93,8 +97,7 @@ def parallelize_module(
     for attention in heads.values():
         attention.make_local()
     watch(model, group)
-    if expected is not None:
-        _compare_outputs(_outputs(model, example or ()), expected, group_rank(group))
+    whole.compare_with(model, example)
     return model
 
 
@@ -126,21 +129,26 @@ def _find_heads(
     layers: dict[str, dict[str, nn.Module]] = {}
     fused: dict[str, str] = {}
     for name, style in styles.items():
-        if style in ("heads", "fused"):
+        if style in COUNTS_HEADS:
             parent, _, own = name.rpartition(".")
             layers.setdefault(parent, {})[own] = model.get_submodule(name)
-        if style == "fused":
+        if style in ("fused", "interleaved"):
             fused[parent] = name
     for parent, name in fused.items():
         if len(layers[parent]) > 1:
-            raise ValueError(f"{name} has style 'fused', and {parent} has other layers of heads; a fused one is alone")
+            raise ValueError(
+                f"{name} has style {styles[name]!r}, and {parent} has other layers of heads; a fused one is alone"
+            )
     for name, style in styles.items():
         if style == "narrow" and name not in layers:
             raise ValueError(
-                f"{name} has style 'narrow', but no layer in it has style 'heads' or 'fused'; leave it out"
+                f"{name} has style 'narrow', but no layer in it has style 'heads', 'fused' or "
+                "'interleaved'; leave it out"
             )
     return {
-        name: AttentionHeads(name, model.get_submodule(name), own, num_ranks, head_counts, is_fused=name in fused)
+        name: AttentionHeads(
+            name, model.get_submodule(name), own, num_ranks, head_counts, fused=styles.get(fused.get(name, ""), "")
+        )
         for name, own in layers.items()
     }
 
@@ -165,7 +173,9 @@ def _cut(
     elif style == "vocabulary":
         made = ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
     else:
-        sections = heads[parent].sections[own] if style in ("heads", "fused") else None
+        sections = heads[parent].sections[own] if style in COUNTS_HEADS else None
+        if style == "paired":
+            sections = (linear_sizes(module)[1] // 2,) * 2
         made = ColumnParallelLinear.from_full(module, group, sections=sections)
     holder = model.get_submodule(parent)
     holder.register_module(own, made.train(module.training))
@@ -216,40 +226,3 @@ def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:
     for inner in module.children():
         if isinstance(inner, ColumnParallelLinear):
             inner.register_forward_pre_hook(whole_again)
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, example: Sequence[Any]) -> list[Tensor]:
-    """Return the floating-point tensors of one forward, in eval mode."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        return [tensor for tensor in find(model(*example))[0] if tensor.is_floating_point()]
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training
-
-
-def _compare_outputs(got: list[Tensor], expected: list[Tensor], rank: int) -> None:
-    """Refuse a cut model that computes something else; a cache of keys has another shape on each rank, and is left out.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    pairs = [(one, other) for one, other in zip(got, expected, strict=False) if one.shape == other.shape]
-    same = [
-        torch.allclose(one, other, rtol=0, atol=min(100 * torch.finfo(one.dtype).eps ** 0.75, 0.05) * _scale(other))
-        for one, other in pairs
-    ]
-    if not all(same) or not same:
-        shapes = f"{[list(one.shape) for one in got]}, expected {[list(one.shape) for one in expected]}"
-        worst = max((float((one - other).abs().max()) for one, other in pairs), default=float("nan"))
-        raise ValueError(
-            f"rank {rank}: parallelize_module: for the example the cut model returns other numbers than the whole one "
-            f"(by {worst:.1e}; shapes {shapes}). Does its forward use a constant number of heads "
-            "(see head_counts=), or a layer's weight without the layer? Leave those layers out of the plan"
-        )
-
-
-def _scale(values: Tensor) -> float:
-    return max(1.0, float(values.abs().max())) if values.numel() else 1.0

@@ -9,6 +9,8 @@ one part at most. The first styles are those of layers:
 | `row`        | a linear layer      | the own features       | whole: a sum over the ranks                 |
 | `heads`      | query, key or value | whole                  | the own heads                               |
 | `fused`      | all three in one    | whole                  | the own heads of queries, keys and values   |
+| `interleaved` | the same, per head | whole                  | the own heads, query, key and value of each |
+| `paired`     | a linear layer      | whole                  | the own features of each half               |
 | `vocabulary` | embedding, scores   | whole                  | whole                                       |
 
 Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of its
@@ -27,7 +29,21 @@ from torch import Tensor, nn
 from distlab.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
-STYLES = ("column", "row", "heads", "fused", "vocabulary", "narrow", "inside")
+STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside")
+COUNTS_HEADS = ("heads", "fused", "interleaved")
+BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
+_ALL = "If the model computes with all of them at once (a softmax or a norm of features), leave both layers out."
+HINTS = {  # what may be wrong where the cut model computes something else, by the style of the region's first layers
+    "column": "'column' keeps neighbouring features together. If the model takes one half for a gate (chunk(2), GLU), "
+    f"the style is 'paired'. {_ALL}",
+    "paired": f"'paired' cuts each half of the features. If they are one piece, the style is 'column'. {_ALL}",
+    "heads": "'heads' needs a forward that counts heads by an attribute (see head_counts=), not by a constant, and "
+    "that computes with each head alone; else leave this attention's layers out.",
+    "fused": "'fused' expects all queries, then all keys, then all values. If query, key and value lie side by side "
+    "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
+    "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
+    "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
+}
 
 PLANS: dict[str, dict[str, str]] = {
     "Llama": {
@@ -122,14 +138,16 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> 
         ValueError: naming module, features and ranks.
     """
     for name, style in styles.items():
-        if style not in ("column", "row"):
+        if style not in ("column", "row", "paired"):
             continue
-        size = linear_sizes(model.get_submodule(name))[style == "column"]
-        if size % num_ranks:
-            what = "output" if style == "column" else "input"
+        size = linear_sizes(model.get_submodule(name))[style != "row"]
+        pieces = 2 if style == "paired" else 1
+        if size % (pieces * num_ranks):
+            what = "input" if style == "row" else "output"
             raise ValueError(
-                f"{name} ({style}) has {size} {what} features, which {num_ranks} ranks do not divide; use a number of "
-                f"ranks that divides {size}, or leave it and its partners out of the plan"
+                f"{name} ({style}) has {size} {what} features, which {num_ranks} ranks do not divide"
+                f"{' in two halves' if pieces == 2 else ''}; use a number of "
+                f"ranks that divides {size // pieces}, or leave it and its partners out of the plan"
             )
 
 
@@ -141,7 +159,7 @@ def check_partners(styles: Mapping[str, str]) -> None:
     Raises:
         ValueError: naming the layer that is alone.
     """
-    columns = {name for name, style in styles.items() if style in ("column", "heads", "fused")}
+    columns = {name for name, style in styles.items() if style in BEGINS}
     rows = {name for name, style in styles.items() if style == "row"}
     free = set(rows)
     parents = sorted({_parent(name) for name in columns}, key=lambda parent: (-parent.count("."), parent))
@@ -162,6 +180,13 @@ def check_partners(styles: Mapping[str, str]) -> None:
             f"{sorted(free)[0]} has style 'row', but no layer next to it makes parts of its input; give the layer "
             "before it the style 'column' or 'heads'"
         )
+
+
+def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
+    """Return the layers that begin the region which a row layer ends."""
+    columns = [name for name, style in styles.items() if style in BEGINS]
+    places = (_parent(row), _parent(_parent(row)))
+    return next((found for place in places if (found := [one for one in columns if _is_in(one, place)])), columns)
 
 
 def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
