@@ -149,6 +149,10 @@ class Cluster:
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
+        slice_s: where stage 3 gathers and scatters tensor by tensor, as a list with a slice for each rank, the
+            time of a slice; 0: units are flat buffers.
+        live_elements: parameters that stage 3 keeps whole at once: units that together are larger are not gathered
+            ahead; None: as many as the plan asks for.
         splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
             (2104.04473, section 4.1).
         num_cores: where ranks are processes of one machine, the cores that they share; None: each has a device of its
@@ -170,13 +174,17 @@ class Cluster:
     gathers_ahead: bool = False
     flat_buffers: bool = False
     fused_sums: bool = False
+    slice_s: float = 0.0
+    live_elements: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
         if self.num_cores is not None:
             require_count(owner, num_cores=self.num_cores)
-        require(self.send_s >= 0, f"{owner}: send_s is {self.send_s!r}; pass a time >= 0")
+        for name in ("send_s", "slice_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
         require(
             0 < self.send_fraction <= 1,
             f"{owner}: send_fraction is {self.send_fraction!r}; pass a part above 0, at most 1",

@@ -23,6 +23,7 @@ FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s"),
     "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction", "kernel_s"),
+    "fsdp-plain": ("memory_fraction",),
     "compiled-fsdp": ("matmul_fraction",),
     "eager-fsdp": ("memory_fraction",),
     "transformer-engine": ("matmul_fraction",),
