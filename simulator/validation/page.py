@@ -9,7 +9,7 @@ import numpy as np
 
 from simulator.hardware.presets import stack
 from simulator.validation.exact import Derived
-from simulator.validation.report import FITTED, MODES, Family, errors_of, verdict
+from simulator.validation.report import FITTED, MODES, Family, errors_of, short_tables, verdict
 
 # Why a family is as far off as it is, where that is known.
 WHY = {
@@ -109,6 +109,7 @@ def page(families: Sequence[Family], tables: dict[str, list[Derived]], picture: 
     for family in families:
         why = f" {WHY[family.name]}" if family.name in WHY else ""
         lines.append(f"- {verdict(family)}.{why}")
+    lines += [f"- {line}." for line in short_tables(tables)]
     lines += ["", "## Chosen after the errors were seen", "", *(f"- {choice}" for choice in CHOSEN)]
     lines += ["", "## Constants", ""]
     for name, fields in FITTED.items():
