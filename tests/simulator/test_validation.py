@@ -98,6 +98,7 @@ def test_validate_prints_scores_and_json(few, capsys, tmp_path):
     assert "![Predicted against measured" in text
     assert "zero-bubble: " in text
     assert "Chosen after the errors were seen" in text
+    assert "Published and not used" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert main(["validate"]) == 0
     assert "zero-bubble Table 5" in capsys.readouterr().out
