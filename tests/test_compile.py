@@ -13,7 +13,12 @@ from distlab.pipeline import Pipeline, split_sequential
 from distlab.plan import make_schedule
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
-from distlab.tensor_parallel import full_state_dict, parallelize, vocabulary_parallel_cross_entropy
+from distlab.tensor_parallel import (
+    full_state_dict,
+    parallelize,
+    parallelize_module,
+    vocabulary_parallel_cross_entropy,
+)
 
 UPDATES, BACKEND = 3, "aot_eager"
 CONFIG = GPTConfig(vocab_size=13, context=6, num_layers=2, num_heads=2, hidden_size=8)
@@ -102,6 +107,21 @@ def tensor_parallel(how):
     return full_state_dict(model, dist.group.WORLD)
 
 
+def by_plan(how):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = parallelize_module(whole, {"0": "column", "2": "row"})
+    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(UPDATES):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(called(inputs), targets).backward()
+        optimizer.step()
+    return full_state_dict(model, dist.group.WORLD)
+
+
 def same(one, other):
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
 
@@ -116,6 +136,7 @@ CASES = {
     "zb_h1": lambda name, how: pipeline(how, name),
     "recompute": lambda _, how: pipeline(how, "one_f_one_b", recompute=True),
     "tensor parallel": lambda _, how: tensor_parallel(how),
+    "by plan": lambda _, how: by_plan(how),
 }
 
 
@@ -126,8 +147,13 @@ def check(ranks, names, ways):
                 assert same(found[name, how], found[name, "not"]), (name, how)
 
 
+@pytest.mark.parametrize("name", ["data parallel", "by plan"])
+def test_a_compiled_model_trains_as_it_does_without(ranks, name):
+    check(ranks, [name], ["whole"])
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "by plan"])
 def test_compiled_models_train_as_they_do_without(ranks, name):
     check(ranks, [name], ["blocks"] if name == "tensor parallel" else WAYS)
 

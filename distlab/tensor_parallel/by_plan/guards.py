@@ -47,7 +47,7 @@ def watch(model: nn.Module, group: ProcessGroup | None) -> None:
                 _compare_whole(module, group)
 
     if dist.get_world_size(group) > 1:
-        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)  # a graph cannot hold a hash
     for name, module in model.named_modules():
         if type(module).forward is nn.Linear.forward or is_conv1d(module):
             module.register_forward_pre_hook(_whole_input(name, group))
