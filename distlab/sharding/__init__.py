@@ -8,6 +8,7 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 3. `state`: what both save, in shards or whole, for any number of ranks.
 
 `shard_gradient` lets shards and their gradients refuse torch's tools that would take a part for the whole.
+`by_element` finds, by trying it, whether an optimizer may be given such a part.
 """
 
 from distlab.sharding.calls import gather_into, scatter_sum

@@ -440,9 +440,11 @@ for rank, (weights, biases) in enumerate(ranks.run(swapped)):
 print("by operation and shape:", first_divergence(calls_made(ranks)))
 
 # %% [markdown]
-# No error, no hang, wrong numbers, and no record of operations and shapes can see it: the calls *are* equal. Also not
-# torch's `TORCH_DISTRIBUTED_DEBUG=DETAIL`. What can: comparing replicas, as in the next part. What prevents it: one
-# order that all ranks derive from the same list, never from a dict that each fills by itself.
+# No error, no hang, wrong numbers. Both calls come from one line, the same on every rank, and in operation and shape
+# they *are* equal. No record can see that, and torch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` cannot either. Had they been
+# made by two lines in exchanged order, `run` would have named these lines. What sees it here: comparing replicas, as in
+# the next part. What prevents it: one order that all ranks derive from the same list, never from a dict that each fills
+# by itself.
 #
 # ## The flipped bit
 #

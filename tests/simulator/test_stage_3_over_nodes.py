@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Link, Plan, Protocol, Sharding
-from simulator import cluster, ring_over_nodes_s, simulate, stack
+from simulator import cluster, gpt_workload, ring_over_nodes_s, simulate, stack
 from simulator.hardware.process_groups import group_of
-from simulator.models.gpt import gpt_workload
 from simulator.units import to_ns
 from simulator.validation.a100 import fsdp_paper, zero_three
 
