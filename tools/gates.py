@@ -1,7 +1,7 @@
 """Run every gate, two at a time, the slow ones first, and stop at the end with the list of those that failed.
 
 Gates take seconds and need no rank: format, lint, types, the floors of the design, spelling, notebooks that are what
-their source says, and the tests of tests/architecture (sizes, README tree, what imports what).
+their source says, and the tests of tests/architecture (sizes, the tree, what imports what).
 """
 
 import subprocess
