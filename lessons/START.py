@@ -88,4 +88,7 @@ numbers.tolist()
 # Commands run as they are written in a terminal of JupyterLab (File > New > Terminal). In a shell of your own, first
 # write `. .venv/bin/activate` in the folder of the repository.
 #
+# Every word of the course stands in the [glossary](GLOSSARY.md), its formulas on a [cheat sheet](CHEATSHEET.md) to
+# print.
+#
 # Open the first lesson in the table above.

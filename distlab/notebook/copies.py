@@ -20,7 +20,7 @@ VERSIONS = ".versions.json"
 START = "START.ipynb"
 NOTEBOOK = "lesson.ipynb"  # its name in the repository, next to its source
 _LINK = re.compile(r"\(\.\./(\d\d_\w+)/\w+\.ipynb\)")
-GLOSSARY = "GLOSSARY.md"  # the lessons link to ../GLOSSARY.md
+PAGES = ("GLOSSARY.md", "CHEATSHEET.md")  # the lessons and START link to them
 
 
 class Copy(NamedTuple):
@@ -58,7 +58,8 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
     versions = _read_versions(work)
-    _bring_glossary(lessons / GLOSSARY, work / GLOSSARY, versions)
+    for page in PAGES:
+        _bring_page(lessons / page, work / page, versions)
     copies = [_copy(name, original, work, versions) for name, original in originals(lessons, work).items()]
     _write_versions(work, versions)
     return copies
@@ -169,11 +170,11 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
     return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
 
 
-def _bring_glossary(original: Path, copy: Path, versions: dict[str, str]) -> None:
-    """Copy the glossary, also over an older one in which the learner wrote nothing."""
-    if original.is_file() and (not copy.exists() or versions.get(GLOSSARY) == _hash(copy)):
+def _bring_page(original: Path, copy: Path, versions: dict[str, str]) -> None:
+    """Copy a page, also over an older one in which the learner wrote nothing."""
+    if original.is_file() and (not copy.exists() or versions.get(copy.name) == _hash(copy)):
         shutil.copyfile(original, copy)
-        versions[GLOSSARY] = _hash(copy)
+        versions[copy.name] = _hash(copy)
 
 
 def _hash(path: Path) -> str:

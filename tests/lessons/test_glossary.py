@@ -65,14 +65,22 @@ def test_links_to_the_glossary_resolve_where_the_learner_opens_the_lessons(tmp_p
     assert found > 20
 
 
-def test_an_older_glossary_is_replaced_unless_the_learner_wrote_in_it(tmp_path):
-    lessons, copy = tmp_path / "lessons", tmp_path / "work" / "GLOSSARY.md"
+def test_the_map_leads_to_both_pages_where_the_learner_opens_it(tmp_path):
+    make_copies(LESSONS, tmp_path)
+    pages = re.findall(r"\]\((\w+\.md)\)", markdown_of(tmp_path / "START.ipynb"))
+    assert pages == ["GLOSSARY.md", "CHEATSHEET.md"]
+    assert all((tmp_path / page).is_file() for page in pages)
+
+
+@pytest.mark.parametrize("page", ["GLOSSARY.md", "CHEATSHEET.md"])
+def test_an_older_page_is_replaced_unless_the_learner_wrote_in_it(tmp_path, page):
+    lessons, copy = tmp_path / "lessons", tmp_path / "work" / page
     lessons.mkdir()
     for text in ("first", "second"):
-        (lessons / "GLOSSARY.md").write_text(text)
+        (lessons / page).write_text(text)
         make_copies(lessons, tmp_path / "work")
         assert copy.read_text() == text
     copy.write_text("second, and a note of mine")
-    (lessons / "GLOSSARY.md").write_text("third")
+    (lessons / page).write_text("third")
     make_copies(lessons, tmp_path / "work")
     assert copy.read_text() == "second, and a note of mine"
