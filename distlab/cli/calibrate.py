@@ -33,6 +33,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, print and keep."""
+    if arguments.output:
+        check_output("--output", arguments.output)  # before torch is loaded, which takes seconds
     from distlab.comm import Nodes
     from distlab.measure import DEFAULT_PATH, calibrate, device_of
 

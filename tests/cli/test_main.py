@@ -180,3 +180,12 @@ def test_schedule_offers_only_what_a_plan_takes(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--schedule", "dualpipe"])
     assert "invalid choice: 'dualpipe'" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_torch_is_loaded():
+    code = "import sys; from distlab.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "calibrate", "--output", "/"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "2 False\n"
+    assert "--output /: expected the path of a file, got a folder" in done.stderr
