@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 SHOWN = 8
 MOST_RANKS = 1_000_000
 MOST_PASSES = 2_000_000
-"""A step of so many ranks, or of so many passes, is simulated in some seconds."""
+"""A step of so many ranks, or of so many passes, is simulated within a minute."""
+MANY_PASSES = 200_000
+"""From so many on, one is told that it takes seconds."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -65,6 +68,8 @@ def check_size(plan: Plan) -> None:
         raise ValueError(
             f"the plan runs {passes:,} passes (stages x micro-batches); simulate takes at most {MOST_PASSES:,}"
         )
+    if passes > MANY_PASSES:
+        print(f"simulating {passes:,} passes; this takes up to a minute", file=sys.stderr, flush=True)
 
 
 def main(arguments: argparse.Namespace) -> int:

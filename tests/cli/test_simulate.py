@@ -123,3 +123,12 @@ def test_the_stack_is_chosen_by_name(capsys):
     assert slow > 1.1 * best
     assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
     assert re.search(r"  megatron +\d+% of the best product", said(capsys, "--list"))
+
+
+def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):
+    few = ["simulate", "--model", "gpt-2-1.5b", "--data", "1", "--pipeline", "4", "--microbatches", "8"]
+    assert main(few) == 0
+    assert "takes up to a minute" not in capsys.readouterr().err
+    monkeypatch.setattr("distlab.cli.simulate.MANY_PASSES", 31)
+    assert main(few) == 0
+    assert capsys.readouterr().err == "simulating 32 passes; this takes up to a minute\n"
