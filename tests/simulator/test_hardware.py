@@ -47,3 +47,11 @@ def test_a_cluster_fills_its_nodes():
     assert simulator.cluster("dgx-h100", 64).num_devices == 64
     with pytest.raises(ValueError, match="do not fill nodes of 8"):
         simulator.cluster("dgx-h100", 12)
+
+
+def test_every_device_is_in_a_cluster_and_every_cluster_has_a_stack():
+    """All but a TPU, whose wires are no links between two, and this machine, which is calibrated."""
+    clusters = tomllib.loads(PRESETS.read_text(encoding="utf-8"))["clusters"]
+    used = {row["device"] for row in clusters.values()}
+    assert set(simulator.names("devices")) - used == {"tpu-v3"}
+    assert [name for name, row in clusters.items() if "stack" not in row] == ["laptop"]
