@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -117,6 +118,8 @@ def went_around(what: str) -> Refused:
 def close_other_wires(is_up: Callable[[], bool], ways: Ways) -> None:
     """Refuse, from now on in this process, that the answer's own lines send where no record sees it."""
     import _posixshmem  # type: ignore[import-not-found]
+
+    tempfile.gettempdir()  # the first call writes a file to see whether it can
 
     import torch
     from torch._C import _distributed_c10d as c10d

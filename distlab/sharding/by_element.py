@@ -37,6 +37,7 @@ def what_it_needs(optimizer: torch.optim.Optimizer) -> str:
     Raises:
         ValueError: it cannot be tried; the text says why.
     """
+    optimizer = getattr(optimizer, "inner", optimizer)  # of an OffloadedOptimizer
     if type(optimizer) in KNOWN:
         return "elements"
     whole = [torch.linspace(-1.5, 2.0, 8).reshape(4, 2), torch.linspace(0.5, 5.0, 6).reshape(2, 3)]
