@@ -30,7 +30,6 @@ from simulator.hardware.cost import (
     hierarchical_all_to_all_s,
     message_s,
     reduce_scatter_s,
-    ring_over_nodes_s,
 )
 from simulator.hardware.fit import fit_link, fit_steps
 from simulator.hardware.presets import Stack, cluster, device, link, names, stack
@@ -133,7 +132,6 @@ __all__ = [
     "gpt_step_flops",
     "gpt_workload",
     "hierarchical_all_gather_s",
-    "ring_over_nodes_s",
     "hierarchical_all_reduce_s",
     "hierarchical_all_to_all_s",
     "link",
