@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distlab.sharding.shard_gradient import WHOLE, FlatShard
+from distlab.sharding.zero.offload import OffloadedOptimizer
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5
@@ -37,7 +38,8 @@ def what_it_needs(optimizer: torch.optim.Optimizer) -> str:
     Raises:
         ValueError: it cannot be tried; the text says why.
     """
-    optimizer = getattr(optimizer, "inner", optimizer)  # of an OffloadedOptimizer
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer = optimizer.inner
     if type(optimizer) in KNOWN:
         return "elements"
     whole = [torch.linspace(-1.5, 2.0, 8).reshape(4, 2), torch.linspace(0.5, 5.0, 6).reshape(2, 3)]

@@ -1,8 +1,8 @@
 """Say from outside who waits for whom: hangs, calls that do not fit, and deadlocks, while the ranks stand still.
 
-The launcher reads the ranks' record files and never communicates with them, so it works when they cannot answer. A slow
-job must never be ended. So it is a deadlock only if every rank that has not returned is blocked in wait(), no call that
-they wait for can be completed by what others have already called, and nothing has moved for two seconds.
+The launcher reads the ranks' record files, so it works when they cannot answer. A slow job must never be ended. It is a
+deadlock only if three things hold. Each rank has returned or is blocked in wait(). No call that a rank waits for can be
+completed by what others have called. Nothing has moved for two seconds.
 """
 
 from __future__ import annotations

@@ -49,8 +49,7 @@ class FullyShard(nn.Module):
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
-    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled (torch.compile). A graph ends
-    where a unit begins or ends, so fullgraph=True is refused there.
+    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, but not with fullgraph=True.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta

@@ -17,7 +17,6 @@ from distlab.sharding.zero.offload import OffloadedOptimizer
 from distlab.sharding.zero.shard_bucket import Origin, OwnPiece
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-NOT_BY_TENSOR = ("LBFGS",)  # looks at all tensors at once, and wants a closure
 
 
 class Grouped(NamedTuple):
@@ -109,7 +108,7 @@ def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:
     """
     worker = optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer
     name = type(worker).__name__
-    needs = "all" if name in NOT_BY_TENSOR else what_it_needs(worker)
+    needs = what_it_needs(worker)
     if split == "elements" and needs == "tensors":
         raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
     if needs == "all":

@@ -94,9 +94,10 @@ def judge_shards(evidence: Evidence) -> Iterator[Fault]:
 def shards_failure(error: RankError, world_size: int) -> Fault | None:
     """Name what ranks raise that do not wait for each other."""
     text = str(error)
+    words = "not all ranks call as many barriers: one under `if rank == 0` is a barrier that the others never reach"
+    not_every_rank = Fault("not every rank", words)
     if "barrier" in text and "all_reduce" in text:
-        words = "not all ranks call as many barriers: one under `if rank == 0` is a barrier that the others never reach"
-        return Fault("not every rank", words)
+        return not_every_rank
     if NAMED in text:
         words = (
             f"on {world_size} ranks one still used the folder when it had its name: rank 0, alone, gives it its name"
@@ -108,8 +109,7 @@ def shards_failure(error: RankError, world_size: int) -> Fault | None:
     if UNNAMED in text:
         return Fault("no folder", "a rank writes into the folder before it is there: all wait until rank 0 has made it")
     if "waits in barrier" in text:
-        words = "not all ranks call as many barriers: one under `if rank == 0` is a barrier that the others never reach"
-        return Fault("not every rank", words)
+        return not_every_rank
     return None
 
 
