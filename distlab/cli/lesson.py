@@ -62,11 +62,11 @@ def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int
     signal.signal(signal.SIGTERM, _interrupt)
     print("starting JupyterLab ...", flush=True)
     with Server(work, port) as server:
-        print(f"The lessons are at  {server.address}", flush=True)
-        print("They run until you press Ctrl-C here; what you saved stays.", flush=True)
-        if browser:
-            _open(server.address)
         try:
+            print(f"The lessons are at  {server.address}", flush=True)
+            print("They run until you press Ctrl-C here; what you saved stays.", flush=True)
+            if browser:
+                _open(server.address)
             status = server.wait()
         except KeyboardInterrupt:
             print("\nending JupyterLab, its kernels and their ranks ...", flush=True)

@@ -49,12 +49,13 @@ def mean(tensor):
     os.kill(os.getppid(), signal.SIGKILL)
 """
 ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
+# A check refuses that an answer writes files, but it is no security boundary: C can always be called.
 FILES = """
-import time
+import ctypes, time
 
 def mean(tensor):
-    for number in range(9):
-        open(f"big{number}", "wb").write(bytes(10**6))
+    ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
+    ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
     time.sleep(60)
 """
 
@@ -122,11 +123,11 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
 
 
 MEDDLES = """
-import pathlib
+import ctypes, pathlib
 
-for path in [*pathlib.Path("{here}").rglob("*.py"), *pathlib.Path("{here}").rglob("*.json")]:
+for path in [*pathlib.Path("{here}/class").glob("*.py"), *pathlib.Path("{here}/results").glob("*.json")]:
     if path.stem != "ann":
-        path.write_text("{{}}")
+        ctypes.CDLL(None).truncate(str(path).encode(), ctypes.c_long(0))
 
 def mean(tensor):
     return tensor
@@ -141,6 +142,7 @@ def test_a_submission_that_changes_others_files_changes_no_result(lesson, here):
         points = {one.student: one.points for one in grade_all(submissions, lesson, here / "results", seed=1)}
         assert points["bob"] == points["zoe"] == 4
         assert points["ann"] == 0
+    assert (folder / "zoe.py").read_text() == "", "it did change them"
 
 
 def test_what_cannot_be_read_is_said_in_one_line(here, capsys):

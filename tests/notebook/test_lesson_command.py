@@ -170,7 +170,7 @@ def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
     with started(tmp_path / "work") as lab:
         kernel = kernel_of(lab)
         if state == "ready":
-            wait_for(lambda: lab.ask("/api/kernels")[0]["execution_state"] == "idle")
+            wait_for(lambda: sum(one.status == psutil.CONN_LISTEN for one in kernel.net_connections("tcp")) >= 5)
         elif state == "stopped":
             kernel.suspend()
         assert lab.gone_after(signal.SIGINT) < 5
