@@ -69,7 +69,8 @@ def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
             lesson_seen = lesson.number
             lines += ["", f"## {lesson.number} {lesson.title}", ""]
             lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
-        cells = (mutant.exercise, mutant.name, str(mutant.world), what_it_says(report.message), mutant.source)
+        says = f"... {mutant.says} ..." if mutant.races else what_it_says(report.message)
+        cells = (mutant.exercise, mutant.name, str(mutant.world), says, mutant.source)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n" + how_many() + what_varies()
 

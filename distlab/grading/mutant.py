@@ -37,6 +37,7 @@ class Mutant:
         says: a phrase that the message must contain.
         world: the world size that reveals it.
         seen: where the fault was seen: its number in the bug museum, or words.
+        races: its ranks race: which of several messages with this phrase is told differs from run to run.
         edits: how its text differs from the reference.
         preamble: lines that stand before the function: imports and helpers of its own.
         new_body: what stands in place of the reference's whole body, or None.
@@ -49,6 +50,7 @@ class Mutant:
     says: str
     world: int
     seen: int | str = "common slip"
+    races: bool = False
     edits: tuple[Edit, ...] = ()
     preamble: str = ""
     new_body: str | None = None
