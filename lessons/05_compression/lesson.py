@@ -775,11 +775,14 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 #
 # Now at four bandwidths, with 4 bits and without.
 
-
 # %%
+from contextlib import nullcontext
+
+
 def several_steps(bytes_per_s, compression, num_steps=7):
+    """Time some steps; with None the wire is as it is."""
     step, times = make_step(compression, None), []
-    with throttled(bytes_per_s):
+    with throttled(bytes_per_s) if bytes_per_s else nullcontext():
         for _ in range(num_steps):
             dist.barrier()
             start = time.perf_counter()
@@ -838,6 +841,26 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # a row on all ranks together. It also times the codec inside the steps of two other models, where buckets have left the
 # cache: there it is about one and a half times as slow. What is sure is the direction: on a slow wire it pays, on a
 # wire as fast as memory it costs. `benchmarks/throttled.py` does it with more methods and repeats.
+
+# %% [markdown]
+# ### Between two nodes
+#
+# `throttled` makes a collective last as long as a ring would need. Nodes go further (they need Linux; elsewhere read
+# the outputs of `solution.ipynb`): the two ranks become two nodes of one rank each, and everything that crosses, also a
+# single message, goes through sockets on a wire of 20 MB/s and 200 us. Nothing in the model or in the hook changes.
+
+# %%
+from distlab.comm import Nodes
+
+with Ranks(2, timeout_s=120, nodes=Nodes(2, between="20MB/s,200us")) as apart:
+    for name, compression in PLAN_OF.items():
+        took_s = median(map(max, zip(*apart.run(several_steps, None, compression), strict=True)))
+        said_s = predicted(20e6, compression, rounds).duration_s
+        line = f"{name:6} between nodes {took_s * 1e3:4.0f} ms, in `throttled` {seen[name, 20e6] * 1e3:4.0f} ms"
+        print(f"{line}, predicted {said_s * 1e3:4.0f} ms")
+
+# %% [markdown]
+# The order is the same: on such a wire 4 bits win. Lesson 10 puts whole axes of a plan across such a wire.
 
 # %% [markdown]
 # ## Production: torch's own

@@ -294,15 +294,15 @@ def squares(output, target):
 
 
 # %%
-def some_steps(schedule, num_steps=2):
+def some_steps(schedule, num_steps=2, batch=BATCH, longer=1):
     rank, share = dist.get_rank(), schedule.num_ranks / schedule.num_stages
-    own = {stage: Stage(share) for stage, home in enumerate(schedule.home) if home == rank}
+    own = {stage: Stage(longer * share) for stage, home in enumerate(schedule.home) if home == rank}
     spans, traces = SpanWriter(rank), []
     pipeline = Pipeline(own, schedule, loss=squares, spans=spans)
     for _ in range(num_steps):
         spans.clear()
         dist.barrier()
-        pipeline.step(BATCH, torch.zeros_like(BATCH))
+        pipeline.step(batch, torch.zeros_like(batch))
         traces.append(spans.trace())
     pipeline.close()
     return traces, pipeline.peak_in_flight
@@ -631,8 +631,7 @@ for v in (1, 2, 4):
 # **"Interleaving halves the bubble, for free."** It does not quite halve it (the total gets shorter too), and it is not
 # free. With $v$ stages per rank there are $vp - 1$ hand-overs instead of $p - 1$: at $v = 2$ and 4 ranks 7 instead of
 # 3. And the fullest rank keeps more: $p + (p - 1)/v$ micro-batches instead of $p$. Inside one machine that is cheap.
-#    What
-# if the four GPUs were in four machines, with 10 Gb/s between them?
+# What if the four GPUs were in four machines, with 10 Gb/s between them?
 
 # %% tags=["nbval-check-output"]
 from dataclasses import replace
@@ -650,6 +649,77 @@ for words, machine in (("one machine", MACHINE), ("10 Gb/s", SLOW)):
 
 # %% [markdown]
 # Two stages per rank still help on the slow wire; with five the ranks wait for it more than they gain.
+
+# %% [markdown]
+# ### By the clock: two nodes
+#
+# The same on real ranks (nodes need Linux; elsewhere read the outputs of `solution.ipynb`). Your machine becomes two
+# nodes of two ranks, with a wire of your choice between them. Ranks 0 and 1 are in one node, ranks 2 and 3 in the
+# other. So 1F1B crosses the wire once on the way forward, from stage 1 to stage 2. With two stages per rank a
+# micro-batch goes round twice and crosses three times: from stage 1 to 2, from 3 to 4 and from 5 to 6.
+#
+# A stage works five times as long now: 20 ms forward. A micro-batch is 51 kB. That takes 1.3 ms on a wire of 40 MB/s,
+# and 51 ms on one of 1 MB/s.
+
+# %%
+guess_4 = predict("On 1 MB/s, how many times longer is the interleaved step than the step of 1F1B?", unit="x")
+guess_4
+
+# %% [markdown]
+# The simulator needs no calibration here, since ranks sleep: a device that does one operation per second, and layers of
+# 0.01 operations each.
+
+# %%
+from distlab.comm import Nodes
+from distlab.plan import Cluster, Device, Layer, Link, Protocol, Work, Workload
+
+WIDE_BATCH = torch.randn(8, 1_600, 8, generator=torch.Generator().manual_seed(0))
+HALF = Work(matmul_flops=5 * UNIT_S / 2)
+SLEEPERS = Workload(
+    "sleepers", tuple(Layer(f"layer {i}", (72,), HALF, HALF, HALF, output_bytes=51_200) for i in range(8))
+)
+INSIDE = Link("memory", (Protocol(50e-6, 1e9),))
+
+
+def foretold(plan, wire):
+    between = Link("wire", (Protocol(wire.latency_s, wire.bytes_per_s),))
+    sleeper = Device("one operation per second", 1.0, 1e18, 1e9, 0.0, "this lesson")
+    return simulate(SLEEPERS, Cluster("two nodes", sleeper, 4, 2, INSIDE, between), plan).duration_s
+
+
+# %%
+PLANS = {
+    "1F1B": Plan(pipeline=4, num_microbatches=8, schedule="one_f_one_b"),
+    "interleaved": Plan(pipeline=4, num_microbatches=8, schedule="interleaved", stages_per_rank=2),
+}
+
+
+def shortest_step(ranks, plan):
+    schedule = make_schedule(plan.schedule, 4, 8, stages_per_rank=plan.stages_per_rank)
+    results = ranks.run(some_steps, schedule, 2, WIDE_BATCH, 5)
+    return min(seconds_of(Trace.concatenate(step)) for step in zip(*(traces for traces, _ in results), strict=True))
+
+
+# %%
+on_nodes = {}
+for speed in ("40MB/s", "1MB/s"):
+    nodes = Nodes(2, between=f"{speed},200us")
+    with Ranks(4, timeout_s=120, nodes=nodes) as four:
+        for name, plan in PLANS.items():
+            measured_s, said_s = shortest_step(four, plan), foretold(plan, nodes.between)
+            on_nodes[f"{name}, {speed}"] = {"measured": 1e3 * measured_s, "on paper": 1e3 * said_s}
+for words, row in on_nodes.items():
+    print(f"{words:20} measured {row['measured']:4.0f} ms, on paper {row['on paper']:4.0f} ms")
+
+# %%
+guess_4.default(1.0)  # assumed if you gave no number above
+print(guess_4.compare(on_nodes["interleaved, 1MB/s"]["measured"] / on_nodes["1F1B, 1MB/s"]["measured"]))
+show_bars(on_nodes, "ms", "A fast wire pays for the smaller bubble, a slow one does not", "a step of 8 micro-batches")
+
+# %% [markdown]
+# Interleaving pays for a smaller bubble with messages. On 40 MB/s that is a good trade. On 1 MB/s it is not: ranks wait
+# for the wire longer than they save. Where is the border? Change 1 to 4 and run the cells again. Measured steps are
+# longer than those on paper in all rows: a sleep lasts longer than asked, and a message wakes a process.
 
 # %% [markdown]
 # ## Zero-bubble: split the backward pass
