@@ -30,6 +30,7 @@ from simulator.hardware.cost import (
     hierarchical_all_to_all_s,
     message_s,
     reduce_scatter_s,
+    ring_over_nodes_s,
 )
 from simulator.hardware.fit import fit_link, fit_steps
 from simulator.hardware.presets import Stack, cluster, device, link, names, stack
@@ -132,6 +133,7 @@ __all__ = [
     "gpt_step_flops",
     "gpt_workload",
     "hierarchical_all_gather_s",
+    "ring_over_nodes_s",
     "hierarchical_all_reduce_s",
     "hierarchical_all_to_all_s",
     "link",

@@ -31,7 +31,8 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -63,8 +64,18 @@ OTHER_NAMES = {
 }
 
 
+class _Figures:
+    """Figures whose times and sizes are not below zero, and whose rates are above it."""
+
+    def __post_init__(self) -> None:
+        for name, value in _given(self).items():
+            if value < 0 or (value == 0 and name.endswith("_per_s")):
+                least = "greater than zero" if name.endswith("_per_s") else ">= 0"
+                raise ValueError(f"{name} is {value!r}; write a number {least}")
+
+
 @dataclass(frozen=True)
-class OwnDevice:
+class OwnDevice(_Figures):
     """Figures of a device in place of the preset's, with the units of `distlab.plan.Device`."""
 
     matmul_flops_per_s: float | None = None
@@ -77,7 +88,7 @@ class OwnDevice:
 
 
 @dataclass(frozen=True)
-class OwnLink:
+class OwnLink(_Figures):
     """A wire with one protocol."""
 
     latency_s: float
@@ -161,10 +172,14 @@ class PlanFile:
         """Simulate the step.
 
         Raises:
-            ValueError: the model or the cluster makes no sense, or the plan does not divide the model.
+            ValueError: the model or the cluster makes no sense, or the plan does not divide the model: which table.
         """
-        machine = self.cluster.cluster(self.plan.world_size)
-        return simulate(self.workload.workload(), machine, self.plan, order=self.order)
+        with _told("cluster"):
+            machine = self.cluster.cluster(self.plan.world_size)
+        with _told("workload"):
+            workload = self.workload.workload()
+        with _told("plan"):
+            return simulate(workload, machine, self.plan, order=self.order)
 
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""
@@ -203,6 +218,15 @@ def plan_of_text(text: str) -> PlanFile:
         name: _record(kind, tables.get(name, {}), name) for name, kind in TABLES.items() if name in {*tables, *NEEDED}
     }
     return PlanFile(**made, order=check_order(order))
+
+
+@contextmanager
+def _told(table: str) -> Iterator[None]:
+    """Say in which table something makes no sense."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"[{table}] {error}") from None
 
 
 def _given(record: Any) -> dict[str, Any]:

@@ -149,6 +149,8 @@ class Cluster:
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
+        slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
+        live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
             (2104.04473, section 4.1).
         num_cores: where ranks are processes of one machine, the cores that they share; None: each has a device of its
@@ -170,21 +172,19 @@ class Cluster:
     gathers_ahead: bool = False
     flat_buffers: bool = False
     fused_sums: bool = False
+    slice_s: float = 0.0
+    live_elements: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
         if self.num_cores is not None:
             require_count(owner, num_cores=self.num_cores)
-        require(self.send_s >= 0, f"{owner}: send_s is {self.send_s!r}; pass a time >= 0")
-        require(
-            0 < self.send_fraction <= 1,
-            f"{owner}: send_fraction is {self.send_fraction!r}; pass a part above 0, at most 1",
-        )
-        require(
-            0 <= self.tensor_overlap <= 1,
-            f"{owner}: tensor_overlap is {self.tensor_overlap!r}; pass a part from 0 to 1",
-        )
+        for name, value in (("send_s", self.send_s), ("slice_s", self.slice_s)):
+            require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
+        part, hidden = self.send_fraction, self.tensor_overlap
+        require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
+        require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
         require(
             whole,

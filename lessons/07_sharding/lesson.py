@@ -556,7 +556,9 @@ for stage in range(4):
 # **It is faster.** Two reasons, and neither is in "3 is more than 2". First, the update: every rank of plain data
 # parallel reads and writes Adam's state of all 7.5 billion parameters, 62 ms; a shard takes one. Second, when bytes can
 # travel: an all-gather of stage 3 hides behind the forward and backward of the unit before, while stages 1 and 2 gather
-# new parameters after the update, when nothing is left to hide behind.
+# new parameters after the update, when nothing is left to hide behind. Their step is even longer than plain data
+# parallel's: over machines a gather is one ring of all 64 ranks, so each bucket pays for 63 hops, where an all-reduce
+# goes by two levels with few. Larger buckets pay less often.
 #
 # So **"FSDP costs 50 % more communication"** is true in bytes. What you notice is what cannot be hidden. A unit's
 # forward takes $2PT/F$ seconds for its $P$ parameters and $T$ tokens at $F$ operations a second. Its gather takes
@@ -615,7 +617,8 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 # %% [markdown]
 # One unit ahead is worth nearly half the step, and costs 0.4 GB. The second is worth nothing. (The FSDP paper
 # measured 18 % for prefetch in backward alone, on another model and other GPUs.) Keeping units after forward saves a
-# third of the traffic for the memory of all parameters: if it fits, take it.
+# third of the traffic for the memory of all parameters. It gains little here, where gathers hide. On slower wires it
+# gains more: take it there, if it fits.
 
 # %% [markdown]
 # ### Measured over predicted
@@ -692,8 +695,9 @@ for wire, machines in (("InfiniBand", MACHINES), ("Ethernet", SLOW)):
 show_bars(shown, "ms", "On the slow wire a set of shards per machine makes the step shorter")
 
 # %% [markdown]
-# On fast wires between machines there is little to gain: gathers were hidden already. On slow ones it is a fifth of the
-# step. On real ranks: four, in two groups of two, as a mesh. Who sends how much?
+# On fast wires between machines it costs: gathers were hidden already, all-reduces come on top, and each rank updates
+# an 8th of the states, not a 64th. On slow ones it saves a seventh of the step. On real ranks: four, in two groups of
+# two, as a mesh. Who sends how much?
 
 
 # %%

@@ -625,9 +625,10 @@ show_bars(shown, "ms", "The axis that may not wait belongs inside the node", "a 
 # The clock agrees on who wins. Both orders compute the same, and both send over the slow wire. Tensor's sums are more
 # bytes here, and each of them is waited for; data's gradients travel once a step, while backward goes on.
 #
-# How near are the predictions? In the run of `solution.ipynb` they were 54 and 79 % too long. Look at the calibration:
-# a message between nodes has 4 ms of latency there, where the wire's label says 200 us. The rest is most likely the
-# time that ranks which share cores need to wake up, and the prediction charges every message with it.
+# How near are the predictions? In the run of `solution.ipynb` the first was 11 % too short and the second 6 % too long.
+# Look at the calibration: a message between nodes has 1.2 ms of latency there, where the wire's label says 200 us. The
+# rest is most likely the time that ranks which share cores need to wake up, and the prediction charges every message
+# with it. On a busy machine that is several ms, and predictions are much too long.
 
 # %% [markdown]
 # ## Which degrees?
@@ -754,10 +755,10 @@ show_bars(shown, "ms", "Whether 64 GPUs beat 8 depends on the wire and on the ba
 # %% [markdown]
 # Both claims are a condition short.
 #
-# - **1.7x**: on this cluster a doubling gives anything from under 1.6x to nearly 2x. With as many samples a GPU as
+# - **1.7x**: on this cluster a doubling gives anything from 1.4x to nearly 2x. With as many samples a GPU as
 #   before, it is near 2x. With one batch for all it falls as the share of each GPU shrinks.
 # - **1B on 8 GPUs**: refuted on InfiniBand. 64 GPUs are 2.4 times as fast with just 8 samples an update, though 8 times
-#   the GPUs: each hour of a GPU brings a third. With 512 samples it is 7.5x. Over 10 Gb/s it *holds* for small batches:
+#   the GPUs: each hour of a GPU brings a third. With 512 samples it is 7.1x. Over 10 Gb/s it *holds* for small batches:
 #   64 GPUs are slower than 8 with 8 samples, and hardly faster with 64.
 
 # %% [markdown]
@@ -786,7 +787,8 @@ for name, plan in (
 # %% [markdown]
 # No pipeline, no bubble: both are ahead of the question's plan here, and of the best one in the table above. The
 # condition is one micro-batch. With several, FSDP gathers all parameters again for each (lesson 7), while a pipeline
-# gets better. And tensor inside the machine leaves FSDP an eighth to gather over the slow wire.
+# gets better. Tensor inside the machine leaves FSDP an eighth to gather over the slow wire. On this wire that is not
+# needed: the gathers hide, and tensor's sums do not.
 #
 # ## Five axes
 #

@@ -118,8 +118,8 @@ print(guess_0.compare(100 * sum("FSDP (ZeRO-3) (data" in row for row in rows) / 
 # %% [markdown]
 # Each field has the letter of the fastest plan, and its **[MFU](../GLOSSARY.md#mfu)**: the part of the data sheet's
 # operations that train the model. Below it stand the degrees: d for data, t for tensor, p for pipeline. Read it from
-# the lower left. A small model needs replicas that share the optimizer, and no more. The larger it is, the more of it
-# must be cut. An empty field has too little memory for any plan.
+# the lower left. A small model needs replicas, most with a shared optimizer, and no more. The larger it is, the more of
+# it must be cut. An empty field has too little memory for any plan.
 #
 # The map depends on the wire. Here are two of these models over 10 Gb/s between the machines.
 

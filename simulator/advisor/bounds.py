@@ -32,8 +32,8 @@ def fastest(link: Link) -> float:
 def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: Floats) -> Floats:
     """Return a time that no reduce-scatter or all-gather of so many bytes among the copies is below.
 
-    Groups that fill their nodes move a part of the bytes inside and 1/g of them across, as `Group.exchange_ns`; a ring
-    over uneven nodes is not faster than its part across.
+    A ring over nodes that a group fills takes as long as the slower wire, as `Group.exchange_ns`; a ring over uneven
+    nodes is not faster than its part across.
     """
     cluster, filled = question.cluster, copies * shape.tensor
     each = max(1, cluster.devices_per_node // shape.tensor)  # copies in a node, at most
@@ -44,7 +44,7 @@ def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: F
     inside = np.where(filled % cluster.devices_per_node == 0, (each - 1) / each * num_bytes / narrow, 0.0)
     straddles = cluster.devices_per_node % np.maximum(filled, 1) != 0  # one node's worth that may lie in two
     one = np.where(straddles, (copies - 1) / copies * num_bytes / max(wide, narrow), alone)
-    return np.asarray(np.where(nodes > 1, across + inside, one), np.float64)
+    return np.asarray(np.where(nodes > 1, np.maximum(across, inside), one), np.float64)
 
 
 def update_s(

@@ -12,8 +12,8 @@ from simulator.advisor.search import Choice, search
 from simulator.models.description import ModelDescription
 
 STRATEGIES = ("one device", "data", "ZeRO-1", "ZeRO-2", "FSDP", "tensor", "pipeline", "tensor and pipeline")
-MICROBATCHES = (1, 4)
-MOST_SIMULATED = 4
+MICROBATCHES = (1, 2, 4)
+MOST_SIMULATED = 24
 
 
 class MapCell(NamedTuple):
@@ -43,8 +43,8 @@ def strategy_map(
 ) -> tuple[MapCell, ...]:
     """Return a cell for each model and number of devices, models in the outer loop.
 
-    Searched are plans without context and expert ranks, with tensor ranks inside a node and micro-batches of 1 or 4. Of
-    a field's plans the MOST_SIMULATED with the lowest bounds are simulated, and more only where none of them fits.
+    Searched are plans without context and expert ranks, with tensor ranks inside a node and MICROBATCHES. Of a field's
+    plans the MOST_SIMULATED with the lowest bounds are simulated, and more only where none of them fits.
 
     Args:
         models: names of published models.

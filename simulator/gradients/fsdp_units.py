@@ -99,11 +99,13 @@ class UnitTimes(NamedTuple):
     save: Transfer | None = None
 
 
-def _calls_of_parameters(num_elements: int, shards: Shards, widths: Widths, offload: str) -> dict[str, Any]:
+def _calls_of_parameters(
+    num_elements: int, shards: Shards, widths: Widths, offload: str, sizes: Sequence[int] = ()
+) -> dict[str, Any]:
     """Cost what stages 1 to 3 do alike: gather parameters, and copy shards between device and host."""
     has_copies = offload != "none"
     return {
-        "gather": shards.gather(num_elements, widths.parameter),
+        "gather": shards.gather(num_elements, widths.parameter, sizes),
         "start_ns": shards.starting_ns("all_gather", num_elements, widths.parameter),
         "load": shards.host_copy(num_elements, widths.parameter) if has_copies else None,
         "save": shards.host_copy(num_elements, widths.reduce) if has_copies else None,
@@ -119,18 +121,19 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike
-    def costs(num_elements: int, num_tensors: int) -> dict[str, Any]:
+    def costs(sizes: tuple[int, ...]) -> dict[str, Any]:
+        num_elements, num_tensors = sum(sizes), len(sizes)
         starting_ns = shards.starting_ns("reduce_scatter", num_elements, widths.reduce)
         return {
-            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload),
+            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload, sizes),
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
-            "scatter": shards.scatter(num_elements, widths.reduce),
+            "scatter": shards.scatter(num_elements, widths.reduce, sizes),
             "pack_ns": copies_ns(num_elements) + starting_ns,
             "sum_ns": shards.on_rank_ns("reduce_scatter sum", num_elements, widths.reduce),
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
         }
 
-    return tuple(UnitTimes(unit, **costs(unit.num_elements, len(unit.sizes))) for unit in units)
+    return tuple(UnitTimes(unit, **costs(unit.sizes)) for unit in units)
 
 
 def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, offload: str) -> tuple[BucketCost, ...]:

@@ -45,20 +45,20 @@ class Shards:
         """Return the elements of a flat buffer that is cut into equal shards."""
         return -(-num_elements // self.num_shards) * self.num_shards
 
-    def gather(self, num_elements: int, bytes_each: int) -> Transfer:
-        """Return the all-gather of a flat buffer.
+    def gather(self, num_elements: int, bytes_each: int, sizes: Sequence[int] = ()) -> Transfer:
+        """Return the all-gather of a flat buffer; `sizes`: of tensors that are gathered one by one where they are so.
 
-        Cost: (s-1)/s of its bytes sent per rank, in s - 1 steps.
+        Cost: (s-1)/s of its bytes sent per rank, in s - 1 steps per call.
         """
-        return self._in_a_set("all_gather", self.padded(num_elements) * bytes_each)
+        return self._calls("all_gather", num_elements, bytes_each, sizes)
 
-    def scatter(self, num_elements: int, bytes_each: int) -> tuple[Transfer, ...]:
+    def scatter(self, num_elements: int, bytes_each: int, sizes: Sequence[int] = ()) -> tuple[Transfer, ...]:
         """Return the reduce-scatter of a flat buffer, and the all-reduce of the shard where there are replicas.
 
-        Cost: (s-1)/s of its bytes sent per rank, and 2(r-1)/r of a shard's.
+        Cost: (s-1)/s of its bytes sent per rank, in s - 1 steps per call, and 2(r-1)/r of a shard's.
         """
         whole = self.padded(num_elements) * bytes_each
-        own = self._in_a_set("reduce_scatter", whole)
+        own = self._calls("reduce_scatter", num_elements, bytes_each, sizes)
         return (own,) if self.replicas == 1 else (own, self._across_sets(whole // self.num_shards))
 
     def starting_ns(self, kind: str, num_elements: int, bytes_each: int) -> int:
@@ -90,6 +90,16 @@ class Shards:
         """Return the copy of a shard between a device and its host."""
         num_bytes = self.padded(num_elements) // self.num_shards * bytes_each
         return Transfer("copy", num_bytes, to_ns(num_bytes / self.cluster.device.host_link_bytes_per_s), 0.0)
+
+    def _calls(self, kind: str, num_elements: int, bytes_each: int, sizes: Sequence[int]) -> Transfer:
+        """Cost one call, or one for each tensor: then a rank also cuts each tensor into a slice for every rank."""
+        slice_s = self.cluster.slice_s
+        if not (slice_s and sizes and self.num_shards > 1):
+            return self._in_a_set(kind, self.padded(num_elements) * bytes_each)
+        calls = [self._in_a_set(kind, self.padded(size) * bytes_each) for size in sizes]
+        duration_ns = sum(call.duration_ns for call in calls) + to_ns(len(sizes) * self.num_shards * slice_s)
+        num_bytes, sent = sum(call.num_bytes for call in calls), sum(call.sent_bytes for call in calls)
+        return Transfer(kind, num_bytes, duration_ns, sent)
 
     def _in_a_set(self, kind: str, num_bytes: int) -> Transfer:
         """Cost a ring in a set; of several sets the slowest counts, since all of them wait for one another."""

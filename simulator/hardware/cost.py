@@ -179,6 +179,35 @@ def hierarchical_all_gather_s(
     return across + all_gather_s(num_bytes, ranks_per_node, intra_node)
 
 
+def ring_over_nodes_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the time of one ring of all ranks that leaves num_bytes, the whole, on each: nccl's all-gather over nodes.
+
+    Every message waits for the one before it, so that latencies grow with the ranks. Messages on both wires travel at
+    once; each rank of a node sends on a wire of its own, 1/g of the bytes.
+
+    Cost: n - 1 messages, of which one less than the nodes are between nodes; the slower wire's time for its bytes.
+    Source: NVIDIA, nccl src/graph/tuning.cc (ring: steps inside and between nodes, each with its latency).
+    """
+    n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
+    across = num_nodes - 1
+    inside, part = n - 1 - across, (n - 1) / n
+    between_s = [
+        (across * each.latency_s, part * num_bytes / ranks_per_node / each.bytes_per_s)
+        for each in inter_node.protocols
+        if num_bytes <= each.most_bytes
+    ]
+    if ranks_per_node == 1:
+        return inter_node.start_s * (n > 1) + min(map(sum, between_s))
+    return intra_node.start_s + min(
+        inside * each.latency_s + latency_s + max(part * num_bytes / each.bytes_per_s, wire_s)
+        for each in intra_node.protocols
+        if num_bytes <= each.most_bytes
+        for latency_s, wire_s in between_s
+    )
+
+
 def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Return the time of an all-to-all of num_bytes on each rank, of which 1/n goes to each: (n-1)/n S leave it.
 

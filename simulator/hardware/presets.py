@@ -40,6 +40,8 @@ class Stack:
         fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
         gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
         splits_messages: whether tensor ranks send a part each of such a message.
+        slice_s: of stage 3 tensor by tensor: time of each rank's slice of a call; 0: units are flat buffers.
+        live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         source: where the numbers come from, with a date.
     """
 
@@ -57,6 +59,8 @@ class Stack:
     gathers_ahead: bool = False
     flat_buffers: bool = False
     fused_sums: bool = False
+    slice_s: float = 0.0
+    live_elements: float | None = None
     source: str = ""
 
     def on_device(self, device: Device) -> Device:
@@ -89,6 +93,8 @@ class Stack:
             gathers_ahead=self.gathers_ahead,
             flat_buffers=self.flat_buffers,
             fused_sums=self.fused_sums,
+            slice_s=self.slice_s,
+            live_elements=self.live_elements,
         )
 
 

@@ -16,13 +16,13 @@ from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_steps,
     all_to_all_s,
-    hierarchical_all_gather_s,
     hierarchical_all_reduce_s,
     hierarchical_all_to_all_s,
     library_all_reduce_s,
     message_s,
     reduce_scatter_s,
     reduce_scatter_steps,
+    ring_over_nodes_s,
 )
 from simulator.units import to_ns
 
@@ -31,8 +31,8 @@ NO_LINKS: Links = MappingProxyType({})
 
 _COSTS = {
     "all_reduce": (library_all_reduce_s, hierarchical_all_reduce_s),
-    "all_gather": (all_gather_s, hierarchical_all_gather_s),
-    "reduce_scatter": (reduce_scatter_s, hierarchical_all_gather_s),  # the same steps, the other way round
+    "all_gather": (all_gather_s, ring_over_nodes_s),
+    "reduce_scatter": (reduce_scatter_s, ring_over_nodes_s),  # the same steps, the other way round
     "all_to_all": (all_to_all_s, hierarchical_all_to_all_s),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.attention_products import LatentSizes
-from simulator.models.gpt import as_released, gpt_workload
+from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
 
@@ -21,20 +21,21 @@ MOST_TOKENS = 4096  # of a sequence where nobody says how long they are
 
 # Fields that change neither sizes nor work: numerics, tokens, generation, what a file says of itself.
 _HARMLESS = """
-_attn_implementation _attn_implementation_autoset _name_or_path activation_dropout activation_function
-add_bos_token add_cross_attention alpha apply_residual_connection_post_layernorm architectures attention_dropout
+_attn_implementation _attn_implementation_autoset _name_or_path activation_dropout activation_function add_bos_token
+add_cross_attention alpha apply_residual_connection_post_layernorm architectures attention_dropout
 attention_softmax_in_fp32 attn_implementation attn_pdrop auto_map aux_loss_alpha bias_dropout_fusion bos_token_id
-chunk_size_feed_forward decoder_start_token_id dropout dtype embd_pdrop enable_bias eos_token_id ep_size
-gradient_checkpointing hidden_act hidden_dropout id2label init_std initializer_range is_encoder_decoder label2id
-layer_norm_elementwise_affine layer_norm_epsilon layer_types layerdrop masked_softmax_fusion max_window_layers
-model_type n_ctx n_group norm_topk_prob num_nextn_predict_layers offset_alibi output_attentions
-output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type qk_head_dim
-quantization_config reorder_and_upcast_attn resid_pdrop return_dict rms_norm_eps rope_interleave rope_parameters
-rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef router_jitter_noise
-scale_attn_by_inverse_layer_idx scale_attn_weights scoring_func seq_aux seq_length skip_bias_add skip_bias_add_qkv
-slow_but_exact sliding_window summary_activation summary_first_dropout summary_proj_to_labels summary_type
-summary_use_proj task_specific_params temperature tokenizer_class topk_group torch_dtype torchscript
-transformers_version unk_index unk_token_id use_cache use_mrope use_sliding_window
+chunk_size_feed_forward classifier_dropout decoder_start_token_id dropout dtype embd_pdrop enable_bias eos_token_id
+ep_size gradient_checkpointing hidden_act hidden_activation hidden_dropout id2label init_std initializer_range
+is_encoder_decoder label2id layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types layerdrop
+masked_softmax_fusion max_window_layers model_type n_ctx n_group norm_topk_prob num_nextn_predict_layers offset_alibi
+original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id
+partial_rotary_factor prefix pretraining_tp problem_type qk_head_dim quantization_config reorder_and_upcast_attn
+resid_pdrop return_dict rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base
+rotary_pct routed_scaling_factor router_aux_loss_coef router_jitter_noise scale_attn_by_inverse_layer_idx
+scale_attn_weights scoring_func seq_aux seq_length skip_bias_add skip_bias_add_qkv sliding_window slow_but_exact
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+temperature tokenizer_class topk_group torch_dtype torchscript transformers_version unk_index unk_token_id use_cache
+use_mrope use_parallel_residual use_sliding_window
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
@@ -140,6 +141,18 @@ def _qwen3_moe(fields: Fields) -> LlamaSizes:
     return _llama_sizes(fields, head_norms=True, head_size=fields.count("head_dim", 128), mixture=mixture)
 
 
+def _gemma(fields: Fields) -> LlamaSizes:
+    fields.only("attention_bias", False)
+    tied = fields.flag("tie_word_embeddings", default=True)
+    return _llama_sizes(fields, head_size=fields.count("head_dim", 256), ties_embedding=tied)
+
+
+def _olmo2(fields: Fields) -> LlamaSizes:
+    """Take the sizes of OLMo 2, whose norms follow attention and feed-forward part: as many, elsewhere."""
+    fields.only("attention_bias", False)
+    return _llama_sizes(fields, wide_norms=True)
+
+
 def _mixtral(fields: Fields) -> LlamaSizes:
     mixture = Mixture(fields.count("num_local_experts"), fields.count("num_experts_per_tok"))
     return _llama_sizes(fields, mixture=mixture)
@@ -168,6 +181,9 @@ def _deepseek(fields: Fields) -> LlamaSizes:
 LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = {
     "llama": _llama,
     "mistral": _llama,
+    "phi3": _llama,  # its matrices with one input are one; their products run as one in all of these
+    "gemma": _gemma,
+    "olmo2": _olmo2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
@@ -179,6 +195,8 @@ LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = {
 
 def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:
     """Return the sizes of a GPT, and how many positions it learned."""
+    if family == "gpt_neox":
+        return _neox(fields), 0
     long, short = ("hidden_size", "num_hidden_layers", "num_attention_heads"), ("n_embd", "n_layer", "n_head")
     if family == "bloom":  # it was saved with names of either kind
         short = ("n_embed", *short[1:])
@@ -199,7 +217,17 @@ def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:
     return sizes, positions
 
 
-FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom")
+def _neox(fields: Fields) -> dict[str, int]:
+    """Return the sizes of a GPT-NeoX or Pythia: rotary positions, biases, and a head that is not tied."""
+    hidden = fields.count("hidden_size")
+    fields.only("intermediate_size", 4 * hidden)
+    fields.only("attention_bias", True)
+    fields.only("tie_word_embeddings", False)
+    layers, heads, vocabulary = map(fields.count, ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    return {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": vocabulary}
+
+
+FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
 
 
 def workload_from_config(
@@ -217,7 +245,7 @@ def workload_from_config(
         microbatch_size: samples in a micro-batch.
         sequence_length: tokens; None: the model's most positions, but at most MOST_TOKENS.
         bytes_per_parameter: of parameters.
-        attention: "plain" or "flash"; None: plain for GPT-2, OPT and BLOOM, else flash.
+        attention: "plain" or "flash"; None: plain for GPT-2, OPT, BLOOM and GPT-NeoX, else flash.
 
     Raises:
         ValueError: the file is no JSON object; the family or a field is not known, or a value makes no sense.
@@ -232,10 +260,9 @@ def workload_from_config(
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
         sizes = LLAMAS[family](fields)
-        most = fields.count("max_position_embeddings", MOST_TOKENS)
     else:
         gpt, learned = _gpt(fields, str(family))
-        most = learned or MOST_TOKENS
+    most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
     fields.finish()
     length = min(most, MOST_TOKENS) if sequence_length is None else sequence_length
     if learned and length > learned:
@@ -243,7 +270,9 @@ def workload_from_config(
     if family in LLAMAS:
         workload = llama_workload(sizes, sequence_length=length, **own, name=str(name) if name else None)
         return with_kernel(workload, attention or "flash")
-    return with_kernel(as_released(gpt_workload(**gpt, sequence_length=length, **own), learned), attention or "plain")
+    plain = gpt_workload(**gpt, sequence_length=length, **own)
+    released = with_own_head(plain) if family == "gpt_neox" else as_released(plain, learned)
+    return with_kernel(released, attention or "plain")
 
 
 def _read(path: Path) -> Mapping[str, object]:

@@ -91,6 +91,26 @@ def as_released(workload: Workload, num_positions: int) -> Workload:
     return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
 
 
+def with_own_head(workload: Workload) -> Workload:
+    """Return a GPT with the last norm, a head that is not tied, and rotary positions, as GPT-NeoX was released."""
+    first, *blocks, head = workload.layers
+    vocabulary, (_, h) = first.parameter_shapes
+    own = math.prod(vocabulary)
+    first = replace(
+        first, parameter_sizes=(own,), parameter_shapes=(vocabulary,), parameter_axes=("tensor",), sequence_calls=()
+    )
+    head = replace(
+        head,
+        parameter_sizes=(h, h, own),
+        parameter_shapes=((h,), (h,), vocabulary),
+        parameter_axes=("", "", "tensor"),
+        tensor_parameters=own,
+        sequence_calls=(("all_reduce", 2 * h),),
+    )
+    layers = (first, *blocks, head)
+    return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
+
+
 def gpt_name(layers: Sequence[Layer]) -> str:
     """Name a GPT by its size."""
     num_parameters = sum(layer.num_parameters for layer in layers)

@@ -1,7 +1,8 @@
 """Llama and its relatives: the work, parameters and activations of decoders with gated feed-forward parts.
 
 Symbols: B micro-batch, s sequence, h hidden, f feed-forward width, l layers, a heads, V vocabulary. No dropout. The
-relatives: fewer heads of keys and values (Llama), biases (Qwen 2), norms of heads (Qwen 3), experts, latent attention.
+relatives: fewer heads of keys and values (Llama), biases (Qwen 2), queries and keys that are normed head by head
+(Qwen 3) or over all heads (OLMo 2), experts, latent attention.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class LlamaSizes:
         is_gated: the feed-forward part has a gate: three products, not two.
         attention_biases: queries, keys and values have biases.
         head_norms: queries and keys are normed head by head.
+        wide_norms: queries and keys are normed over all heads, by a weight for each element.
         latent: latent attention, or None.
         mixture: experts, or None.
 
@@ -51,6 +53,7 @@ class LlamaSizes:
     is_gated: bool = True
     attention_biases: bool = False
     head_norms: bool = False
+    wide_norms: bool = False
     latent: LatentSizes | None = None
     mixture: Mixture | None = None
 
@@ -84,8 +87,9 @@ def llama_workload(
     """Return the workload of such a model, with 16-bit activations.
 
     A layer keeps the inputs of both norms and of all products, and the gate's two factors (without a gate 4 f):
-    s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes. It also keeps 2 a s^2 B bytes of scores,
-    which `fuse_attention` or selective recompute drops.
+    s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes, and where queries and keys are normed the
+    norms' inputs, 2 s B (queries + keys). It also keeps 2 a s^2 B bytes of scores, which `fuse_attention` or selective
+    recompute drops.
 
     Source: sizes of tensors as Touvron et al. 2023 (2307.09288) describe the model; activations counted tensor by
         tensor as 2205.05198 does for GPT.
@@ -187,7 +191,7 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
     h, tokens, own = sizes.hidden_size, sequence * batch, _products(sizes)
     biases = [(rows,) for rows, _ in own.heads] if sizes.attention_biases else []
-    norms = [*own.norms, *([own.output[1] // sizes.num_heads] * 2 if sizes.head_norms else []), h]
+    norms = [*own.norms, *_norms_of_heads(sizes, own), h]
     parts = [((h,), ""), *((shape, "") for shape in own.narrow)]
     parts += [(shape, "tensor") for shape in (*own.heads, own.output, *biases)] + [((size,), "") for size in norms]
     shapes, axes = zip(*parts, *((shape, "tensor") for shape in _wide(sizes, width)), strict=True)
@@ -200,7 +204,7 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     outside = Work(latent, 16 * tokens * h + 16 * tokens * sum(own.norms), 4 + 2 * len(own.narrow))  # norms and sums
     narrow = Work(latent, 0, len(own.narrow))
     scores, score_bytes = _scores(sizes, own, sequence, tokens), 2 * sizes.num_heads * sequence * tokens
-    divided = 2 * tokens * (own.queries + own.keys_and_values + own.output[1]) + score_bytes
+    divided = 2 * tokens * (own.queries + own.keys_and_values + own.output[1] + _normed(sizes, own)) + score_bytes
     divided += (8 if sizes.is_gated else 4) * tokens * width
     return Layer(
         name="block",
@@ -223,6 +227,18 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     )
 
 
+def _norms_of_heads(sizes: LlamaSizes, own: AttentionProducts) -> tuple[int, ...]:
+    """Return the parameters of the norms of queries and of keys."""
+    if sizes.wide_norms:
+        return own.queries, own.keys_and_values // 2
+    return (own.output[1] // sizes.num_heads,) * 2 if sizes.head_norms else ()
+
+
+def _normed(sizes: LlamaSizes, own: AttentionProducts) -> int:
+    """Return how many elements of a token's queries and keys are normed."""
+    return own.queries + own.keys_and_values // 2 if sizes.wide_norms or sizes.head_norms else 0
+
+
 def _scores(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Work:
     """Return two products over all pairs of positions, and the softmax between them, in three kernels."""
     flops = 2.0 * tokens * sequence * (own.queries + own.output[1])
@@ -230,20 +246,21 @@ def _scores(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: in
 
 
 def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Region:
-    """Return attention: the products of heads and of the output, scores between; one kernel more in backward."""
+    """Return attention: products of heads and of the output, norms and scores between; one kernel more in backward."""
     inputs = 2.0 * tokens * sum(rows * columns for rows, columns in own.heads)
-    both, count = inputs + 2.0 * tokens * math.prod(own.output), len(own.heads) + 1
+    both, products = inputs + 2.0 * tokens * math.prod(own.output), len(own.heads) + 1
+    count = products + (2 if (normed := _normed(sizes, own)) else 0)
     scores = _scores(sizes, own, sequence, tokens)
-    stream = 4 * tokens * (own.queries + own.keys_and_values + own.output[1])
+    stream = 4 * tokens * (own.queries + own.keys_and_values + own.output[1] + normed)
     back = Work(2 * scores.matmul_flops, scores.memory_bytes, 4)
     return Region(
         "attention",
         forward=Work(both, stream, count) + scores,
         input_gradient=Work(both, stream, count) + back,
-        weight_gradient=Work(both, 0, count),
+        weight_gradient=Work(both, 0, products),
         input_bytes=2 * tokens * own.inputs,
         output_bytes=2 * tokens * sizes.hidden_size,
-        beside=Work(inputs, 0, count - 1),
+        beside=Work(inputs, 0, products - 1),
         attention=Attention(
             sizes.num_heads,
             sizes.num_heads if sizes.latent else sizes.num_key_value_heads,

@@ -11,8 +11,9 @@ the pipeline is slow in every replica: the others would wait for the slow one at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from distlab.plan import AXES, Cluster, Plan, Schedule, Workload
+from distlab.plan import AXES, Cluster, Plan, Schedule, Sharding, Workload
 from simulator.engine.event_engine import SharedCores
 from simulator.hardware.rank_layout import Layout
 from simulator.pipeline.compiled import CompiledSchedule
@@ -93,7 +94,9 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
     """Return when each part of the step happens."""
     factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
     if plan.sharding.stage == 3:
-        return time_fsdp_step(compiled, stages, plan.sharding, contention=cluster.contention)
+        return time_fsdp_step(
+            compiled, stages, _within_limit(plan.sharding, cluster, stages), contention=cluster.contention
+        )
     timing = time_step(
         compiled,
         stages,
@@ -106,6 +109,17 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
     if plan.sharding.stage in (1, 2):
         return add_zero_calls(timing, stages, gathers_ahead=cluster.gathers_ahead)
     return timing
+
+
+def _within_limit(sharding: Sharding, cluster: Cluster, stages: Sequence[Stage]) -> Sharding:
+    """Return the sharding with as many units gathered ahead as may be whole beside the one that computes."""
+    if cluster.live_elements is None:
+        return sharding
+    largest = max(
+        (unit.unit.num_elements for stage in stages for unit in stage.units if not unit.unit.is_root), default=1
+    )
+    ahead = max(0, int(cluster.live_elements // largest) - 1)
+    return replace(sharding, prefetch=min(sharding.prefetch, ahead))
 
 
 def _overlaps(plan: Plan) -> bool:

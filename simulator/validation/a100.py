@@ -193,6 +193,33 @@ def _vtrain(row: Row, family: str, recompute: str) -> Case:
     return Case(family, label, structure, gpt(*sizes, micro), plan, "a100-4-cards", DEEPSPEED, seconds, choice)
 
 
+def zero_three() -> list[Case]:
+    """Return 175B by ZeRO's stage 3 over 48 nodes: DeepSpeed of 2021, full recompute (2104.04473, Table 2)."""
+    row = next(row for row in read_table("megatron_sc21_table2_ptdp_vs_zero3") if row["scheme"] == "ZeRO-3")
+    samples, gpus, micro = int(row["global_batch"]), int(row["gpus"]), int(row["micro_batch"])
+    flops = gpt_step_flops(12288, 96, 2048, 51200, samples, recompute="full")
+    seconds = flops / gpus / (float(row["achieved_tflops_per_gpu"]) * 1e12)
+    plan = Plan(data=gpus, num_microbatches=samples // gpus // micro, recompute="full", sharding=Sharding(3))
+    workload = gpt(12288, 96, 96, 2048, micro)
+    return [Case("SC21 ZeRO-3", "175B", "175B", workload, plan, "dgx-a100", DEEPSPEED, seconds)]
+
+
+def fsdp_paper() -> list[Case]:
+    """Return 175B by FSDP, 1 and 2 samples per GPU: plain attention, a vocabulary of 50,000 (2304.11277, section 5.4).
+
+    The rates hold on 128 to 512 GPUs; 256 are taken. The rates count what full recompute runs again.
+    """
+    rates = {row["what"]: float(row["value"]) for row in read_table("fsdp_ddp_scalars")}
+    cases = []
+    for micro, what in ((1, "FSDP GPT-175B A100 128-512 GPUs batch 1"), (2, "FSDP GPT-175B batch 2")):
+        seconds = gpt_step_flops(12288, 96, 2048, 50000, micro, recompute="full") / (rates[what] * 1e12)
+        plan = Plan(data=256, recompute="full", sharding=Sharding(3))
+        workload = gpt(12288, 96, 96, 2048, micro, 50000)
+        label = f"175B, {micro} per GPU"
+        cases.append(Case("FSDP paper", label, label, workload, plan, "dgx-a100", "fsdp-plain", seconds))
+    return cases
+
+
 def mosaicml() -> list[Case]:
     """Return MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry)."""
     cases = []
@@ -220,4 +247,14 @@ def mosaicml() -> list[Case]:
     return cases
 
 
-A100_FAMILIES = (sc21, korthikanti, zero_bubble, bloom, vtrain_many_nodes, vtrain_one_node, mosaicml)
+A100_FAMILIES = (
+    sc21,
+    korthikanti,
+    zero_bubble,
+    bloom,
+    vtrain_many_nodes,
+    vtrain_one_node,
+    mosaicml,
+    zero_three,
+    fsdp_paper,
+)

@@ -1,6 +1,7 @@
 """Sizes of models by name, by a Hugging Face configuration and by a few words: parameters and work."""
 
 import json
+from math import prod
 
 import pytest
 
@@ -88,6 +89,16 @@ GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_pos
 OPT = {"model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384}
 OPT |= {"max_position_embeddings": 2048, "vocab_size": 50272, "word_embed_proj_dim": 4096, "prefix": "</s>"}
 BLOOM = {"model_type": "bloom", "n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "vocab_size": 250880}
+GEMMA = {"model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8}
+GEMMA |= {"num_key_value_heads": 1, "intermediate_size": 16384, "vocab_size": 256000, "hidden_activation": "gelu"}
+PHI3 = {"model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32}
+PHI3 |= {"num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "sliding_window": 2047}
+PHI3 |= {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+OLMO = {"model_type": "olmo2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+OLMO |= {"num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 100352, "tie_word_embeddings": False}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
+NEOX |= {"intermediate_size": 24576, "vocab_size": 50432, "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
+NEOX |= {"max_position_embeddings": 2048, "tie_word_embeddings": False, "use_parallel_residual": True}
 CONFIGS = {
     "llama-3-8b": LLAMA,
     "deepseek-v3": DEEPSEEK,
@@ -122,6 +133,35 @@ def test_a_configuration_is_the_model_by_name(name):
     found, known = workload_from_config(CONFIGS[name], **own), model_by_name(name, **own)
     assert found.layers == known.layers
     assert (found.optimizer, found.samples) == (known.optimizer, known.samples)
+
+
+# Parameters that the sizes of gemma-2b, phi-3-mini, OLMo-2-7B and GPT-NeoX-20B give.
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(GEMMA, 2_506_172_416), (PHI3, 3_821_079_552), (OLMO, 7_298_617_344), (NEOX, 20_554_567_680)],
+    ids=["gemma", "phi3", "olmo2", "gpt_neox"],
+)
+def test_configurations_without_a_model_by_name(config, parameters):
+    workload = workload_from_config(config, sequence_length=1024)
+    assert workload.num_parameters == parameters
+    assert all(
+        sum(prod(shape) for shape in layer.parameter_shapes) == layer.num_parameters for layer in workload.layers
+    )
+    tensor = 1 if config is GEMMA else 2  # its one key-value head is not divided
+    step = simulate(workload, cluster("dgx-h100", 4 * tensor), Plan(2, 2, 4, tensor=tensor))
+    assert step.duration_s > 0
+
+
+def test_normed_queries_and_keys_keep_their_inputs():
+    plain, normed = (
+        workload_from_config(OLMO | {"model_type": family}, sequence_length=1024, attention="flash")
+        for family in ("llama", "olmo2")
+    )
+    more = normed.layers[1].activation_bytes - plain.layers[1].activation_bytes
+    assert more == 2 * 1024 * (4096 + 4096)
+    assert normed.layers[1].num_parameters - plain.layers[1].num_parameters == 4096 + 4096
+    assert normed.layers[1].forward.memory_bytes > plain.layers[1].forward.memory_bytes
+    assert normed.layers[1].forward.matmul_flops == plain.layers[1].forward.matmul_flops
 
 
 def test_a_configuration_has_a_length_and_a_kernel_of_its_own(tmp_path):

@@ -124,7 +124,7 @@ def test_figures_of_ones_own_replace_the_presets():
         ("stage = 1", "level = 1", r"\[plan.sharding\] has no key 'level'; known are stage, "),
         ("stage = 1", "stage = 4", r"\[plan.sharding\] Sharding: stage is 4"),
         ('order = ["data"', 'order = ["data", "data"', r"the order of axes is 'data, data"),
-        ('name = "dgx-h100"', 'name = "dgx-x"', r"no preset 'dgx-x' among the clusters"),
+        ('name = "dgx-h100"', 'name = "dgx-x"', r"^\[cluster\] no preset 'dgx-x' among the clusters"),
         (
             'name = "dgx-h100"',
             "inter_node = { bandwidth = 1 }",
@@ -134,7 +134,17 @@ def test_figures_of_ones_own_replace_the_presets():
         (
             'name = "dgx-h100"',
             "inter_node = { latency_s = 0, bytes_per_s = -1 }",
-            r"Protocol: bytes_per_s is -1.0; pass a number greater than zero",
+            r"plan.toml: \[cluster.inter_node\] bytes_per_s is -1.0; write a number greater than zero",
+        ),
+        (
+            'name = "dgx-h100"',
+            "inter_node = { latency_s = -1e-6, bytes_per_s = 1e9 }",
+            r"\[cluster.inter_node\] latency_s is -1e-06; write a number >= 0",
+        ),
+        (
+            'name = "dgx-h100"',
+            "device = { memory_bytes_per_s = 0 }",
+            r"plan.toml: \[cluster.device\] memory_bytes_per_s is 0.0; write a number greater than zero",
         ),
         ('name = "dgx-h100"', "device = { memory_bytes = nan }", r"memory_bytes is NaN; write a finite number"),
         (
@@ -144,8 +154,13 @@ def test_figures_of_ones_own_replace_the_presets():
         ),
         ('model = "gpt-3-175b"', 'model = "gpt-9"', r"no model 'gpt-9'"),
         ('model = "gpt-3-175b"', "layers = 4", r"\[workload\] has no key 'layers'; did you mean 'num_layers'\?"),
-        ('model = "gpt-3-175b"', "hidden_size = 100\nnum_heads = 3", r"3 heads do not divide hidden_size 100"),
-        ("pipeline = 4", "pipeline = 100", r"has 100 pipeline stages"),
+        (
+            'model = "gpt-3-175b"',
+            "hidden_size = 100\nnum_heads = 3",
+            r"^\[workload\] .*3 heads do not divide hidden_size 100",
+        ),
+        ("pipeline = 4", "pipeline = 100", r"^\[plan\] .*has 100 pipeline stages"),
+        ("tensor = 2", "tensor = 100", r"^\[plan\] 100 \(tensor\) ranks cannot divide 96 heads evenly"),
         ("[plan]", "[plans]", r"plans is no table of a plan file"),
         ("[plan]", "[plan", r"plan.toml: "),
     ],

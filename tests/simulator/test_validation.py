@@ -12,7 +12,7 @@ from simulator import stack
 from simulator.validation import report
 from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import read_table
-from simulator.validation.exact import activations, bubbles, checkpoints, training_days, zero_states
+from simulator.validation.exact import Derived, activations, bubbles, checkpoints, training_days, zero_states
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
 from simulator.validation.score import kendall_tau, score
 
@@ -98,11 +98,25 @@ def test_validate_prints_scores_and_json(few, capsys, tmp_path):
     assert "![Predicted against measured" in text
     assert "zero-bubble: " in text
     assert "Chosen after the errors were seen" in text
+    assert "Published and not used" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert main(["validate"]) == 0
     assert "zero-bubble Table 5" in capsys.readouterr().out
     assert main(["validate", "--refit"]) == 0
     assert "megatron: matmul_fraction = 0." in capsys.readouterr().out
+
+
+def test_memory_and_collectives_are_judged_too():
+    def row(table, predicted):
+        return {table: [Derived(table, "row", predicted, 1.0)]}
+
+    tables = row("a, GiB", 1.03) | row("b, GiB", 1.01) | row("days", 2.0)
+    tables |= row("all-reduce, c, us, smaller", 1.06) | row("all-reduce, c, us, from 64 MiB", 1.06)
+    said = report.short_tables(tables)
+    assert said == [
+        "a, GiB: falls short: error 3.0% > 2%",
+        "all-reduce, c, us, from 64 MiB: falls short: error 6.0% > 4%",
+    ]
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -6,7 +6,20 @@ import pytest
 from pen_facts import clashes, words
 
 from distlab.plan import Plan, Sharding
-from simulator import Failures, Run, bill, cluster, gpt_workload, link, simulate, strategy_map, strategy_of
+from simulator import (
+    Failures,
+    ModelDescription,
+    Question,
+    Run,
+    bill,
+    cluster,
+    gpt_workload,
+    link,
+    search,
+    simulate,
+    strategy_map,
+    strategy_of,
+)
 from simulator.viz import describe_planner, describe_strategy_map, draw_strategy_map, planner_figure, to_png
 
 WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
@@ -61,6 +74,14 @@ def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
         draw_strategy_map(())
     with pytest.raises(ValueError, match="llama-2-8b"):
         strategy_map(("llama-2-8b",), MACHINE, (8,), batch_size=64)
+
+
+def test_the_map_has_the_plan_that_a_whole_search_finds():
+    """Two samples per rank, where bounds rank plain replicas behind plans that gather."""
+    (field,) = strategy_map(("gpt-2-1.5b",), MACHINE, (128,), batch_size=256)
+    whole = search(Question(ModelDescription(model="gpt-2-1.5b"), replace(MACHINE, num_devices=128), 256))
+    assert field.choice.plan == whole.best(1)[0].plan
+    assert field.strategy == "data"
 
 
 def test_the_panels_follow_their_controls_and_refuse_what_they_cannot_show():
