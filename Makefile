@@ -49,7 +49,7 @@ quick: setup
 	$(BIN)/python tools/quick.py $(BASE)
 
 test: gates
-	$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST)
+	$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak"
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
 		--ignore tests/architecture --ignore tests/browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)

@@ -88,6 +88,16 @@ numbers.tolist()
 # Commands run as they are written in a terminal of JupyterLab (File > New > Terminal). In a shell of your own, first
 # write `. .venv/bin/activate` in the folder of the repository.
 #
+# ## A page to print
+# The next cell writes what you have passed, and when, as a page to print or to hand in. In a terminal,
+# `distlab lesson page` does the same.
+
+# %%
+from distlab.notebook import progress_page
+
+progress_page()
+
+# %% [markdown]
 # Every word of the course stands in the [glossary](GLOSSARY.md), its formulas on a [cheat sheet](CHEATSHEET.md) to
 # print.
 #

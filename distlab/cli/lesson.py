@@ -1,7 +1,8 @@
-"""Open the lessons in JupyterLab, list them, or bring a fresh copy of one.
+"""Open the lessons in JupyterLab, list them, print your progress, or bring a fresh copy of one.
 
 You work in copies, in the folder work/; what you write there is never overwritten. `start` opens them on 127.0.0.1,
-`list` shows what there is and how far you are, `reset NN` puts your copy of a lesson aside and brings a fresh one.
+`list` shows what there is and how far you are, `page` writes that as an HTML page to print, `reset NN` puts your copy
+of a lesson aside and brings a fresh one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     start.add_argument("--port", type=whole_number(most=65535), help="default: the first free one from 8888")
     start.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     listing = actions.add_parser("list", help="show the lessons and how far you are")
+    page = actions.add_parser("page", help="write what you have passed as an HTML page, to print")
     reset = actions.add_parser("reset", help="put your copy of a lesson aside and bring a fresh one")
     reset.add_argument("lesson", metavar="NN", help="number of the lesson, such as 03, or START")
-    for action in (start, listing, reset):
+    for action in (start, listing, page, reset):
         action.add_argument("--work", type=Path, metavar="DIR", help="folder of your copies; default: work/")
 
 
@@ -34,6 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     from distlab.grading.progress import work_folder
     from distlab.notebook.copies import reset
     from distlab.notebook.course import text_table
+    from distlab.notebook.page import write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -41,6 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
         return _start(lessons, work, arguments.port, browser=not arguments.no_browser)
     if arguments.action == "list":
         print(text_table(lessons, work))
+    elif arguments.action == "page":
+        print(f"Your progress is in {_short(write_page(lessons, work))}: open it in a browser, and print it.")
     else:
         aside, fresh = reset(arguments.lesson, lessons, work)
         print(f"your copy is kept as {_short(aside)}\na fresh one is    {_short(fresh)}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distlab.notebook.display import show
     from distlab.notebook.extension import load_ipython_extension, unload_ipython_extension
     from distlab.notebook.magic import last_records
+    from distlab.notebook.page import progress_page
     from distlab.notebook.prediction import predict
     from distlab.notebook.stuck import hint, saved_answers, solution
     from distlab.notebook.trouble import in_cells
@@ -25,6 +26,7 @@ _HOMES = {
     "unload_ipython_extension": "extension",
     "last_records": "magic",
     "predict": "prediction",
+    "progress_page": "page",
     "hint": "stuck",
     "saved_answers": "stuck",
     "solution": "stuck",
@@ -37,6 +39,7 @@ __all__ = [
     "last_records",
     "load_ipython_extension",
     "predict",
+    "progress_page",
     "saved_answers",
     "show",
     "solution",

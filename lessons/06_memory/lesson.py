@@ -426,7 +426,7 @@ guess_4
 
 # %%
 guess_4.default(26)  # assumed if you gave no number above
-half, _ = ranks.run(lambda: measured(dtype="bfloat16"))[0]
+half, half_over_time = ranks.run(lambda: measured(dtype="bfloat16"))[0]
 print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
     print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
@@ -441,6 +441,45 @@ show_bars(shown, "MB", "Autocast makes activations smaller, and leaves the state
 # the activations nearly two fifths are gone, not half. Norms and the residual stream stay float32, and 16-bit copies of
 # the weights are kept for backward. What halves is what is sent, if gradients are 16-bit, and above all the time on
 # tensor cores.
+#
+# Fewer bits and recompute take away different things, so they can be had together. Here are all four updates, from the
+# start of forward to the end of the optimizer's step. Each line is drawn on its own clock: recompute takes longer.
+
+# %%
+both_over_time = ranks.run(lambda: measured(recomputed=True, dtype="bfloat16"))[0][1]
+curves = {"float32": over_time, "bfloat16 autocast": half_over_time}
+curves |= {"float32, recomputed": recomputed_over_time, "bfloat16, recomputed": both_over_time}
+peaks_mb = {name: rows.sum(axis=1).max() / 1e6 for name, (_, rows) in curves.items()}
+for name, peak in peaks_mb.items():
+    print(f"{name:21} peak {peak:4.1f} MB, {curves[name][1][-1].sum() / 1e6:4.1f} MB at the end")
+
+# %%
+from matplotlib import figure, rc_context
+
+
+@rc_context({"font.size": 12})
+def draw_curves(title):
+    picture = figure.Figure(figsize=(12.8, 4.8), layout="constrained")
+    axes, colours = picture.subplots(), ("#1A1A1A", "#0072B2", "#D55E00", "#A8457F")
+    for (name, (times, rows)), style, colour in zip(curves.items(), ("-", "--", "-.", ":"), colours, strict=True):
+        looks = {"linestyle": style, "color": colour, "linewidth": 2.4, "label": name}
+        axes.step(100 * times / times[-1], rows.sum(axis=1) / 1e6, where="post", **looks)
+    axes.set(xlabel="share of the update's time (%)", ylabel="held by a rank (MB)", xlim=(0, 100), ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(loc="outside lower left", ncols=4, frameon=False)
+    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
+    return picture
+
+
+# %%
+title = "Fewer bits make the hill lower, recompute takes most of it away; the ground stays"
+words = ", ".join(f"{name} {peak:.1f} MB" for name, peak in peaks_mb.items())
+show(draw_curves(title), f"{title}. Bytes that a rank holds over one update; peaks: {words}.")
+
+# %% [markdown]
+# The ground is parameters and optimizer states. The hill on it is made of activations: forward goes up, backward goes
+# down, while gradients grow. Autocast scales the hill. Recompute cuts it off and leaves teeth: each is one block that
+# is made again.
 
 # %% [markdown]
 # ### Why the float32 copy?

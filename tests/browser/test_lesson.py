@@ -1,8 +1,12 @@
-"""A newcomer's way: `distlab lesson start`, open lesson 03, run all cells, and move what moves."""
+"""A newcomer's way: `distlab lesson start`, open a lesson, run all cells, and move what moves.
+
+`make test` opens lesson 03 as it is given out; `make soak` opens every other lesson, with the solutions in its cells.
+"""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +17,21 @@ from browser_lab import SETTINGS, end, open_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "03_data_parallel"
+OTHERS = sorted(path.parent.name for path in ROOT.glob("lessons/*/solution.ipynb") if path.parent.name != LESSON)
+SOLUTION = "solution.ipynb"
+# Whatever takes the focus or shows a picture in an output, and has no name that a screen reader could say.
+NAMELESS = """() => {
+    const named = (id) => document.getElementById(id)?.innerText.trim();
+    const nameOf = (one) => [one.getAttribute("aria-label"), one.getAttribute("alt"), one.title, one.placeholder,
+        ...(one.getAttribute("aria-labelledby") ?? "").split(" ").map(named), ...[...(one.labels ?? [])].map(
+            (label) => label.innerText), one.matches("input, textarea, select, img, canvas") ? "" : one.innerText,
+    ].find((text) => text?.trim());
+    const kinds = "img, canvas, button, input:not([type=hidden]), select, textarea, [role=slider], [tabindex='0']";
+    const shown = [...document.querySelectorAll(".jp-Notebook .jp-OutputArea-output")].flatMap(
+        (output) => [...output.querySelectorAll(kinds)]);
+    return [...new Set(shown)].filter((one) => one.checkVisibility() && !one.closest("[aria-hidden=true]"))
+        .filter((one) => !nameOf(one)).map((one) => one.outerHTML.slice(0, 160));
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +52,8 @@ def server(tmp_path_factory):
             assert started.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
+        for folder in OTHERS:
+            shutil.copy(ROOT / "lessons" / folder / SOLUTION, work / folder / SOLUTION)
         yield found.groups()
     finally:
         end(started)
@@ -57,11 +78,12 @@ def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
     assert panels.count() >= 1
     assert timelines.count() >= 1
     assert page.locator(".distlab-picture figcaption.failed").count() == 0
+    assert page.evaluate(NAMELESS) == []
     for place in range(timelines.count()):
         timelines.nth(place).scroll_into_view_if_needed()
         page.wait_for_timeout(300)
         lesson.shoot(shots / f"lesson-03-timeline-{place}.png")
-    move_panel(page)
+    move_panel(page, panels_of(page).first)
     lesson.shoot(shots / "lesson-03-panel.png")
     output = page.locator(".jp-OutputArea-output pre").first
     assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
@@ -70,27 +92,61 @@ def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
     assert lesson.offsite == []
 
 
-def move_panel(page):
-    """Move the first panel that has a slider, by key and by mouse."""
-    slider = page.locator(".noUi-handle").first
+@pytest.mark.soak  # 14 whole lessons, half a minute each on a machine that does nothing else
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("folder", OTHERS, ids=lambda folder: folder[:2])
+def test_every_cell_of_a_solution_runs_and_its_pictures_move(server, folder, tmp_path, shots):
+    base, token = server
+    address = f"{base}/lab/tree/{folder}/{SOLUTION}?token={token}&reset"
+    with open_notebook(address, base, tmp_path) as lesson:
+        lesson.wait_for_kernel()
+        lesson.run_all(timeout_s=500)
+        assert lesson.trouble() == []
+        page = lesson.page
+        assert page.locator(".distlab-picture figcaption.failed").count() == 0
+        assert page.evaluate(NAMELESS) == []
+        panels = panels_of(page)
+        for place in range(panels.count()):
+            move_panel(page, panels.nth(place))
+            lesson.shoot(shots / f"lesson-{folder[:2]}-panel-{place}.png")
+        timelines = page.locator(".distlab-timeline canvas")
+        for place in range(timelines.count()):
+            move_timeline(page, timelines.nth(place))
+        assert page.locator(".distlab-picture figcaption.failed").count() == 0
+        assert lesson.console == []
+        assert lesson.offsite == []
+
+
+def panels_of(page):
+    """The panels that have a slider."""
+    boxes = page.locator(".widget-vbox", has=page.locator(".distlab-picture"))
+    return boxes.filter(has=page.locator(".noUi-handle"))
+
+
+def move_panel(page, box):
+    """Move a panel's first slider, by key and by mouse; each shows another picture, or its words change."""
+    slider, image = box.locator(".noUi-handle").first, box.locator(".distlab-picture img")
     slider.scroll_into_view_if_needed()
-    box = (
-        page.locator(".widget-vbox", has=page.locator(".distlab-picture"))
-        .filter(has=page.locator(".noUi-handle"))
-        .first
-    )
-    image = box.locator(".distlab-picture img")
-    track = box.locator(".noUi-target").first.bounding_box()
-    source = image.get_attribute("src")
-    changed = "([image, source]) => image.src !== source && image.naturalWidth > 0"
+    track = box.locator(".noUi-target").first
+    at_end = slider.get_attribute("aria-valuenow") == slider.get_attribute("aria-valuemax")
+    for act in (lambda: press(page, slider, "ArrowLeft" if at_end else "ArrowRight"), lambda: click(page, track)):
+        before = image.get_attribute("src"), box.inner_text()
+        act()
+        changed = "([box, image, [source, text]]) => image.src !== source || box.innerText !== text"
+        page.wait_for_function(changed, arg=[box.element_handle(), image.element_handle(), before], timeout=60_000)
+        page.wait_for_timeout(1000)
+
+
+def press(page, slider, key):
     slider.focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=60_000)
-    page.wait_for_timeout(1000)
-    source = image.get_attribute("src")
-    page.mouse.click(track["x"] + 0.7 * track["width"], track["y"] + track["height"] / 2)
-    page.wait_for_function(changed, arg=[image.element_handle(), source], timeout=60_000)
+    page.keyboard.press(key)
+
+
+def click(page, track):
+    """Click where the handle is not: near the end of a track that is further away."""
+    handle, bar = track.locator(".noUi-handle").bounding_box(), track.bounding_box()
+    right = handle["x"] + handle["width"] / 2 < bar["x"] + bar["width"] / 2
+    page.mouse.click(bar["x"] + (0.9 if right else 0.1) * bar["width"], bar["y"] + bar["height"] / 2)
 
 
 def move_timeline(page, canvas):

@@ -28,6 +28,14 @@ def test_a_slider_with_options_reads_out_its_option(notebook):
         assert slider.get_attribute("aria-valuenow") != f"{option}.0", "the option's place among all"
 
 
+def test_every_slider_has_its_labels_name(notebook):
+    sliders = notebook.page.locator(".widget-hslider")
+    assert sliders.count() > 4
+    names = [slider.locator(".noUi-handle").get_attribute("aria-label") for slider in sliders.all()]
+    assert names == [slider.locator(".widget-label").inner_text() for slider in sliders.all()]
+    assert all(names)
+
+
 def test_a_picture_stands_above_many_controls(notebook):
     page = notebook.page
     panel = page.locator(".widget-vbox", has=page.locator(".distlab-picture")).last

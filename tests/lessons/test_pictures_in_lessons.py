@@ -58,3 +58,19 @@ def test_a_lesson_opens_with_a_picture(number):
 def test_no_long_row_of_cells_has_nothing_to_look_at(number):
     most, first = longest_without(*pictures(number))
     assert most <= MOST_WITHOUT, f"lesson {number}: {most} cells without a picture, from cell {first} on"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("05", ["Loss against bytes sent", "no compression needs", "top-1 % needs"]),
+        ("06", ["over one update", "bfloat16 autocast", "float32, recomputed", "bfloat16, recomputed"]),
+    ],
+)
+def test_curves_that_readers_would_rather_see_are_drawn(number, words):
+    """Loss over bytes, and memory over an update by precision and recompute; words are the picture's own text."""
+    (folder,) = LESSONS.glob(f"{number}_*")
+    cells = json.loads((folder / "solution.ipynb").read_text())["cells"]
+    shown = [output for cell in cells for output in cell.get("outputs", ()) if has_image(output)]
+    told = ["".join(output["data"]["text/plain"]) for output in shown]
+    assert [text for text in told if all(word in text for word in words)]

@@ -20,12 +20,12 @@ from sphinx.util.docutils import SphinxDirective
 
 from simulator.viz import Panel, Timeline
 from simulator.viz.panels.schedule_timeline import ScheduleTimeline
+from simulator.viz.timeline.timeline_widget import SCRIPTS
 
 from .slices import shown_name, widget_source
 from .states import played
 
 TABLE = Path(__file__).parent.parent / "players.toml"
-TIMELINE = ("timeline_draw.js", "timeline_widget.js")
 
 
 def found_in(lesson: Path) -> Iterator[tuple[int, str, str]]:
@@ -111,7 +111,7 @@ def _make_all(app: Sphinx) -> None:
                 players[place] = html_of(name, data, "../../")
     if wanted:
         raise ValueError(f"players.toml has values of widgets that no lesson shows: {', '.join(wanted)}")
-    canvas = "\n".join((Path(app.srcdir) / "simulator/viz/timeline" / name).read_text() for name in TIMELINE)
+    canvas = "\n".join(path.read_text() for path in SCRIPTS)
     canvas = canvas.replace("export default {", "return {")
     shutil.copy(Path(app.srcdir) / "simulator/viz/timeline/timeline_widget.css", folder / "timeline.css")
     (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")

@@ -15,20 +15,6 @@ const STYLE = `
     background: var(--jp-rendermime-error-background, #fdd); }
 `;
 
-// A slider with options tells a screen reader the option's place (4); let it tell the option (2700), which it shows.
-function readOptions(panel) {
-  const tell = () => {
-    for (const slider of panel.querySelectorAll(".widget-hslider")) {
-      const handle = slider.querySelector(".noUi-handle"), option = slider.querySelector(".widget-readout")?.textContent;
-      if (option && handle?.getAttribute("aria-valuetext") !== option) handle?.setAttribute("aria-valuetext", option);
-    }
-  };
-  const watcher = new MutationObserver(tell);
-  watcher.observe(panel, { subtree: true, childList: true, characterData: true, attributeFilter: ["aria-valuetext"] });
-  tell();
-  return watcher;
-}
-
 function render({ model, el }) {
   const style = document.createElement("style");
   const figure = document.createElement("figure");
@@ -42,7 +28,7 @@ function render({ model, el }) {
   el.append(style, figure);
   let newest = 0;
   let address = "";
-  let watcher;
+  const endNames = nameControls(el);
 
   async function show() {
     const turn = ++newest;
@@ -59,8 +45,6 @@ function render({ model, el }) {
       probe.onload = probe.onerror = there;
       probe.src = next;
     });
-    const panel = el.closest(".widget-vbox");
-    if (panel) watcher ??= readOptions(panel);
     if (turn !== newest) {
       URL.revokeObjectURL(next);
       return;
@@ -76,7 +60,7 @@ function render({ model, el }) {
   show();
   return () => {
     model.off("change", show);
-    watcher?.disconnect();
+    endNames();
     if (address) URL.revokeObjectURL(address);
   };
 }

@@ -17,9 +17,11 @@ from matplotlib.figure import Figure
 
 from simulator.viz.drawing.mimebundle import title_of, with_picture
 from simulator.viz.drawing.paint import Painter
+from simulator.viz.drawing.scripts import NAMES
 
 Draw = Callable[..., tuple[Figure, str]]
 CONTROL_WIDTH = "26em"
+SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
 FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
 
 
@@ -42,7 +44,7 @@ def by_name(one_or_several: Named | Mapping[str, Named], what: str) -> dict[str,
 class Picture(anywidget.AnyWidget):
     """An image with alt text, and a line of text under it that screen readers announce when it changes."""
 
-    _esm = Path(__file__).with_name("panel.js")
+    _esm = "\n".join(path.read_text("utf-8") for path in SCRIPTS)
     png = traitlets.Bytes(b"").tag(sync=True)
     title = traitlets.Unicode("").tag(sync=True)
     text = traitlets.Unicode("").tag(sync=True)

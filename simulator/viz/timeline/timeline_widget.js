@@ -334,7 +334,11 @@ class Timeline {
 
 function render({ model, el }) {
   const timeline = new Timeline(model, el);
-  return () => timeline.remove();
+  const endNames = nameControls(el);
+  return () => {
+    endNames();
+    timeline.remove();
+  };
 }
 
 export default { render };

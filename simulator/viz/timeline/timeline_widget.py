@@ -19,12 +19,14 @@ from simulator.units import format_s
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.mimebundle import with_picture
 from simulator.viz.drawing.plot import to_png
+from simulator.viz.drawing.scripts import NAMES
 from simulator.viz.timeline.draw_rows import Scene, Words
 from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, traces_of, words_of
 
-SCRIPTS = ("timeline_draw.js", "timeline_widget.js")  # one module: the second uses what the first defines
+HERE = Path(__file__)  # one module of three: each uses what those before it define
+SCRIPTS = (NAMES, HERE.with_name("timeline_draw.js"), HERE.with_name("timeline_widget.js"))
 COLUMNS, MAX_COLUMNS = 1000, 4000
 SHORTEST_VIEW_S = 1e-8
 MOST_TIMES_LONGER = 3.0  # one trace than the other, in the view that is shown first
@@ -52,7 +54,7 @@ class Timeline(anywidget.AnyWidget):
         ValueError: there is no trace, or a trace is empty.
     """
 
-    _esm = "\n".join(Path(__file__).with_name(name).read_text("utf-8") for name in SCRIPTS)
+    _esm = "\n".join(path.read_text("utf-8") for path in SCRIPTS)
     _css = Path(__file__).with_name("timeline_widget.css")
     view = traitlets.Tuple(traitlets.Float(), traitlets.Float(), default_value=(0.0, 1.0)).tag(sync=True)
     title = traitlets.Unicode().tag(sync=True)
