@@ -73,8 +73,42 @@ def take(root):
     dist.broadcast(torch.empty(4), src=root)
 
 
+class Buckets:
+    """What is left over is sent by another function than what a hook sends; all ranks keep the order of buckets."""
+
+    def ready(self):
+        dist.all_reduce(torch.ones(4))
+
+    def rest(self):
+        dist.all_reduce(torch.ones(4))
+
+
+def in_hooks_or_after(rank):
+    """Of two buckets alike the second starts in a hook where its parameters were used, else after backward."""
+    buckets = Buckets()
+    for step in range(4):
+        buckets.ready()
+        buckets.ready() if step % 2 == rank % 2 else buckets.rest()
+
+
+def in_closures_or_after(rank):
+    def ready():
+        dist.all_reduce(torch.ones(4))
+
+    def rest():
+        dist.all_reduce(torch.ones(4))
+
+    for step in range(4):
+        ready()
+        (ready if step % 2 == rank % 2 else rest)()
+
+
+NO_EXCHANGE = [in_branches, take_turns, take_turns_by_continue, wait_in_turn, own_lines, other_roots]
+NO_EXCHANGE += [in_hooks_or_after, in_closures_or_after]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("fn", [in_branches, take_turns, take_turns_by_continue, wait_in_turn, own_lines, other_roots])
+@pytest.mark.parametrize("fn", NO_EXCHANGE)
 def test_ranks_may_reach_a_call_from_different_lines(fn, world_size):
     with Ranks(world_size, timeout_s=60) as ranks:
         ranks.run(lambda: fn(dist.get_rank()))

@@ -3,7 +3,9 @@
 Such calls meet and add up different tensors, and nothing else in the record shows it. What is told is an exchange: two
 or three calls of a group, where each rank makes the same ones and not all in the same order. Calls are the same when
 one line makes them, or two lines of one function that read alike, as in the branches of `if rank == 1`. A program that
-takes turns, where an `if` chooses between a rank's two lines, is never accused. Without its source nothing is told.
+takes turns, where an `if` chooses between a rank's two lines, is never accused. Nor is one whose lines stand in a hook
+and in what runs after backward: a bucket may start in either, so the line does not say which bucket it is. Without its
+source nothing is told.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class Place(NamedTuple):
         function: file and first line of the innermost function that holds it.
         text: its statements.
         branches: the branches of that function in which it stands, each as first line and name of the branch.
+        is_inner: the function is a method, a lambda or inside another one, as hooks are.
     """
 
     function: tuple[str, int]
     text: str
     branches: frozenset[tuple[int, str]]
+    is_inner: bool
 
 
 class Exchanges:
@@ -95,7 +99,10 @@ def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool
         known = [place for place in places if place is not None]
         if len(known) < len(calls):
             return False
-        if any(a.function == b.function and a.branches != b.branches for a, b in pairwise(known)):
+        if any(
+            a.branches != b.branches if a.function == b.function else a.is_inner or b.is_inner
+            for a, b in pairwise(known)
+        ):
             return False
         orders.add(tuple((place.function, place.text) for place in known))
     first = sorted(next(iter(orders)))
@@ -109,11 +116,12 @@ def place_of(site: str) -> Place | None:
     tree, line = _tree(file), int(number) if number.isdigit() else 0
     if tree is None:
         return None
-    function, branches, text = (file, 0), set[tuple[int, str]](), []
+    function, is_inner, branches, text = (file, 0), False, set[tuple[int, str]](), []
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case | ast.Lambda):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _holds(node, line):
+            is_inner = node.col_offset > 0 if node.lineno >= function[1] else is_inner
             function = (file, max(function[1], node.lineno))
         elif isinstance(node, ast.stmt) and not hasattr(node, "body") and _holds(node, line):
             text.append(ast.unparse(node))
@@ -121,7 +129,7 @@ def place_of(site: str) -> Place | None:
             named = ((name, getattr(node, name, [])) for name in ("body", "orelse"))
             branches |= {(b[0].lineno, name) for name, b in named if any(_holds(inner, line) for inner in b)}
     inside = frozenset(branch for branch in branches if branch[0] > function[1])
-    return Place(function, "; ".join(text), inside) if text else None
+    return Place(function, "; ".join(text), inside, is_inner) if text else None
 
 
 def _holds(node: Any, line: int) -> bool:
