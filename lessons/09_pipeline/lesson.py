@@ -331,7 +331,7 @@ def bench(name, schedule):
     seen[name] = work_of(best).from_zero(), paper
     took, busy = seconds_of(best), (work_of(best).end_ns - work_of(best).start_ns).sum() / 4e9
     peaks = ", ".join(str(peak) for _, peak in results)
-    print(f"{name:12} {took * 1e3:4.0f} ms ({paper.duration_s * 1e3:.0f} predicted), busy {busy / took:.0%}", end="")
+    print(f"{name:12} {took * 1e3:4.0f} ms ({paper.duration_s * 1e3:.0f} on paper), busy {busy / took:.0%}", end="")
     print(f" ({1 - paper.bubble_fraction:.0%}), in flight {peaks}")
 
 
@@ -344,7 +344,7 @@ show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
 
 # %% [markdown]
 # On paper GPipe takes the ranks from 25 % to 73 %, with the same work and the same numbers. Measured times are longer
-# than predicted: a sleep lasts longer than asked, messages take time, and more so where other programs run.
+# than on paper: a sleep lasts longer than asked, messages take time, and more so where other programs run.
 
 # %% [markdown]
 # ## When more micro-batches stop helping

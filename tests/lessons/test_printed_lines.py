@@ -41,3 +41,11 @@ def test_printed_lines_fit(path):
     notebook = nbformat.read(path, as_version=4)
     found = [f"cell {place}: {line[:120]}" for place, line in printed_lines(notebook) if too_long(line)]
     assert found == []
+
+
+def test_ideal_times_of_schedules_are_not_called_predictions():
+    """Lesson 9's bench lays real steps beside times that know no messages: on paper, as the text says."""
+    for name in ("lesson.ipynb", "solution.ipynb"):
+        text = (Path(__file__).resolve().parents[2] / "lessons" / "09_pipeline" / name).read_text(encoding="utf-8")
+        assert "on paper), busy" in text
+        assert "predicted), busy" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ LEAST_SHOWN_PT = 6.8  # 9 pixels; so the widest picture fits a notebook of 800 p
 SCROLLS = "distlab-scrolls"  # its bar is always seen, since a picture that is cut between two words looks complete
 BAR = f".{SCROLLS}::-webkit-scrollbar {{ height: 9px }}\n"
 BAR += f".{SCROLLS}::-webkit-scrollbar-thumb {{ background: #9A9FA8; border-radius: 4px }}\n"
+NAMES = Path(__file__).with_name("name_controls.js")  # begins each widget's script: names for a screen reader
 DARK_PAGES = 'body[data-jp-theme-light="false"]', "body.vscode-dark", "body.vscode-high-contrast"
 
 

@@ -15,9 +15,8 @@ import ipywidgets
 import traitlets
 from matplotlib.figure import Figure
 
-from simulator.viz.drawing.mimebundle import title_of, with_picture
+from simulator.viz.drawing.mimebundle import NAMES, title_of, with_picture
 from simulator.viz.drawing.paint import Painter
-from simulator.viz.drawing.scripts import NAMES
 
 Draw = Callable[..., tuple[Figure, str]]
 CONTROL_WIDTH = "26em"

@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.drawing.mimebundle import NAMES, with_picture
 from simulator.viz.drawing.plot import to_png
-from simulator.viz.drawing.scripts import NAMES
 from simulator.viz.timeline.draw_rows import Scene, Words
 from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
