@@ -13,10 +13,12 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from distlab.comm.launch.worker import own_job
 from distlab.grading.exercise import Refused
+from distlab.grading.library import Twins, is_twin, refuse_twins
 from distlab.grading.tamper import Fence, Untouched
 from distlab.grading.wires import close_other_wires
 
@@ -51,7 +53,9 @@ class Board:
         self._store.wait(keys)
 
 
-def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int) -> Any:
+def drive_on_rank(
+    drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int, twins: Twins | None = None
+) -> Any:
     """Drive a learner's function on this rank under limits, and return what the drive returns."""
     from distlab.grading.variation.left import restored
 
@@ -60,6 +64,8 @@ def drive_on_rank(drive: Callable[..., Any], fn: Callable[..., Any], memory_limi
     fence = Fence(own_job())
     sys.addaudithook(fence.hook)
     close_other_wires(lambda: fence.is_up, fence.ways)
+    if twins is not None:
+        refuse_twins(twins, lambda: fence.is_up)
     untouched = Untouched()
     streams = sys.stdout, sys.stderr
     try:
@@ -155,8 +161,34 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
                 f"it changed torch's default device to {now}, for everything that comes after; "
                 "give the device to the tensors that you make",
             )
-        return in_python_numbers(result)
+        return _fenced(in_python_numbers(result), fence, (*args, *named.values()))
 
     with contextlib.suppress(Exception):
         functools.update_wrapper(call, fn)
+    return call
+
+
+def _fenced(result: Any, fence: Fence, given: tuple[Any, ...]) -> Any:
+    """Return a result whose functions, called later, run behind the fence as well; `given` are the arguments."""
+    if type(result) in (tuple, list):
+        items = [_fenced(item, fence, given) for item in result]
+        is_same = all(new is old for new, old in zip(items, result, strict=True))
+        return result if is_same else type(result)(items)
+    if not isinstance(result, FunctionType | MethodType | BuiltinMethodType | functools.partial):
+        return result
+    if isinstance(result, FunctionType) and is_twin(result):
+        raise Refused(
+            "library", f"it returns {result.__module__}.{result.__qualname__} of the library: write it yourself"
+        )
+
+    @functools.wraps(result)
+    def call(*args: Any, **named: Any) -> Any:
+        allowed = fence.ways.allow((*given, *args, *named.values()))
+        fence.is_up, was_up = True, fence.is_up
+        try:
+            return in_python_numbers(result(*args, **named))
+        finally:
+            fence.is_up = was_up
+            fence.ways.put_back(allowed)
+
     return call

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distlab.grading.blame import fault_of, file_of, place_in
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
+from distlab.grading.library import twins_of
 from distlab.grading.plain_errors import in_words
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
 
     with _watch_output(ranks) as flooded:
         try:
-            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes)
+            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes, twins_of(exercise))
         except RankError as error:
             if flooded:
                 rank = flooded[0]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from distlab.grading.exercise import Exercise, Fault
 
+MAX_HELD = 10_000  # values that are looked at, of what an answer holds
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -28,7 +31,7 @@ def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> F
         or _not_written(exercise, fn)
         or _wrong_kind(fn)
         or _misfit(fn, reference)
-        or _is_reference(fn, reference)
+        or _is_not_own(exercise, fn, reference)
     )
 
 
@@ -116,21 +119,25 @@ def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | No
     return None
 
 
-def _is_reference(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
-    """Say so where an answer holds the reference, in a name that it uses, a default or a partial."""
+def _is_not_own(exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
+    """Say so where an answer holds the reference, or the library's version of it: in a name, a default, a partial."""
+    from distlab.grading.library import twins_of
     from distlab.grading.tamper import IS_REFERENCE
 
     if fn is reference:  # tests, and `--impl reference`
         return None
-    seen: list[Any] = []
+    twins = twins_of(exercise)
+    seen: dict[int, Any] = {}
     held: list[Any] = [fn]
-    while held:
+    while held and len(seen) < MAX_HELD:
         one = held.pop()
-        if any(one is other for other in seen):
+        if id(one) in seen:
             continue
-        seen.append(one)
+        seen[id(one)] = one
         if one is reference or getattr(one, "__code__", None) is getattr(reference, "__code__", seen):
             return Fault("reference", f"{reference.__name__}: {IS_REFERENCE}")
+        if twins.is_one(one):
+            return Fault("library", f"{reference.__name__}: {twins.words(one)}")
         held += _held_by(one)
     return None
 
@@ -141,14 +148,23 @@ def _held_by(one: Any) -> list[Any]:
         return [one.func, *one.args, *one.keywords.values()]
     if inspect.ismethod(one):
         return [one.__func__]
-    if not inspect.isfunction(one) or str(one.__module__).startswith("torch"):
+    if type(one) in (list, tuple, set):
+        return list(one)
+    if type(one) is dict:
+        return list(one.values())
+    if not inspect.isfunction(one) or str(one.__module__).startswith(("torch", "distlab.", "simulator")):
         return []
-    code = one.__code__
-    held = [one.__globals__[name] for name in code.co_names if name in one.__globals__]
+    held = [one.__globals__[name] for name in _global_names(one.__code__) if name in one.__globals__]
     for cell in one.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
     return [*held, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Return the global names that a function's code loads, in functions inside of it too."""
+    names = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_global_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _plain(signature: inspect.Signature) -> str:

@@ -7,6 +7,7 @@ themselves is let through: imports, sources for tracebacks, caches of torch.comp
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import sysconfig
@@ -23,7 +24,10 @@ _WIRES = {  # a group's backend and a store, called directly
         "allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
         "alltoall alltoall_base send recv recv_anysource"
     ),
-    "Store": "set get append add compare_set multi_set multi_get wait",
+    "Store": (
+        "set get append add compare_set multi_set multi_get wait check delete_key num_keys queue_push queue_pop "
+        "queue_len"
+    ),
 }
 _PATHS = {  # for each event that changes files, where in its arguments a path is, and the folder that it starts from
     "os.mkdir": ((0, 2),),
@@ -34,22 +38,38 @@ _PATHS = {  # for each event that changes files, where in its arguments a path i
     "os.symlink": ((1, 2),),
     "os.truncate": ((0, None),),
     "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),),
     "os.utime": ((0, 3),),
     "os.setxattr": ((0, None),),
+    "os.removexattr": ((0, None),),
     "shutil.rmtree": ((0, 1),),
 }
 _MEMORY = {"mmap.__new__": "maps memory", "socket.__new__": "opens a socket", "socket.connect": "opens a socket"}
-_C_CALLS = frozenset(
-    {"open", "open64", "openat", "creat", "fopen", "write", "shm_open", "mmap", "mmap64", "mkfifo", "pipe", "ptrace"}
-    | {"socket", "connect", "send", "sendto", "sendmsg", "shmget", "shmat", "semget", "msgget"}
-    | {"process_vm_writev", "process_vm_readv"}
+_LOCKS = {"fcntl.flock", "fcntl.lockf"}
+_IMPORTS = {
+    **dict.fromkeys(("dbm.gnu", "dbm.ndbm", "_gdbm", "_dbm"), "opens a database"),
+    **dict.fromkeys(("cffi", "_cffi_backend"), "calls C by cffi"),
+}
+_HARMLESS_C = """
+    abs labs div strlen strcmp strncmp memcmp memcpy memmove memset toupper tolower atoi atof strtol strtod qsort rand
+    srand time clock clock_gettime gettimeofday usleep nanosleep sleep sched_yield sched_getcpu getpid gettid getppid
+    getuid getenv malloc calloc realloc free malloc_trim printf puts putchar fflush fsync fdatasync sync syncfs sqrt
+    exp exp2 expm1 log log2 log10 log1p pow hypot floor ceil round trunc fabs fmod fmin fmax ldexp sin cos tan tanh
+"""  # all that C offers else may reach another process
+_OTHERS = (  # of Python, and no event tells of them
+    ("os", ("memfd_create", "pidfd_open")),
+    ("signal", ("pidfd_send_signal",)),
+    ("_posixshmem", ("shm_open",)),
 )
+_NODES = ("mkfifo", "mknod")  # of os: they make a file, and no event tells
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _HARMLESS = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 _WALKERS = ("walk_tb", "walk_stack")
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SIMULATOR = os.path.join(os.path.dirname(_PACKAGE.rstrip(os.sep)), "simulator") + os.sep
 _GUARD = os.path.join("grading", "guard.py")
+_IMPORTLIB = (os.path.join("importlib", "__init__.py"), "<frozen importlib._bootstrap>")
 _INSPECT = f"{os.sep}inspect.py"
 _OWN_BUSINESS = (  # files of these may write, map and connect whoever called them
     "<frozen importlib",
@@ -88,7 +108,13 @@ class Ways:
             places = ((args[at], -1 if folder is None else args[folder]) for at, folder in _PATHS[event])
             return next(filter(None, (self._outside(*place) for place in places)), "")
         if event == "ctypes.dlsym":
-            return f"calls C's {args[1]}" if args[1] in _C_CALLS else ""
+            return "" if args[1] in _HARMLESS_C.split() else f"calls C's {args[1]}"
+        if event == "sqlite3.connect":
+            in_memory = str(args[0]) in ("", ":memory:") or "mode=memory" in str(args[0])
+            return "" if in_memory else self._outside(args[0])
+        if event in _LOCKS:
+            descriptor = args[0] if isinstance(args[0], int) else args[0].fileno()
+            return self._outside(f"/proc/self/fd/{descriptor}").replace("writes to", "locks")
         return _MEMORY.get(event, "")
 
     def _outside(self, path: Any, folder: int | None = -1) -> str:
@@ -117,8 +143,6 @@ def went_around(what: str) -> Refused:
 
 def close_other_wires(is_up: Callable[[], bool], ways: Ways) -> None:
     """Refuse, from now on in this process, that the answer's own lines send where no record sees it."""
-    import _posixshmem  # type: ignore[import-not-found]
-
     tempfile.gettempdir()  # the first call writes a file to see whether it can
 
     import torch
@@ -129,8 +153,15 @@ def close_other_wires(is_up: Callable[[], bool], ways: Ways) -> None:
         for name in names.split():
             if hasattr(place, name):
                 setattr(place, name, _refused(getattr(place, name), f"{owner}.{name}", is_up))
-    _posixshmem.shm_open = _refused(_posixshmem.shm_open, "shm_open", is_up, leads_from_answer)
-    for place, names in ((torch, "from_file"), (torch.UntypedStorage, "from_file _new_shared_filename_cpu")):
+    for module_name, functions in _OTHERS:
+        place = importlib.import_module(module_name)
+        for name in filter(functools.partial(hasattr, place), functions):
+            setattr(place, name, _refused(getattr(place, name), name, is_up, leads_from_answer))
+    sys.meta_path.insert(0, _Importing(is_up))
+    for name in _NODES:
+        setattr(os, name, _checked(getattr(os, name), is_up, ways))
+    shared = "from_file _new_shared_filename_cpu share_memory_ _share_fd_cpu_ _share_filename_cpu_"
+    for place, names in ((torch, "from_file"), (torch.UntypedStorage, shared), (torch.Tensor, "share_memory_")):
         for name in names.split():
             setattr(place, name, _refused(getattr(place, name), name, is_up))
     writer = torch._C.PyTorchFileWriter  # C++ opens its file, and no event tells
@@ -154,13 +185,13 @@ def _refused(
     return call
 
 
-def _checked(writer: Callable[..., Any], is_up: Callable[[], bool], ways: Ways) -> Callable[..., Any]:
+def _checked(real: Callable[..., Any], is_up: Callable[[], bool], ways: Ways) -> Callable[..., Any]:
     find = sys._getframe
 
     def make(file: Any, *args: Any, **named: Any) -> Any:
         if is_up() and (what := ways.refused("open", (file, "w", 0))) and leads_from_answer(find(1)):
             raise went_around(what)
-        return writer(file, *args, **named)
+        return real(file, *args, **named)
 
     return make
 
@@ -187,6 +218,33 @@ def leads_from_answer(frame: FrameType | None) -> bool:
     return False
 
 
+def calls_library(frame: FrameType | None) -> bool:
+    """Return whether the answer's code calls a function of this library, itself and not by another one of them."""
+    for each in _frames(frame):
+        if each.f_code.co_filename.startswith((_PACKAGE, _SIMULATOR)):
+            return False
+        if not _is_library(each.f_code):
+            return leads_from_answer(each)
+    return False
+
+
+class _Importing:
+    """A finder that finds nothing, and refuses that the answer imports what reaches other processes by itself."""
+
+    def __init__(self, is_up: Callable[[], bool]) -> None:
+        self._is_up, self._find = is_up, sys._getframe
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Refuse some modules."""
+        if name not in _IMPORTS or not self._is_up():
+            return
+        frame: FrameType | None = self._find(1)
+        while frame is not None and frame.f_code.co_filename.endswith(_IMPORTLIB):
+            frame = frame.f_back
+        if leads_from_answer(frame):
+            raise went_around(_IMPORTS[name])
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -197,7 +255,7 @@ def _is_library(code: CodeType) -> bool:
     file = code.co_filename
     if "site-packages" in file or "dist-packages" in file:
         return True
-    return file.startswith((_STANDARD, _PACKAGE, "<frozen"))
+    return file.startswith((_STANDARD, _PACKAGE, _SIMULATOR, "<frozen"))
 
 
 def _opens(frame: FrameType) -> bool:

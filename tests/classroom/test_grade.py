@@ -49,13 +49,17 @@ def mean(tensor):
     os.kill(os.getppid(), signal.SIGKILL)
 """
 ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
-# A check refuses that an answer writes files, but it is no security boundary: C can always be called.
-FILES = """
+# A check refuses that an answer writes files or calls C, but it is no security boundary: it goes by files' names.
+PAST = "/torch/_inductor/past.py"
+FILES = f"""
 import ctypes, time
 
 def mean(tensor):
-    ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
-    ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
+    exec(compile('''
+import ctypes
+ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
+ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
+''', "{PAST}", "exec"))
     time.sleep(60)
 """
 
@@ -123,11 +127,12 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
 
 
 MEDDLES = """
-import ctypes, pathlib
+import pathlib
 
 for path in [*pathlib.Path("{here}/class").glob("*.py"), *pathlib.Path("{here}/results").glob("*.json")]:
     if path.stem != "ann":
-        ctypes.CDLL(None).truncate(str(path).encode(), ctypes.c_long(0))
+        line = f"import ctypes; ctypes.CDLL(None).truncate({{str(path).encode()}}, ctypes.c_long(0))"
+        exec(compile(line, "/torch/_inductor/past.py", "exec"))
 
 def mean(tensor):
     return tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import functools
 import gc
 import glob
@@ -30,6 +29,10 @@ from distlab.grading.check import examine
 
 def wrong(tensor):
     return torch.zeros_like(tensor)
+
+
+PAST = "/torch/_inductor/past.py"  # the fence lets pass what torch.compile does, and it goes by the file's name
+KILL = "import ctypes, os; ctypes.CDLL(None).kill(os.getppid(), 9)"
 
 
 class ExitsWhenRead:
@@ -163,7 +166,7 @@ def sends_through_a_store(tensor):
 
 
 def kills_the_fork_server(tensor):
-    ctypes.CDLL(None).kill(os.getppid(), 9)
+    exec(compile(KILL, PAST, "exec"))
     time.sleep(5)
 
 
@@ -233,7 +236,7 @@ def test_what_a_learner_may_use_is_not_refused(mean_exercise: Exercise) -> None:
 ENDINGS = {
     "os._exit(0)": "exited with status 0",
     "import sys; sys.exit(0)": "exited with status 0",
-    "import ctypes, time; ctypes.CDLL(None).kill(os.getppid(), 9); time.sleep(5)": "that starts the ranks was killed",
+    f"import time; exec(compile({KILL!r}, {PAST!r}, 'exec')); time.sleep(5)": "that starts the ranks was killed",
     "os.closerange(3, 200)": "closed a file descriptor|SIGABRT",
     "import atexit; atexit.register(os._exit, 0); os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "raise BaseException('\\ud800')": "raised BaseException",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import mmap
 import os
 import re
 import shutil
+import signal
 import socket
+import sqlite3
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +98,57 @@ def calls_c(tensor):
     return mean(tensor)
 
 
+def starts_by_c(tensor):
+    ctypes.CDLL(None)["popen"]
+    return mean(tensor)
+
+
+def calls_c_by_cffi(tensor):
+    importlib.import_module("cffi")
+    return mean(tensor)
+
+
+def writes_a_database(tensor):
+    sqlite3.connect(f"{tempfile.gettempdir()}/seen.db").execute("create table if not exists seen(a)")
+    return mean(tensor)
+
+
+def writes_a_shelf(tensor):
+    importlib.import_module("dbm.gnu")
+    return mean(tensor)
+
+
+def locks_a_file(tensor):
+    with open("/etc/passwd") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return mean(tensor)
+
+
+def makes_a_pipe(tensor):
+    os.mkfifo(f"{tempfile.gettempdir()}/seen-{dist.get_rank()}")
+    return mean(tensor)
+
+
+def makes_a_file_in_memory(tensor):
+    os.memfd_create("seen")
+    return mean(tensor)
+
+
+def signals(tensor):
+    signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 0)
+    return mean(tensor)
+
+
+def shares_a_tensor(tensor):
+    tensor.share_memory_()
+    return mean(tensor)
+
+
+def asks_a_store(tensor):
+    importlib.import_module("torch.distributed.distributed_c10d")._get_default_store().num_keys()
+    return mean(tensor)
+
+
 def reads_memory(tensor):
     with open(f"/proc/{os.getppid()}/mem", "rb") as file:
         file.read(1)
@@ -149,6 +203,16 @@ WAYS = [
     (shares_memory, "calls shm_open"),
     (opens_a_socket, "opens a socket"),
     (calls_c, "calls C's open"),
+    (starts_by_c, "calls C's popen"),
+    (calls_c_by_cffi, "calls C by cffi"),
+    (writes_a_database, r"writes to the file \S+seen.db"),
+    (writes_a_shelf, "opens a database"),
+    (locks_a_file, "locks the file"),
+    (makes_a_pipe, "writes to the file"),
+    (makes_a_file_in_memory, "calls memfd_create"),
+    (signals, "calls pidfd_open"),
+    (shares_a_tensor, "calls share_memory_"),
+    (asks_a_store, "calls Store.num_keys"),
     (reads_memory, "reads the memory of a process"),
     (writes_in_a_helper, "writes to the file"),
 ]
@@ -175,6 +239,8 @@ def looks_at_lines(tensor):
         traceback.format_exc()
     with open(os.devnull, "w") as file:
         print("nothing", file=file)
+    ctypes.CDLL(None).malloc_trim(0)
+    sqlite3.connect(":memory:").execute("select 1")
     return torch.compile(lambda x: x * 1, backend="eager")(mean(tensor))
 
 
@@ -228,3 +294,42 @@ def test_the_reference_is_not_an_answer(answer: Callable[[], Callable[..., objec
     report = examine(load_lesson("03.flat").exercise("03.flat"), answer(), worlds=(1,))
     assert (report.verdict, report.fault) == ("wrong", "reference"), str(report)
     assert "write the function yourself" in report.message
+
+
+def starts_a_process_in(name: str) -> Callable[..., object]:
+    def answer(tensor):
+        exec(f"import os, subprocess, multiprocessing; {name}")
+        return mean(tensor)
+
+    return answer
+
+
+PROCESSES = [
+    "os.system('true')",
+    "os.posix_spawn('/bin/true', ['true'], {})",
+    "subprocess.run(['true'])",
+    "os.popen('true')",
+    "multiprocessing.get_context('fork').Process(target=int).start()",
+    "os.fork()",
+    "os.execv('/bin/true', ['true'])",
+]
+
+
+@pytest.mark.parametrize("line", PROCESSES)
+def test_no_process_is_started(mean_exercise: Exercise, line: str) -> None:
+    report = examine(mean_exercise, starts_a_process_in(line), worlds=(1,))
+    assert report.fault == "forked", str(report)
+    assert "it starts a process" in report.message
+
+
+def test_what_an_answer_returns_runs_behind_the_fence(mean_exercise: Exercise) -> None:
+    def answer(tensor):
+        def later():
+            with open(f"{tempfile.gettempdir()}/seen-later", "w") as file:
+                file.write("1")
+
+        return later, 1
+
+    one = replace(mean_exercise, drive=lambda fn: fn(torch.zeros(1))[0](), vary=None)
+    report = examine(one, answer, worlds=(1,))
+    assert report.fault == "went around", str(report)

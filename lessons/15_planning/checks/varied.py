@@ -78,7 +78,13 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
         (f"offer {place}", 8 * draw.integer(1, 64), draw.number(1.0, 40.0), draw.number(1.0, 9.0))
         for place in range(draw.one_of(5, 3, 1, 0))
     ]
-    return offers, draw.number(5.0, 45.0)
+    days, tie = draw.number(5.0, 45.0), draw.one_of("no tie", "longer first", "longer last")
+    if offers and tie != "no tie":  # two that cost the same, less than all others
+        num_gpus, price = 8 * draw.integer(1, 64), draw.number(1e-4, 1e-3)
+        names = draw.one_of(("a", "b"), ("b", "a"))
+        pair = [(names[0], num_gpus, days, price), (names[1], 2 * num_gpus, days / 2, price)]
+        offers += pair if tie == "longer first" else pair[::-1]
+    return offers, days
 
 
 def _draw_capstone(draw: Draw) -> tuple[Any, ...]:
