@@ -101,7 +101,8 @@ def _draw_steps(draw: Draw) -> tuple[Any, ...]:
         BatchRule(base * each), BatchRule(base * each, base, "linear"), BatchRule(base * each, base, "sqrt")
     )
     at = draw.integer(0, 500)
-    return rule, draw.number(0.01, 1.0), at, at + draw.integer(1, 60), draw.integer(1, 9)
+    most = 9 if rule.world_size else min(9, rule.batch)  # a batch that stays gives each rank a sample
+    return rule, draw.number(0.01, 1.0), at, at + draw.integer(1, 60), draw.integer(1, most)
 
 
 def _use_steps(fn: Callable[..., Any], rule: BatchRule, lr: float, at: int, end: int, n: int) -> dict[str, Any]:
