@@ -9,11 +9,14 @@ them hears of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from distlab.sharding.fsdp.left_out import Pieces
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
 CLIP = f"its norm is of this rank's part alone; {OWN_CLIP}"
@@ -69,9 +72,11 @@ class FlatShard(nn.Parameter):
 
     Attributes:
         is_shard: checkpoints refuse to take rank 0's for all.
+        parts: which tensors lie in it, and which of them have no gradient.
     """
 
     is_shard = True
+    parts: Pieces | None = None
 
     @classmethod
     def __torch_function__(

@@ -40,11 +40,10 @@ def check(technique, num_ranks, expected, kinds=KINDS):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_told(expected):
+def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_left_alone(expected):
     kinds = {"BERT": KINDS["BERT"]._replace(units=None)}
-    for rank, each in enumerate(run(outcomes, 2, args=("FullyShard", kinds, expected), timeout_s=60)):
-        assert f"and says so: rank {rank}: pooler.weight, pooler.bias got no gradient" in each["BERT"]
-        assert "units=[...]" in each["BERT"]
+    for each in run(outcomes, 2, args=("FullyShard", kinds, expected), timeout_s=60):
+        assert each["BERT"] == "equal"
 
 
 def without_the_head(kind):

@@ -25,9 +25,9 @@ from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
-from distlab.sharding.by_element import refuse_whole_tensor_optimizers
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
+from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units
@@ -44,8 +44,8 @@ class FullyShard(nn.Module):
         model.clip_gradients_(1.0)
         optimizer.step()
 
-    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter that a unit's
-    backward leaves out has a gradient of zeros; an unreached unit has none. All ranks run the same units in one order.
+    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter without
+    a gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
@@ -123,7 +123,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        refuse_whole_tensor_optimizers(self)
+        step_by_pieces(self)
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
