@@ -9,14 +9,11 @@ them hears of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from distlab.sharding.fsdp.left_out import Pieces
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
 CLIP = f"its norm is of this rank's part alone; {OWN_CLIP}"
@@ -93,7 +90,7 @@ class FlatShard(nn.Parameter):
     """
 
     is_shard = True
-    parts: Pieces | None = None
+    parts: Any = None
 
     @classmethod
     def __torch_function__(
