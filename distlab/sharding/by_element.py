@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distlab.sharding.shard_gradient import WHOLE, FlatShard
 from distlab.sharding.zero.offload import OffloadedOptimizer
@@ -53,14 +56,14 @@ def what_it_needs(optimizer: torch.optim.Optimizer) -> str:
     return "elements" if _agree([together[0].flatten()], [torch.cat(halves)]) else "tensors"
 
 
-def refuse_whole_tensor_optimizers(model: nn.Module) -> None:
+def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim.Optimizer], None]) -> None:
     """While a model of flat shards lives, each optimizer of shards is tried before its first step.
 
-    The step of one that does not work by element raises ValueError, on every rank.
+    The step of one that does not work by element raises ValueError, on every rank; `then` is called before any other.
     """
     tried: set[type] = set()
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
         if kind in KNOWN or kind in tried or not _has_shards(optimizer):
             return
@@ -73,7 +76,21 @@ def refuse_whole_tensor_optimizers(model: nn.Module) -> None:
             )
         tried.add(kind)
 
-    weakref.finalize(model, register_optimizer_step_pre_hook(before).remove)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        check(optimizer)
+        then(optimizer)
+
+    weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
+
+
+def remove_hook(hook: RemovableHandle) -> None:
+    """Take a hook out of torch's list, unless the model dies in a step, which walks the list; the hook does no harm."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == torch_optimizer.__file__:
+            return
+    hook.remove()
 
 
 def _has_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -39,6 +39,7 @@ REFUSED_FOR_SHARDS: dict[Any, str] = {
         f"the number of dimensions of a shard (groups for weight decay use it): {DIMENSIONS}",
     ),
 }
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "nbytes"),
     *("requires_grad", "grad_fn", "is_leaf", "is_sparse", "is_cuda"),
@@ -64,14 +65,32 @@ class ShardGradient(Tensor):
         return _unless_refused(REFUSED_FOR_GRADIENTS, func, args, kwargs)
 
 
+class ShardValues(Tensor):
+    """The `data` of a shard: it refuses what the shard refuses. What is computed from it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what is in `REFUSED_FOR_SHARDS`; run anything else on plain tensors.
+
+        Raises:
+            ValueError: the function would take a part for the whole.
+        """
+        gradients = REFUSED_FOR_GRADIENTS if any(issubclass(one, ShardGradient) for one in types) else {}
+        return _unless_refused(REFUSED_FOR_SHARDS | gradients, func, args, kwargs)
+
+
 class FlatShard(nn.Parameter):
     """A parameter in which several whole ones lie end to end, this rank's part of them. Optimizers update it.
 
     Attributes:
         is_shard: checkpoints refuse to take rank 0's for all.
+        parts: which tensors lie in it, and which of them have no gradient.
     """
 
     is_shard = True
+    parts: Any = None
 
     @classmethod
     def __torch_function__(
@@ -139,7 +158,10 @@ def _unless_refused(
     if func in refused:
         raise ValueError(f"rank {_rank()}: {refused[func]}")
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+    if func == DATA:  # is no way around what is refused
+        return result.as_subclass(ShardGradient if isinstance(args[0], ShardGradient) else ShardValues)
+    return result
 
 
 def _rank() -> int:

@@ -217,3 +217,27 @@ def test_what_looks_at_more_than_elements_is_refused_on_flat_shards(ranks):
         for name in ("scaler", "scaler, fused"):
             assert "distlab.precision.LossScaler" in texts[name], name
         assert "seen as one long vector (LBFGS)" in texts["LBFGS"]
+
+
+def by_data():
+    model = FullyShard(net())
+    model(rows(0, [dist.get_rank()])).square().mean().backward()
+    model.synchronize()
+    shard = next(model.parameters())
+    texts = [
+        message(lambda: shard.data.ndim),
+        message(lambda: shard.data.dim()),
+        message(lambda: shard.data.norm()),
+        message(lambda: shard.grad.data.norm()),
+        message(lambda: torch._foreach_norm([shard.grad.data])),
+        message(lambda: torch.stack([one.grad.norm() for one in model.parameters()])),
+        message(lambda: torch.linalg.vector_norm(shard.data.data)),
+    ]
+    shard.data.mul_(2.0).add_(shard.grad.data, alpha=-0.1)  # as many optimizers update
+    return texts, type(shard.data + 1) is torch.Tensor, type(torch.zeros_like(shard.data)) is torch.Tensor
+
+
+def test_data_of_a_shard_and_of_its_gradient_is_no_way_around(ranks):
+    for rank, (texts, *are_plain) in enumerate(ranks(2).run(by_data)):
+        assert all(text.startswith(f"ValueError: rank {rank}: ") and "of a shard" in text for text in texts), texts
+        assert are_plain == [True, True]

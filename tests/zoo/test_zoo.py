@@ -19,7 +19,15 @@ REFUSED = {
 }
 
 
-def refusal(technique, name):
+UNEVEN = {  # heads that so many ranks do not divide, cut by tensor parallel
+    **dict.fromkeys([(3, "nanoGPT"), (3, "GPT-2"), (3, "Llama"), (3, "ViT, fused qkv")], "which 3 ranks do not divide"),
+    (4, "Llama"): "makes 2 heads of 2 features, which 4 ranks do not divide",
+}
+
+
+def refusal(technique, name, num_ranks):
+    if technique == "tensor parallel" and (num_ranks, name) in UNEVEN:
+        return UNEVEN[num_ranks, name]
     return REFUSED.get((technique.removesuffix(", offload"), name))
 
 
@@ -32,7 +40,7 @@ def check(technique, num_ranks, expected, kinds=KINDS):
     said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=120)
     wrong = []
     for name in kinds:
-        wanted = refusal(technique, name)
+        wanted = refusal(technique, name, num_ranks)
         for rank, each in enumerate(said):
             right = re.search(wanted, each[name]) if wanted else re.match("equal|not tried", each[name])
             if not right:
@@ -40,11 +48,10 @@ def check(technique, num_ranks, expected, kinds=KINDS):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_told(expected):
+def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_left_alone(expected):
     kinds = {"BERT": KINDS["BERT"]._replace(units=None)}
-    for rank, each in enumerate(run(outcomes, 2, args=("FullyShard", kinds, expected), timeout_s=60)):
-        assert f"and says so: rank {rank}: pooler.weight, pooler.bias got no gradient" in each["BERT"]
-        assert "units=[...]" in each["BERT"]
+    for each in run(outcomes, 2, args=("FullyShard", kinds, expected), timeout_s=60):
+        assert each["BERT"] == "equal"
 
 
 def without_the_head(kind):

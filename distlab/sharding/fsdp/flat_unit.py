@@ -12,7 +12,6 @@ backward is called when the gradients of all views exist: the unit is done, and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from distlab.comm import device
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
+from distlab.sharding.fsdp.left_out import Pieces, mark
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.shard_gradient import FlatShard, of_shard
@@ -61,6 +61,7 @@ class Unit:
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
+        self.shard.parts = Pieces(self.layout, dist.get_rank(options.group))
         self.reshard_after_forward = True
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
@@ -74,7 +75,8 @@ class Unit:
         self._sum_call: OpenCall | None = None
         self._host_gradient = HostGradient(options.to_host)
         self._whole_gradient: Tensor | None = None
-        self._has_warned = False
+        self._left_out: set[int] = set()  # tensors that got no gradient here: of what comes next,
+        self._left_out_of_sum: set[int] = set()  # and of the sum on its way
         self._scatter: DirectScatter | None = None
         self._replica_sum: tuple[Tensor, dist.Work] | None = None
 
@@ -163,16 +165,8 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
-        left_out = [name for name, one in zip(self.layout.names, gradients, strict=True) if one is None]
-        if left_out and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"rank {dist.get_rank()}: {', '.join(left_out[:3])}{' and others' if len(left_out) > 3 else ''} got no "
-                "gradient in this backward pass. FullyShard counts it as zeros, so weight decay and momentum move "
-                "what one process would leave alone. Freeze what is not used with requires_grad_(False), or give its "
-                "module a unit of its own by units=[...]: a unit that backward does not reach has no gradient",
-                stacklevel=2,
-            )
+        left_out = {number for number, one in enumerate(gradients) if one is None}
+        self._left_out = left_out if self._whole_gradient is None else left_out & self._left_out
         rows = [
             torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
             for one, size in zip(gradients, self.layout.sizes, strict=True)
@@ -185,6 +179,7 @@ class Unit:
             self._whole_gradient = None
         if self.sends:
             self.start_scatter(flat)
+            self._left_out = set()
         else:
             self._whole_gradient = flat
 
@@ -197,6 +192,8 @@ class Unit:
         self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
             flat.div_(self.options.num_gradients)
+        self._left_out_of_sum = self._left_out
+        mark(flat, self.layout, self._left_out)
         self._sum_call = self._started_call()
         self._scatter = DirectScatter(flat, self.options.group)
         if self._sum_call is not None:
@@ -233,11 +230,13 @@ class Unit:
 
     def _keep(self, total: Tensor) -> None:
         """Divide, once, and add to the shard's gradient."""
+        self.finish_host_copy()
+        assert self.shard.parts is not None, "made with it"
+        self.shard.parts.note(total, self._left_out_of_sum, adds=self.shard.grad is not None)
         if self.reduce_dtype is not torch.float16:
             total.div_(self.options.num_gradients)
         total = total.to(self.shard.dtype)
         if self._is_offloaded:
-            self.finish_host_copy()
             self._host_gradient.start(total, self.shard.grad)
         else:
             self._add(total)

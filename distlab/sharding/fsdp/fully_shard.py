@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks import Choice
 from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
@@ -25,12 +26,12 @@ from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
-from distlab.sharding.by_element import refuse_whole_tensor_optimizers
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
+from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
-from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units
+from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
 
@@ -44,19 +45,19 @@ class FullyShard(nn.Module):
         model.clip_gradients_(1.0)
         optimizer.step()
 
-    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter that a unit's
-    backward leaves out has a gradient of zeros; an unreached unit has none. All ranks run the same units in one order.
+    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter without a
+    gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
-    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, but not with fullgraph=True.
+    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, not with fullgraph=True.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
             device none are, and shards are zeros until the caller fills them.
         group: ranks that hold a shard each; None is all.
-        units: names of the submodules to gather one by one; None takes the items of each ModuleList and Sequential.
-            What no unit holds belongs to the root, and so does what several automatic units share.
+        units: submodules to gather one by one: names, classes, patterns ("layers.*") or functions (`find_blocks`); None
+            takes all lists' items. What several of these share belongs to the root, and so does what no unit holds.
         reshard_after_forward: free each unit after forward, the root too, and gather it again for backward. False
             keeps all whole until backward: a third less traffic, and the memory of all parameters.
         prefetch: units gathered ahead of the one that computes.
@@ -89,7 +90,7 @@ class FullyShard(nn.Module):
         module: nn.Module,
         group: ProcessGroup | None = None,
         *,
-        units: Sequence[str] | None = None,
+        units: Choice | None = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         replicas: ProcessGroup | None = None,
@@ -100,12 +101,12 @@ class FullyShard(nn.Module):
         super().__init__()
         check_parameters(module)
         named = list(module.named_parameters())
-        options = [units if units is None else list(units), reshard_after_forward, prefetch, str(precision), offload]
+        names = automatic_units(module) if units is None else chosen_units(module, units)
+        options = [units if units is None else names, reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):
             agree_on_parameters(named, ranks)
             agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
         check_options(named, prefetch, precision)
-        names = automatic_units(module) if units is None else list(units)
         check_units(module, names)
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
@@ -123,7 +124,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        refuse_whole_tensor_optimizers(self)
+        step_by_pieces(self)
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from distlab.blocks import Choice, find_blocks
+
 ROOT = ""
 
 
@@ -53,6 +55,29 @@ def automatic_units(module: nn.Module) -> list[str]:
     """
     names = {path for path, _ in module.named_modules()}
     return [path for path in _items(module, "") if path in names]
+
+
+def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
+    """Return the names of the submodules that a caller chose, each as often as it is named.
+
+    Args:
+        module: the model.
+        choice: names, or classes, patterns and functions as in `distlab.blocks.find_blocks`; those pass by what owns
+            no parameters.
+
+    Raises:
+        ValueError: a class, a pattern or a function chooses nothing; the text says which.
+    """
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+    names: list[str] = []
+    for one in choice if is_list else [choice]:  # type: ignore[union-attr]
+        if isinstance(one, str) and not set(one) & set("*?["):
+            names.append(one)
+            continue
+        found = find_blocks(module, one)
+        owners = [name for name, part in found.items() if next(part.parameters(), None) is not None]
+        names += [name for name in owners or found if name not in names]
+    return names
 
 
 def _items(module: nn.Module, prefix: str) -> list[str]:

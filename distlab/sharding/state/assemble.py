@@ -12,6 +12,8 @@ from torch import Tensor
 from distlab.named_parts import SavedPart, SavedShard, Slab
 from distlab.plan.sharding import Piece
 
+BY_TENSOR = "of single tensors"  # key of what an optimizer counts by tensor, where those of one row differ
+
 
 class HeldRow(NamedTuple):
     """One tensor that this rank holds and an optimizer updates: elements of named tensors, end to end.
@@ -35,11 +37,13 @@ def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) 
     Shapes: values [row elements] each -> parts of [stop - start] each.
     """
     held = {piece.tensor: piece for piece in row.pieces}
+    of_tensor = numbers.get(BY_TENSOR, {})
+    numbers = {key: value for key, value in numbers.items() if key != BY_TENSOR}
     flat = {key: value.detach().reshape(-1) for key, value in values.items()}
     for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
         _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
         own = {key: value[offset : offset + stop - start] for key, value in flat.items()}
-        yield name, SavedPart(shape, start, stop, own, dict(numbers))
+        yield name, SavedPart(shape, start, stop, own, dict(of_tensor.get(name) or numbers))
 
 
 def covering(start: int, stop: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

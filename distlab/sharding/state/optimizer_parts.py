@@ -207,15 +207,16 @@ def gather_whole(
 
     Shapes: parts of [stop - start] -> tensors of their whole shapes, in host memory.
     """
-    known = {
-        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers)
+    own = {
+        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers, part.stop > part.start)
         for name, part in parts.items()
         if part.values or part.numbers
     }
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (known, groups or ()), group=group)
-    for others, _ in everyone:
-        known = {**others, **known}
+    dist.all_gather_object(everyone, (own, groups or ()), group=group)
+    known: dict[str, Any] = {}
+    for its, _ in everyone:  # what a rank that holds elements says counts most
+        known |= {name: one for name, one in its.items() if name not in known or one[2]}
     names = [name for buffer in buffers for name in buffer.layout.names]
     state: dict[str, dict[str, Any]] = {name: _copies(known[name][1]) if name in known else {} for name in names}
     for buffer in buffers:

@@ -1,0 +1,169 @@
+"""Tensors of a unit that backward left out on every rank: an optimizer's step passes them by, as in one process.
+
+Several tensors lie in one flat shard, and an optimizer sees the shard as one tensor with one gradient. Two things are
+needed. Who knows that no rank had a gradient? A rank without one adds -0.0 to the sum, and never else: a sum is -0.0
+only if all its parts are, so the sum itself tells, and nothing more is sent (`mark`, `is_marked`). How is a part of a
+shard kept from an optimizer? For the time of a step each tensor's piece is a parameter of its own, with its own state,
+and those without a gradient have None (`step_by_pieces`). What the optimizer counts per parameter (Adam's steps) is
+then kept per tensor, where tensors differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from distlab.plan import FlatLayout
+from distlab.plan.sharding import Piece
+from distlab.sharding.by_element import refuse_whole_tensor_optimizers, remove_hook
+from distlab.sharding.shard_gradient import FlatShard
+from distlab.sharding.state.assemble import BY_TENSOR
+
+
+class Pieces:
+    """Which tensors a shard holds a piece of, and which of these no rank has a gradient of.
+
+    Attributes:
+        names: of the tensors, by their number.
+        pieces: of this rank.
+        unused: numbers of tensors.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int) -> None:
+        self.names, self.pieces = layout.names, layout.pieces(rank)
+        self.unused: set[int] = set()
+
+    def note(self, total: Tensor, left_out: set[int], *, adds: bool) -> None:
+        """Read from a sum over ranks which tensors no rank had a gradient of.
+
+        Args:
+            total: the sum, before anything else is done to it.
+            left_out: tensors that this rank had no gradient of; no others are looked at.
+            adds: it is added to a gradient that the shard has.
+
+        Shapes: total [L]
+        """
+        found = {one.tensor for one in self.pieces if one.tensor in left_out and is_marked(total[one.offset])}
+        self.unused = self.unused & found if adds else found
+
+
+def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
+    """Make the gradients of tensors that were left out -0.0, and no other number.
+
+    Shapes: flat [n L]
+    """
+    flat.add_(0.0)  # -0.0 becomes 0.0
+    for tensor in left_out:
+        flat[layout.offsets[tensor] :][: layout.sizes[tensor]].fill_(-0.0)
+
+
+def is_marked(number: Tensor) -> bool:
+    """Return whether a number is -0.0."""
+    return bool((number == 0) & torch.signbit(number))
+
+
+class _Taken(NamedTuple):
+    """A group of an optimizer whose shards are in pieces, and its parameters as they were."""
+
+    group: dict[str, Any]
+    parameters: list[Any]
+    cut: list[tuple[FlatShard, list[nn.Parameter]]]
+
+
+def step_by_pieces(model: nn.Module) -> None:
+    """While a model of flat shards lives, optimizers pass by the tensors that no rank has a gradient of.
+
+    Those that do not work by element are refused.
+    """
+    taken: dict[int, list[_Taken]] = {}
+
+    def before(optimizer: torch.optim.Optimizer) -> None:
+        after(optimizer, (), {})  # of a step that an error ended
+        taken[id(optimizer)] = [
+            _take_apart(optimizer, group) for group in optimizer.param_groups if _needs(optimizer, group)
+        ]
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, parameters, cut in taken.pop(id(optimizer), []):
+            group["params"] = parameters
+            for shard, pieces in cut:
+                _put_together(optimizer.state, shard, pieces)
+
+    refuse_whole_tensor_optimizers(model, before)
+    weakref.finalize(model, remove_hook, register_optimizer_step_post_hook(after))
+
+
+def _needs(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return any(_is_cut(optimizer, one) for one in group["params"])
+
+
+def _is_cut(optimizer: torch.optim.Optimizer, shard: Tensor) -> bool:
+    """Return whether a shard's tensors differ in what this step does to them, or an earlier one did."""
+    if not isinstance(shard, FlatShard) or shard.grad is None or shard.parts is None:
+        return False
+    return bool(shard.parts.unused) or BY_TENSOR in optimizer.state.get(shard, {})
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Taken:
+    parameters, cut = group["params"], []
+    group["params"] = []
+    for one in parameters:
+        if _is_cut(optimizer, one):
+            cut.append((one, _pieces(optimizer.state, one)))
+            group["params"] += cut[-1][1]
+        else:
+            group["params"].append(one)
+    return _Taken(group, parameters, cut)
+
+
+def _pieces(state: dict[Tensor, dict[str, Any]], shard: FlatShard) -> list[nn.Parameter]:
+    """Return the pieces of a shard as parameters; give each its part of the state."""
+    assert shard.parts is not None, "it is cut"
+    assert shard.grad is not None, "it is cut"
+    kept, made = state.get(shard, {}), []
+    values = {key: value for key, value in kept.items() if _is_like(value, shard)}
+    numbers = {key: value for key, value in kept.items() if key not in values and key != BY_TENSOR}
+    of_tensor = kept.get(BY_TENSOR, {})
+    for piece in shard.parts.pieces:
+        part = _part(piece)
+        one = nn.Parameter(shard.detach()[part])
+        one.grad = None if piece.tensor in shard.parts.unused else shard.grad.detach()[part]
+        own = of_tensor.get(shard.parts.names[piece.tensor], numbers)
+        if kept and own is not None:
+            state[one] = {**{key: value[part] for key, value in values.items()}, **copy.deepcopy(own)}
+        made.append(one)
+    return made
+
+
+def _put_together(state: dict[Tensor, dict[str, Any]], shard: FlatShard, pieces: list[nn.Parameter]) -> None:
+    """Collect the states of pieces in that of their shard."""
+    assert shard.parts is not None, "it is cut"
+    shard.detach()[:0].zero_()  # counts as a change of the shard: units gather it anew
+    kept: dict[str, Any] = {key: value for key, value in state.get(shard, {}).items() if _is_like(value, shard)}
+    of_tensor: dict[str, dict[str, Any] | None] = {}
+    for piece, one in zip(shard.parts.pieces, pieces, strict=True):
+        own = state.pop(one, {})
+        for key, value in own.items():
+            if _is_like(value, one):
+                whole = kept.setdefault(key, torch.zeros(shard.detach().shape, dtype=value.dtype, device=value.device))
+                whole[_part(piece)] = value
+        numbers = {key: value for key, value in own.items() if not _is_like(value, one)}
+        of_tensor[shard.parts.names[piece.tensor]] = numbers if own else None  # None: never updated
+    updated = [numbers for numbers in of_tensor.values() if numbers is not None]
+    if updated:
+        differ = len({str(numbers) for numbers in of_tensor.values()}) > 1
+        state[shard] = {**kept, **copy.deepcopy(updated[0]), **({BY_TENSOR: of_tensor} if differ else {})}
+
+
+def _is_like(value: Any, one: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == one.detach().shape
+
+
+def _part(piece: Piece) -> slice:
+    return slice(piece.offset, piece.offset + piece.stop - piece.start)
