@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS, Header
+from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
+from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
 from distlab.comm.where.find import RankProcess
