@@ -34,8 +34,8 @@ from distlab.comm import device as gpus
 from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
-from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
+from distlab.comm.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
@@ -112,6 +112,7 @@ def process_group(
     nodes: Nodes | int = 1,
     timeout_s: float = 600.0,
     trace_dir: str | Path | None = None,
+    watch: bool | None = None,
 ) -> Iterator[Member]:
     """Join the process group that the environment describes (torchrun sets it), and always destroy it.
 
@@ -122,11 +123,15 @@ def process_group(
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.
         trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
-            `distlab.trace.load_folder`; None records nothing.
+            `distlab.trace.load_folder`.
+        watch: whether every call is recorded and the ranks of each machine watch each other: calls that do not fit, and
+            a wait that can never end, are told on every rank with file and line, within seconds, and end the job. Some
+            30 us per call; False where calls are timed. None: yes, but for nccl.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
         RuntimeError: a group exists already, the port is taken, or rank 0 does not answer.
+        RankError: calls in the block have returned and do not fit together (made in another order).
     """
     timeout_s = check_timeout(timeout_s)
     address = read_environment()
@@ -154,10 +159,12 @@ def process_group(
             spans = gpus.span_writer(address.rank, place)
             local_rank = int(local.get("LOCAL_RANK", address.local_rank))
             member = Member(address.rank, address.world_size, local_rank, place, world, spans)
-            with _tracing(member, trace_dir):
+            is_watched = "nccl" not in chosen if watch is None else watch
+            with _tracing(member, trace_dir) as folder, watching(address, watch=is_watched, folder=folder):
                 yield member
         finally:
-            dist.destroy_process_group()  # no barrier before it: a rank that failed would make the others wait
+            if dist.is_initialized():  # else the block has destroyed it
+                dist.destroy_process_group()  # no barrier before it: a rank that failed would make the others wait
 
 
 def _check_nodes(nodes: Nodes | int, address: Address) -> Nodes:
@@ -198,10 +205,10 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
 
 
 @contextlib.contextmanager
-def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
-    """Record this rank's calls, and save them with its spans at the end, also after an error."""
+def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[Path | None]:
+    """Save the calls that are recorded in the block, with this rank's spans, at its end, also after an error."""
     if trace_dir is None:
-        yield
+        yield None
         return
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,10 +218,8 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[None]:
     offsets = clock_offsets_ns(member.group)  # also holds the others back until the folder is clean
     if member.rank == 0:
         save_clocks(offsets, folder)
-    recorder = Recorder(folder, member.rank)
     try:
-        with recorder:
-            yield
+        yield folder
     finally:
         calls = read_records(folder).rank(member.rank).to_trace()
         save_trace(Trace.concatenate([member.spans.trace(), calls]), rank_file(folder, member.rank))

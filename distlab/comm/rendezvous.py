@@ -32,6 +32,7 @@ class Address:
     restart: int
     uses_agent_store: bool
     has_parent: bool
+    agent: str = ""
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -74,6 +75,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
         restart=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         has_parent="TORCHELASTIC_RUN_ID" in env,
+        agent=env.get("GROUP_RANK", ""),
     )
 
 

@@ -24,6 +24,7 @@ from distlab.comm.groups import Member
 from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
 from distlab.comm.record.watchdog import Watchdog
 from distlab.comm.rendezvous import read_environment
+from distlab.comm.watch import Watch
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
@@ -97,20 +98,18 @@ class Lab(Generic[SettingsT]):
 
         All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here.
         """
-        recorder, watchdog = self._begin_watch()
+        recorder = self._begin_watch()
         seen = Watched()
-        with self.guard.watching(watchdog):
+        with self.guard.watching():
             with recorder:
                 yield seen
-            folder = recorder.folder
-            (folder / f"finished{self.member.rank}").touch()
+            recorder.finish()
             dist.barrier()
-        seen.records = read_records(folder)
+        seen.records = read_records(recorder.folder)
         dist.barrier()
-        (folder / f"finished{self.member.rank}").unlink()
 
-    def _begin_watch(self) -> tuple[Recorder, Watchdog | None]:
-        """Start an empty record on every rank; rank 0 gets a watchdog where it can see all of them."""
+    def _begin_watch(self) -> Recorder:
+        """Start an empty record on every rank; each watches where it can see all of them."""
         alone = read_environment().is_on_one_machine
         if self._recorder is None:
             folder = (
@@ -121,17 +120,17 @@ class Lab(Generic[SettingsT]):
                 dist.broadcast_object_list(names, src=0)
                 folder = names[0]
             self._recorder = Recorder(folder, self.member.rank)
-            if alone:
-                self.guard.folder, self.guard.world_size = Path(folder), self.member.world_size
         since_ns = time.monotonic_ns()
         dist.barrier()
         self._recorder.reset()
-        rank0_sees_all = alone and self.member.rank == 0
-        watchdog = (
-            Watchdog(self._recorder.folder, self.member.world_size, since_ns=since_ns) if rank0_sees_all else None
-        )
+        if alone:
+            folder, rank = self._recorder.folder, self.member.rank
+            watchdog = Watchdog(folder, self.member.world_size, since_ns=since_ns)
+            if self.guard.watch is None:
+                self.guard.watch = Watch(rank, watchdog, folder / "board", f"lab {self.number} cannot go on: ")
+            self.guard.watch.watchdog = watchdog
         dist.barrier()
-        return self._recorder, watchdog
+        return self._recorder
 
     def now(self) -> float:
         """Return the time in seconds once this rank's device has done all that it was asked."""
@@ -233,7 +232,9 @@ def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member
     device = None if settings.device == "auto" else settings.device
     backend = None if settings.backend == "auto" else settings.backend
     nodes = settings.nodes_of(read_environment().world_size)
-    return process_group(backend, device, nodes=nodes, timeout_s=settings.limit_s + 60, trace_dir=settings.trace)
+    return process_group(
+        backend, device, nodes=nodes, timeout_s=settings.limit_s + 60, trace_dir=settings.trace, watch=False
+    )
 
 
 def load_functions(impl: str, number: str) -> Mapping[str, Function]:

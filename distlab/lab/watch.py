@@ -1,7 +1,7 @@
 """End a lab that hangs, with words: who waits for whom, and where each rank stands.
 
 A thread in each rank looks four times a second. While learner code is tried out (`Lab.watched`) every call is recorded,
-and rank 0 sees a deadlock from the records within seconds; in timed code nothing is recorded, and the time limit ends
+and the ranks see a deadlock from the records within seconds; in timed code nothing is recorded, and the time limit ends
 it. A rank that holds the interpreter lock forever is ended by faulthandler, a little later and with its stack alone.
 """
 
@@ -9,39 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from distlab.comm import RankTimeout
-from distlab.comm.launch.torchrun import record_failure
-from distlab.comm.record.call_site import main_frame
+from distlab.comm.watch import LOOK_S, Watch, end, stack_of
 
-if TYPE_CHECKING:
-    from distlab.comm.record.watchdog import Watchdog
-
-LOOK_S = 0.25
 LOCK_GRACE_S = 10.0
-TELL_S = 1.0  # for the other ranks to say where they stand
-_ENDING = "ending"
 _OWN = ("distlab/lab/", "distlab/comm/record/intercept.py", "<frozen runpy>")
 
 
 class Guard:
-    """Watches over one rank of a lab from its start to its end."""
+    """Watches over one rank of a lab from its start to its end.
+
+    Attributes:
+        watch: what it sees of the other ranks, once calls have been recorded where all of them are on one machine.
+    """
 
     def __init__(self, what: str, limit_s: float) -> None:
         self.what, self.limit_s = what, limit_s
         self.deadline = time.monotonic() + limit_s
-        self.folder: Path | None = None
-        self.world_size = 1
-        self.watchdog: Watchdog | None = None
+        self.watch: Watch | None = None
+        self._is_looking = False
         self._main = threading.get_ident()
         self._done = threading.Event()
 
@@ -57,55 +49,33 @@ class Guard:
         faulthandler.cancel_dump_traceback_later()
 
     @contextlib.contextmanager
-    def watching(self, watchdog: Watchdog | None) -> Iterator[None]:
-        """Ask the watchdog, on the rank that has one, while the block runs."""
-        self.watchdog = watchdog
+    def watching(self) -> Iterator[None]:
+        """Look for calls that cannot end well, where the ranks of this machine see each other, in the block."""
+        self._is_looking = True
         try:
             yield
         finally:
-            self.watchdog = None
-
-    def finished(self) -> list[int]:
-        """Return the ranks that have left the block that is watched."""
-        if self.folder is None:
-            return []
-        return [rank for rank in range(self.world_size) if (self.folder / f"finished{rank}").exists()]
+            self._is_looking = False
 
     def _look(self) -> None:
         while not self._done.wait(LOOK_S):
-            if self.folder is not None and (self.folder / _ENDING).exists():
-                self._end("", wait=False)
+            watch, words = self.watch, ""
             if time.monotonic() > self.deadline:
-                self._end("\n".join([f"{self.what} did not finish in {self.limit_s:g} s (--limit-s)", *self._waits()]))
-            watchdog = self.watchdog
-            words = None if watchdog is None else watchdog.check(self.finished())
-            if words is not None and not self._done.is_set() and self.watchdog is watchdog:
-                self._end(f"{self.what} cannot go on: {words}")
-
-    def _end(self, words: str, *, wait: bool = True) -> None:
-        """Write down why and where this rank stands, let the others do the same, and leave at once."""
-        stack = self._stack()
-        if self.folder is not None and wait:
-            with contextlib.suppress(OSError):
-                (self.folder / _ENDING).touch()
-        if not record_failure(RankTimeout(words), stack):
-            print(f"{words}\n\nIt stands here (innermost call last):\n{stack}", file=sys.stderr, flush=True)
-        time.sleep(TELL_S)
-        os._exit(1)
+                words = "\n".join([f"{self.what} did not finish in {self.limit_s:g} s (--limit-s)", *self._waits()])
+                words = words if watch is None else watch.said() or watch.tell(words)
+            elif watch is not None:
+                words = watch.look() if self._is_looking else watch.said()
+            if words and not self._done.is_set():
+                end(RankTimeout(words), stack_of(self._main, _OWN), aloud=False)
 
     def _waits(self) -> list[str]:
         """Return one line per rank: whom it waits for, where calls are recorded and this rank sees them."""
-        if self.folder is None or self.watchdog is None:
+        if self.watch is None or not self._is_looking:
             return []
         from distlab.comm import read_records
-        from distlab.comm.record.watchdog import describe
+        from distlab.comm.record.standing import describe
 
-        return describe(read_records(self.folder), self.world_size)
-
-    def _stack(self) -> str:
-        """Return where the main thread is, without the frames that lead every lab to its own code."""
-        frames = traceback.extract_stack(main_frame(self._main))
-        return "".join(traceback.format_list([frame for frame in frames if not _is_ours(frame.filename)] or frames))
+        return describe(read_records(self.watch.watchdog.folder), self.watch.watchdog.world_size)
 
 
 def own_traceback(error: BaseException) -> str:

@@ -12,7 +12,8 @@ from distlab.comm import Ranks, read_records
 from distlab.comm.record import file
 from distlab.comm.record.file import DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import known_call
-from distlab.comm.record.watchdog import Watchdog, describe
+from distlab.comm.record.standing import describe
+from distlab.comm.record.watchdog import Watchdog
 
 
 def known(writer, op="all_reduce", line=3):

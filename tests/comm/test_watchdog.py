@@ -10,7 +10,8 @@ from distlab.comm import read_records
 from distlab.comm.record import watchdog as module
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
-from distlab.comm.record.watchdog import Watchdog, describe, find_deadlock, standings_of
+from distlab.comm.record.standing import describe, standings_of
+from distlab.comm.record.watchdog import Watchdog, find_deadlock
 
 
 class Job:
@@ -331,3 +332,28 @@ def test_ranks_seen_before_they_took_up_the_job_are_followed_into_it(tmp_path):
         writer.reset()
         job.wait(rank, "broadcast", peer=rank)
     assert "do not make the same call" in (watchdog.check() or "")
+
+
+def test_of_ranks_on_another_machine_nothing_is_claimed_and_nothing_is_kept(job, quick):
+    job = job(3)
+    watchdog = Watchdog(job.folder, 3, since_ns=0, ranks=[0, 1])
+    for rank in (0, 1):
+        job.whole(rank, "all_reduce")
+    job.wait(0, "all_reduce")
+    job.wait(1, "recv", peer=2)
+    for _ in range(6):
+        assert watchdog.check() is None, "rank 1 may hear from rank 2"
+        time.sleep(0.03)
+    assert len(watchdog._ledger._rows) == 1, "only the call that rank 1 has not made yet"
+    job.whole(1, "barrier", ())
+    message = watchdog.mismatch()
+    assert "do not make the same call" in message
+    assert "rank 2" not in message
+
+
+def test_a_rank_that_says_itself_that_it_has_finished_is_taken_for_finished(job, quick):
+    job = job()
+    job.whole(1, "all_reduce", group=(1,))
+    job.writers[1].finish()
+    job.wait(0, "all_reduce")
+    assert "rank 1 has returned without it" in verdict(job)

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.record.header import FINISHED, HEADER, MAGIC, STOPPED
+
 _COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 OPS: tuple[str, ...] = ("", *_COLLECTIVES, "barrier", "send", "recv")
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 # Life of a call. WAITING: the rank is blocked in it; ASIDE: a thread that need not block the rank is.
 ISSUED, WAITING, DONE, FAILED, ASIDE = 1, 2, 3, 4, 5
-STOPPED = 2  # a bit beside the header's `aside`
+MAX_TEXTS = 1 << 16  # a job may run for weeks, and its shapes change at each call
 CHUNK_BYTES = 1 << 16  # made ready at a time: to write where a full disk has no room would end the process
 
 ROW = np.dtype(
@@ -65,9 +67,6 @@ _GROUPS = struct.Struct("<qqq")
 _KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
-# a magic text, then what Header holds
-HEADER = struct.Struct("<8sQQQQqQQQQQ")
-MAGIC = b"distrec4"
 GROUP = "new_group"  # begins the text of a group: number of the job, and of the group in it
 _COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (7, 5, 4, 3))
 TOTALS_AT = 128
@@ -94,43 +93,6 @@ def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
         totals["calls"][code] += len(of_op)
         totals["bytes"][code] += of_op["bytes"].sum()
         totals["ring"][code] += of_op["ring"].sum()
-
-
-class Header(NamedTuple):
-    """Header of a rank's file, as read.
-
-    Attributes:
-        slots: rows that the ring holds.
-        job: how many times the record was begun; rows of different jobs never meet.
-        first: number of the job's first row.
-        newest: number of the newest row; first - 1 where there is none.
-        start_ns: start of the job.
-        aside: 1 where a thread that need not block the rank made a call; STOPPED where the rank records no more.
-        counted: number of the first row that is not in the totals.
-        groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
-        left_text: members and line of the last group that it destroyed; 0: none.
-    """
-
-    slots: int
-    job: int
-    first: int
-    newest: int
-    start_ns: int
-    aside: int
-    counted: int
-    groups_begun: int
-    groups_made: int
-    left_text: int = 0
-
-    @property
-    def making(self) -> int:
-        """Number of the group that the rank is making, from 1; 0: none."""
-        return self.groups_begun if self.groups_begun > self.groups_made else 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the rank makes calls that it does not record."""
-        return bool(self.aside & STOPPED)
 
 
 class RecordWriter:
@@ -203,6 +165,8 @@ class RecordWriter:
                 return 0
             if number is None:
                 number = len(self._ids) + 1
+                if number > MAX_TEXTS:
+                    return 0
                 line = " ".join(text.splitlines()).encode("utf-8", "replace") + b"\n"
                 try:
                     if self._names.write(line) != len(line):
@@ -288,6 +252,11 @@ class RecordWriter:
             at = ROWS_AT + n % self.slots * ROW_BYTES
             _TIMES.pack_into(self._map, at + _END_AT, time.monotonic_ns(), open_ns)
             self._map[at + _STATE_AT] = state
+
+    def finish(self) -> None:
+        """Note that the rank makes no more calls in this job."""
+        if self._ready:
+            self._map[_ASIDE_AT] |= FINISHED
 
     def close(self) -> None:
         """Close the files; what they hold stays readable. Calls that are still under way end unrecorded."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import HEADER, MAGIC, OPS, ROW, ROWS_AT, TOTALS, TOTALS_AT, Header
+from distlab.comm.record.file import OPS, ROW, ROWS_AT, TOTALS, TOTALS_AT
+from distlab.comm.record.header import HEADER, MAGIC, Header
 
 
 class RecordReader:

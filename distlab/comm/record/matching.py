@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.alike.splits import unfit_splits
 from distlab.comm.record.alike.swapped import Exchanges
-from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
+from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known
+from distlab.comm.record.header import Header
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 _ALL_TO_ALL = OPS.index("all_to_all")
@@ -79,13 +80,18 @@ def known_call(
 
 
 class Ledger:
-    """Calls of all ranks of one job; feed it rows as they appear."""
+    """Calls of the ranks of one job; feed it rows as they appear.
 
-    def __init__(self) -> None:
+    Args:
+        unseen: ranks whose rows never come, as they are on another machine: calls meet without them.
+    """
+
+    def __init__(self, unseen: Collection[int] = ()) -> None:
+        self.unseen = frozenset(unseen)
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
-        self._stopped: set[int] = set()
+        self._stopped: set[int] = set(self.unseen)
         self._rows: NDArray[Any] = np.empty(0, ROW)
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
         self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
@@ -117,12 +123,24 @@ class Ledger:
         self._numbers[rank].update(zip(channels, rows["seq"].tolist(), strict=True))
         for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
             self._open_ends.add((names[row["group"]], rank))
+        if self.unseen:
+            rows = self._without_unseen(rows, names)
         meeting = rows["parties"] > 1
         self._rows = np.concatenate([self._rows, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
         own, inverse = np.unique(rows["site"][meeting], return_inverse=True)
         numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
         self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
+
+    def _without_unseen(self, rows: NDArray[Any], names: list[str]) -> NDArray[Any]:
+        """Return rows in which only the ranks that are seen count as parties."""
+        rows = rows.copy()
+        for group in np.unique(rows["group"]).tolist():
+            seen = len(set(group_ranks(names[group])) - self.unseen)
+            chosen = (rows["group"] == group) & ~is_pair(rows)
+            rows["parties"][chosen] = np.minimum(rows["parties"][chosen], seen)
+        rows["parties"][is_pair(rows) & np.isin(rows["peer"], [*self.unseen])] = 1
+        return rows
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
@@ -193,7 +211,8 @@ def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str
         head = "a send and the receive that takes it do not fit:"
         rule = "give both the same number of elements and the same dtype"
     else:
-        lines += [f"  rank {rank} has not called it yet" for rank in members if rank not in ranks]
+        absent = [rank for rank in members if rank not in ranks and rank not in ledger.unseen]
+        lines += [f"  rank {rank} has not called it yet" for rank in absent]
         head = f"the ranks of group {list(members)} do not make the same call, at their call #{rows[0]['seq']}:"
         rule = (
             "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"

@@ -72,6 +72,10 @@ class Recorder:
         self._known.clear()
         self._writer.reset()
 
+    def finish(self) -> None:
+        """Let those who watch know that this rank makes no more calls in this job."""
+        self._writer.finish()
+
     @property
     def has_calls(self) -> bool:
         """Whether the job has made a call."""

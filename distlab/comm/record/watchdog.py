@@ -8,113 +8,23 @@ completed by what others have called. Nothing has moved for two seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ISSUED, OPS, RECV, SEND, WAITING, Header
+from distlab.comm.record.file import FAILED, ISSUED, OPS, RECV, SEND, WAITING
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, ledger_of, left_by_some
-from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.header import Header
+from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
+from distlab.comm.record.read import call_of
+from distlab.comm.record.standing import NEED_ALL, Standing, waits_for
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
 _ALL_MAKE = "every rank must call new_group, also a rank outside the group"
-_NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-
-
-class Standing(NamedTuple):
-    """Where one rank stands: calls not known to be over, its newest call, and whether other threads make calls too."""
-
-    names: list[str]
-    unfinished: NDArray[Any]
-    last: Any
-    header: Header
-
-    @property
-    def group(self) -> str:
-        """Members and line of the last group that it has begun to make."""
-        return (groups_of(self.header, self.names) or [""])[-1]
-
-    @property
-    def blocked_in(self) -> Any:
-        """The row of the call that the rank is blocked in, or None."""
-        waiting = self.unfinished[self.unfinished["state"] == WAITING]
-        return waiting[0] if len(waiting) else None
-
-
-def standings_of(records: Records) -> dict[int, Standing]:
-    """Return where every rank stands."""
-    found = {}
-    for rank, record in records.by_rank.items():
-        unfinished = record.rows[(record.rows["end"] == 0)]
-        last = record.rows[-1] if len(record.rows) else None
-        found[rank] = Standing(record.names, unfinished, last, record.header)
-    return found
-
-
-def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int]:
-    """Return the ranks without which this call cannot go on; empty where what others have called may be enough.
-
-    Only what is certain counts: a broadcast may reach a rank as soon as its root has called, while an all_reduce needs
-    every member. gloo's send returns once the receive is there.
-    """
-    members, peer, op = group_ranks(names[row["group"]]), int(row["peer"]), OPS[row["op"]]
-    others = [other for other in members if other != rank]
-    if row["op"] in (SEND, RECV):
-        if peer < 0:
-            return others
-        return [] if ledger.has_made(peer, row, receive=bool(row["op"] == SEND)) else [peer]
-    absent = [other for other in others if not ledger.has_made(other, row)]
-    if op in _NEED_ALL or (op in ("reduce", "gather") and rank == peer):
-        return absent
-    if op in ("broadcast", "scatter") and rank != peer:
-        return [peer] if peer in absent else []
-    return absent if len(absent) == len(others) else []
-
-
-def describe(records: Records, world_size: int) -> list[str]:
-    """Return one line per rank: where it stands and which ranks it waits for."""
-    standings, ledger, now = standings_of(records), ledger_of(records), time.monotonic_ns()
-    return [_line(rank, standings, ledger, now) for rank in range(world_size)]
-
-
-def _line(rank: int, standings: Mapping[int, Standing], ledger: Ledger, now: int) -> str:
-    standing = standings.get(rank)
-    if standing is not None and (number := standing.header.making):
-        return f"rank {rank} waits in dist.new_group #{number} {standing.group}, which every rank must call"
-    if standing is None or standing.last is None:
-        return f"rank {rank} has made no call to torch.distributed"
-    row, names = standing.blocked_in, standing.names
-    is_blocked = row is not None
-    if not is_blocked:
-        collectives = standing.unfinished[~is_pair(standing.unfinished)]
-        if not len(collectives):
-            last, since = call_of(rank, standing.last, names), (now - int(standing.last["start"])) / 1e9
-            return f"rank {rank} waits in no call; its last was {last}, {since:.1f} s ago"
-        row = collectives[0]
-    call, since = call_of(rank, row, names), (now - int(row["wait" if is_blocked else "start"])) / 1e9
-    reasons = [f"rank {other} {_excuse(other, row, standings)}" for other in waits_for(rank, row, names, ledger)]
-    if not is_blocked:
-        return "; ".join([f"rank {rank} has called {call} {since:.1f} s ago and it is not known to be over", *reasons])
-    reasons = reasons or ["all that it needs have called it"]
-    return "; ".join([f"rank {rank} waits in {call} for {since:.1f} s", *reasons])
-
-
-def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
-    """Say what a rank does instead of the call that another needs."""
-    other_end = {SEND: "the recv", RECV: "the send"}.get(int(wanted["op"]), "it")
-    missing = f"has not called {other_end}"
-    standing = standings.get(rank)
-    if standing is None or standing.last is None:
-        return f"{missing} (it has made no call)"
-    row = standing.blocked_in
-    if row is not None:
-        return f"{missing}: it is in {call_of(rank, row, standing.names)}"
-    return f"{missing}: its last call was {call_of(rank, standing.last, standing.names)}"
 
 
 def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
@@ -165,7 +75,7 @@ def _never_met(rank: int, standing: Standing, ledger: Ledger, finished: Collecti
     """
     rows = standing.unfinished[(standing.unfinished["state"] == ISSUED) & (now - standing.unfinished["start"] > 5e9)]
     for row in rows:
-        if OPS[row["op"]] in _NEED_ALL and set(waits_for(rank, row, standing.names, ledger)) & set(finished):
+        if OPS[row["op"]] in NEED_ALL and set(waits_for(rank, row, standing.names, ledger)) & set(finished):
             return row
     return None
 
@@ -204,15 +114,23 @@ class _Follower:
 class Watchdog:
     """Look at the ranks' records again and again; reads only what is new (about 0.2 ms per look for four ranks).
 
-    One for each job. A rank counts once its record was begun after `since_ns` (time.monotonic_ns before the job
-    was handed out).
+    One for each job.
+
+    Args:
+        folder: where the records are.
+        world_size: number of ranks.
+        since_ns: a rank counts once its record was begun after this (time.monotonic_ns before the job was handed out).
+        ranks: those whose records are in the folder; None: all. Nothing is claimed of others.
     """
 
-    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int) -> None:
+    def __init__(
+        self, folder: str | Path, world_size: int, *, since_ns: int, ranks: Sequence[int] | None = None
+    ) -> None:
         self.folder, self.world_size, self.since_ns = Path(folder), world_size, since_ns
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
-        self._ledger = Ledger()
+        self._ledger = self._new_ledger()
         self._mismatch_at: float | None = None
         self._num_groups = 0
         self._still: tuple[object, float] = (None, 0.0)
@@ -221,14 +139,14 @@ class Watchdog:
         """Return why the job cannot end well, or None.
 
         A mismatch is told at once (once all members have arrived, or 0.3 s later); a deadlock when nothing has moved
-        for two seconds. `finished_ranks`: those whose function has returned.
+        for two seconds. `finished_ranks`: those whose function has returned, beside those whose records say so.
         """
         mismatch = self.mismatch(patient=True)
         if mismatch is not None:
             return mismatch
-        finished = set(finished_ranks)
         followers = self._followers
-        if not followers or any(r not in followers and r not in finished for r in range(self.world_size)):
+        finished = {*finished_ranks, *(rank for rank, one in followers.items() if one.header.is_finished)}
+        if not followers or any(r not in followers and r not in finished for r in self.ranks):
             return None
         read = tuple((r, f.read, f.header.groups_begun, f.header.groups_made) for r, f in sorted(followers.items()))
         signature = (frozenset(finished), read, self._waits())
@@ -276,9 +194,34 @@ class Watchdog:
         self._follow()
         return left_by_some({r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()})
 
+    def failed(self, rank: int) -> str:
+        """Say which ranks had no part in the call of a rank that failed last, or ""."""
+        self.mismatch()
+        follower = self._followers.get(rank)
+        last = None if follower is None else follower.standing().last
+        if last is None or last["state"] != FAILED:
+            return ""
+        names = self._ledger.names.get(rank, [""])
+        absent = waits_for(rank, last, names, self._ledger)
+        done = [other for other, one in self._followers.items() if one.header.is_finished]
+        reasons = ", ".join(absences(absent, done))
+        return f"rank {rank} failed in {call_of(rank, last, names)}: {reasons}" if absent else ""
+
+    def is_finished(self, rank: int) -> bool:
+        """Tell whether a rank's record says that it makes no more calls."""
+        self._follow()
+        return rank in self._readers and self._readers[rank].header().is_finished
+
+    def open(self) -> None:
+        """Open all records that are there, so that their files may be removed."""
+        self._follow()
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger(unseen=set(range(self.world_size)) - set(self.ranks))
+
     def _follow(self) -> None:
         """Find the ranks that have begun this job; begin anew when they have begun another."""
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             path = self.folder / f"rank{rank}.rec"
             if rank not in self._readers and path.exists() and RecordReader.is_ready(path):
                 self._readers[rank] = RecordReader(path)
@@ -286,7 +229,7 @@ class Watchdog:
         here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
         if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
             # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-            self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
+            self._followers, self._ledger, self._mismatch_at = {}, self._new_ledger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS, Header
+from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
+from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
 from distlab.comm.where.find import RankProcess
@@ -38,6 +39,8 @@ _ALIASES = {
     "all_reduce_barrier": "barrier",
 }
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
+
+_PASSED_ON = re.compile("/torch/|distlab/comm/record/")  # frames above the line that made a call
 
 
 class _PlainOnly(pickle.Unpickler):
@@ -202,7 +205,7 @@ def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str
             (shape, str(dtype).lower())
             for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
         ]
-        place = next((f for f in entry.get("frames", ()) if "/torch/" not in str(f["filename"])), None)
+        place = next((f for f in entry.get("frames", ()) if not _PASSED_ON.search(str(f["filename"]))), None)
         is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
         created = int(entry["time_created_ns"]) - (time.time_ns() - time.monotonic_ns())
         peer = members[int(pair[3])] if pair else -1

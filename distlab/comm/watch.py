@@ -1,0 +1,228 @@
+"""Watch the ranks of a job from inside: end one that cannot go on, with words, on every rank.
+
+Every rank records its calls where the ranks of its machine can read them (`record`), and has a thread that looks four
+times a second. The first rank that still makes calls asks the watchdog; what it finds it writes on a board that all
+read. Then each rank says it, with the line where it stands itself, and ends. A slow rank is never ended (`watchdog`).
+
+However the ranks end, nothing is left on the disk: the files lose their names as soon as all ranks have opened them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from distlab.comm.launch.failures import PEER_NOISE, RankError, who_left
+from distlab.comm.launch.torchrun import record_failure
+from distlab.comm.record.call_site import main_frame
+from distlab.comm.record.recorder import Recorder
+from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.rendezvous import Address
+
+LOOK_S = 0.25
+TELL_S = 1.0  # for the other ranks to say where they stand
+GRACE_S = 0.5  # for the other ranks' calls to be made, when this one has failed
+_OWN = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py", "distlab/shared_memory/", "<frozen runpy>")
+
+
+class Watch:
+    """What one rank sees of the ranks of its machine, and what they have told each other.
+
+    Args:
+        rank: this one.
+        watchdog: reads their records.
+        board: a file that all of them have; it is opened here.
+        prefix: of what is told.
+    """
+
+    def __init__(self, rank: int, watchdog: Watchdog, board: Path, prefix: str = "") -> None:
+        self.rank, self.watchdog, self.prefix = rank, watchdog, prefix
+        self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def look(self) -> str:
+        """Return why the job cannot go on, as this rank or another one has found it; else ""."""
+        if said := self.said():
+            return said
+        if not all(self.watchdog.is_finished(rank) for rank in self.watchdog.ranks if rank < self.rank):
+            return ""
+        words = self.watchdog.check()
+        return "" if words is None else self.tell(self.prefix + words)
+
+    def said(self) -> str:
+        """Return what a rank has told, or ""."""
+        text, end, _ = os.pread(self._board, os.fstat(self._board).st_size, 0).partition(b"\0")
+        return text.decode(errors="replace") if end else ""
+
+    def tell(self, words: str) -> str:
+        """Let the other ranks know; return the words."""
+        if words:
+            with contextlib.suppress(OSError):  # a full disk: they learn from this rank's end that something is wrong
+                os.write(self._board, words.encode(errors="replace") + b"\0")
+        return words
+
+    def why(self, error: Exception) -> str:
+        """Return what the records add to an exception of this rank, or ""."""
+        deadline = time.monotonic() + (GRACE_S if isinstance(error, RuntimeError) else 0)
+        while not (words := self.said() or self.tell(self.watchdog.mismatch() or "")):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if words or PEER_NOISE.search(str(error)) is None:
+            return words
+        gone = [f"rank {one.rank} {one.summary}" for one in who_left((), self.watchdog.left(), 0)]
+        return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
+
+    def close(self) -> None:
+        """Close the board."""
+        os.close(self._board)
+
+
+@contextlib.contextmanager
+def watching(address: Address, *, watch: bool, folder: Path | None = None) -> Iterator[None]:
+    """Record this rank's calls in the block, and watch over the ranks of its machine; all ranks of the job enter.
+
+    Args:
+        address: this rank's place.
+        watch: whether to watch; else calls are recorded where there is a folder, no more.
+        folder: where the records shall stay; None: nowhere.
+
+    Raises:
+        RankError: the calls of the block do not fit together, though they have returned.
+    """
+    eye: Watch | None = None
+    if watch and address.world_size > 1:
+        recorder, eye = _meet(address, folder)
+    else:
+        recorder = None if folder is None else Recorder(folder, address.rank)
+    try:
+        with contextlib.ExitStack() as stack:
+            if recorder is not None:
+                stack.enter_context(recorder)
+            if eye is not None and recorder is not None:
+                stack.enter_context(_looking(eye, recorder))
+            yield
+    finally:
+        if eye is not None:
+            eye.close()
+        if recorder is not None:
+            recorder.close()
+
+
+@contextlib.contextmanager
+def _looking(eye: Watch, recorder: Recorder) -> Iterator[None]:
+    done, main = threading.Event(), threading.get_ident()
+    thread = threading.Thread(target=_look, args=(eye, done, main), name="watch", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join()
+
+    try:
+        yield
+    except Exception as error:
+        stop()
+        with contextlib.suppress(Exception):  # the error itself matters more
+            if words := eye.why(error):
+                error.add_note(words)
+        raise
+    except BaseException:
+        stop()
+        recorder.finish()  # it leaves by its own doing
+        raise
+    else:
+        stop()
+        recorder.finish()
+        if words := eye.said() or eye.tell(eye.watchdog.mismatch(patient=True) or ""):
+            raise RankError(f"rank {eye.rank}: {words}")
+
+
+def _look(eye: Watch, done: threading.Event, main: int) -> None:
+    while not done.wait(LOOK_S):
+        try:
+            words = eye.look()
+        except Exception as error:
+            say(f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})")
+            return
+        if words and not done.is_set():
+            end(RankError(f"rank {eye.rank} of {eye.watchdog.world_size} cannot go on: {words}"), stack_of(main))
+
+
+def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
+    """Say why this rank ends and where it stands, to its launcher and (aloud, or where none listens) to all; end it."""
+    heard = False
+    with contextlib.suppress(OSError):
+        heard = record_failure(error, stack)
+    if aloud or not heard:
+        say(f"{error}\n\nIt stands here (innermost call last):\n{stack}")
+    time.sleep(TELL_S)
+    os._exit(1)
+
+
+def say(text: str) -> None:
+    """Print on the error output at once, in one piece."""
+    with contextlib.suppress(Exception):  # it may be closed
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def stack_of(thread: int, own: Sequence[str] = _OWN) -> str:
+    """Return where a thread is, without frames of files whose paths hold one of `own`."""
+    frames = traceback.extract_stack(main_frame(thread))
+    shown = [frame for frame in frames if not any(part in frame.filename for part in own)]
+    return "".join(traceback.format_list(shown or frames))
+
+
+def _meet(address: Address, folder: Path | None) -> tuple[Recorder | None, Watch | None]:
+    """Begin a record on every rank and let those of one machine open each other's; None where they cannot."""
+    rank, ranks = address.rank, list(range(address.world_size))
+    if not address.is_on_one_machine:
+        machines = _from_all(f"{_machine()} {address.agent}")
+        ranks = [other for other in ranks if machines[other] == machines[rank]]
+    private, recorder, eye, problem = "", None, None, ""
+    try:
+        private = tempfile.mkdtemp(prefix="distlab-watch-") if rank == ranks[0] else ""
+    except OSError as error:
+        problem = str(error)
+    try:
+        place = Path(_from_all(private)[ranks[0]])
+        try:
+            recorder = Recorder(folder or place, rank) if folder or place.is_absolute() else None
+        except OSError as error:
+            problem = str(error)
+        problems = [said for other, said in enumerate(_from_all(problem)) if said and other in ranks]
+        if not problems and len(ranks) > 1:
+            eye = Watch(rank, Watchdog(folder or place, address.world_size, since_ns=0, ranks=ranks), place / "board")
+            eye.watchdog.open()
+        elif problems and rank == ranks[0]:
+            say(f"rank {rank}: the ranks are not watched, a hang will not be told ({problems[0]})")
+        dist.barrier()  # all files are open
+    finally:
+        if private:
+            shutil.rmtree(private, ignore_errors=True)
+    return recorder, eye
+
+
+def _from_all(value: str) -> list[str]:
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _machine() -> str:
+    """Name this machine: what its processes have in common, and those of no other."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()

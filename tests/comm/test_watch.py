@@ -1,0 +1,106 @@
+"""Under torchrun, with nothing but `entry` and `process_group`: what cannot go on is told on every rank with its lines.
+
+One job tries one fault after the other: torchrun starts the ranks anew after each.
+"""
+
+import glob
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+pytestmark = pytest.mark.gloo("the faults are those that leave gloo's ranks waiting")
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from distlab.comm import entry, process_group
+
+def mismatch(rank, x):
+    dist.broadcast(x, 0) if rank == 1 else dist.all_reduce(x)
+
+def skipped(rank, x):
+    if rank != 1:
+        dist.all_reduce(x)
+
+def unmatched(rank, x):
+    if rank == 1:
+        dist.recv(x, 0)
+    dist.barrier()
+
+def swapped(rank, x):
+    if rank == 1:
+        dist.all_reduce(x + 1)
+        dist.all_reduce(x)
+    else:
+        dist.all_reduce(x)
+        dist.all_reduce(x + 1)
+
+def slow(rank, x):
+    time.sleep(4 if rank == 1 else 0)
+    dist.all_reduce(x)
+
+@entry
+def main():
+    programs = [mismatch, skipped, unmatched, swapped, slow]
+    program = programs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+    with process_group(timeout_s=100) as member:
+        dist.barrier()
+        if member.rank == 0:
+            print(f"\\nnow: {program.__name__}", flush=True)
+        program(member.rank, torch.ones(4))
+    if program is skipped and member.rank == 1:
+        time.sleep(30)  # the others end the job
+
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What a job said of each program, by name, and its exit status; it left no folder."""
+    folder = tmp_path_factory.mktemp("watch")
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    flags = ["--nproc-per-node", "3", "--max-restarts", "4", "--rdzv-backend", "c10d"]
+    flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "distlab.comm.standby"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(script)],
+        env=kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    parts = re.split(r"^now: (\w+)$", done.stdout, flags=re.M)
+    assert not glob.glob(os.path.join(tempfile.gettempdir(), str(folder), "distlab-watch-*"))
+    return dict(zip(parts[1::2], parts[2::2], strict=True)), done
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("program", "ranks", "words"),
+    [
+        ("mismatch", (0, 1, 2), r"rank 1: broadcast #2 \(.*root 0\) at .*train\.py:7$"),
+        ("skipped", (0, 2), r"all_reduce #2 \(.*\) at .*train\.py:11.*: rank 1 has returned without it"),
+        (
+            "unmatched",
+            (0, 1, 2),
+            r"rank 1 waits in recv from 0 #1 \(.*\) at .*train\.py:15 for .*has not called the send",
+        ),
+        ("swapped", (0, 1, 2), r"rank 1: all_reduce #2 .*train\.py:20, then all_reduce #3 .*train\.py:21$"),
+    ],
+)
+def test_a_fault_is_told_on_every_rank_that_has_a_part_in_it(told, program, ranks, words):
+    said = told[0][program]
+    assert len(re.findall(words, said, re.M)) >= len(ranks), said
+
+
+def test_a_slow_rank_is_left_alone_and_nothing_else_is_said(told):
+    said, done = told
+    assert done.returncode == 0, done.stdout
+    assert "cannot go on" not in said["slow"]
