@@ -28,7 +28,7 @@ from _script import run_script
 from distlab.anomalies import AnomalyWatch
 from distlab.comm import Ranks, Recorder, recorded
 from distlab.comm.launch.ranks import POLL_S
-from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.watch.watchdog import Watchdog
 from distlab.data_parallel import DataParallel
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import GPT, GPTConfig

@@ -35,7 +35,7 @@ from distlab.comm.checks import check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
-from distlab.comm.watch import watching
+from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh

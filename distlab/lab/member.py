@@ -22,9 +22,9 @@ from distlab.comm import Recorder, Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
 from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
-from distlab.comm.record.watchdog import Watchdog
 from distlab.comm.rendezvous import read_environment
-from distlab.comm.watch import Watch
+from distlab.comm.watch.watch import Watch
+from distlab.comm.watch.watchdog import Watchdog
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
@@ -124,10 +124,10 @@ class Lab(Generic[SettingsT]):
         dist.barrier()
         self._recorder.reset()
         if alone:
-            folder, rank = self._recorder.folder, self.member.rank
-            watchdog = Watchdog(folder, self.member.world_size, since_ns=since_ns)
+            records, rank = self._recorder.folder, self.member.rank
+            watchdog = Watchdog(records, self.member.world_size, since_ns=since_ns)
             if self.guard.watch is None:
-                self.guard.watch = Watch(rank, watchdog, folder / "board", f"lab {self.number} cannot go on: ")
+                self.guard.watch = Watch(rank, watchdog, records / "board", f"lab {self.number} cannot go on: ")
             self.guard.watch.watchdog = watchdog
         dist.barrier()
         return self._recorder

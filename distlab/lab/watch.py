@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from distlab.comm import RankTimeout
-from distlab.comm.watch import LOOK_S, Watch, end, stack_of
+from distlab.comm.watch.watch import LOOK_S, Watch, end, stack_of
 
 LOCK_GRACE_S = 10.0
 _OWN = ("distlab/lab/", "distlab/comm/record/intercept.py", "<frozen runpy>")
@@ -73,7 +73,7 @@ class Guard:
         if self.watch is None or not self._is_looking:
             return []
         from distlab.comm import read_records
-        from distlab.comm.record.standing import describe
+        from distlab.comm.watch.standing import describe
 
         return describe(read_records(self.watch.watchdog.folder), self.watch.watchdog.world_size)
 

@@ -12,8 +12,8 @@ from distlab.comm import Ranks, read_records
 from distlab.comm.record import file
 from distlab.comm.record.file import DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import known_call
-from distlab.comm.record.standing import describe
-from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.watch.standing import describe
+from distlab.comm.watch.watchdog import Watchdog
 
 
 def known(writer, op="all_reduce", line=3):
@@ -60,7 +60,7 @@ def test_nothing_at_all_can_be_written(tmp_path, monkeypatch, capsys):
 
 
 def test_a_rank_that_records_no_more_is_not_taken_for_one_that_does_not_come(tmp_path, monkeypatch):
-    monkeypatch.setattr("distlab.comm.record.watchdog.STABLE_S", 0.0)
+    monkeypatch.setattr("distlab.comm.watch.watchdog.STABLE_S", 0.0)
     writers = [RecordWriter(tmp_path, rank, 64) for rank in range(2)]
     for writer in writers:
         writer.end(writer.begin(known(writer), False), DONE)

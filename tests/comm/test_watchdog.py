@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record import watchdog as module
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
-from distlab.comm.record.standing import describe, standings_of
-from distlab.comm.record.watchdog import Watchdog, find_deadlock
+from distlab.comm.watch import watchdog as module
+from distlab.comm.watch.standing import describe, standings_of
+from distlab.comm.watch.watchdog import Watchdog, find_deadlock
 
 
 class Job:

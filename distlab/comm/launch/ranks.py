@@ -17,8 +17,8 @@ from distlab.comm.launch.pool import Pool
 from distlab.comm.launch.settled import is_settled
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
-from distlab.comm.record.standing import describe
-from distlab.comm.record.watchdog import Watchdog
+from distlab.comm.watch.standing import describe
+from distlab.comm.watch.watchdog import Watchdog
 from distlab.nodes import Nodes
 
 POLL_S = 0.2

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import Ledger, ledger_of
 from distlab.comm.record.read import RankRecord, Records, call_of, group_ranks, is_pair, read_records, short
-from distlab.comm.record.standing import Standing, describe, standings_of, waits_for
+from distlab.comm.watch.standing import Standing, describe, standings_of, waits_for
 from distlab.comm.where.find import Job
 from distlab.comm.where.flight import ask
 from distlab.comm.where.stacks import Frame, Stack, is_torch, stacks_of

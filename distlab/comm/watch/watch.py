@@ -28,8 +28,8 @@ from distlab.comm.launch.failures import PEER_NOISE, RankError, who_left
 from distlab.comm.launch.torchrun import record_failure
 from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
-from distlab.comm.record.watchdog import Watchdog
 from distlab.comm.rendezvous import Address
+from distlab.comm.watch.watchdog import Watchdog
 
 LOOK_S = 0.25
 TELL_S = 1.0  # for the other ranks to say where they stand

@@ -20,7 +20,7 @@ from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
 from distlab.comm.record.read import call_of
-from distlab.comm.record.standing import NEED_ALL, Standing, waits_for
+from distlab.comm.watch.standing import NEED_ALL, Standing, waits_for
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
