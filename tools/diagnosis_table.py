@@ -29,13 +29,17 @@ error; the longest ones wait two seconds in which nothing moves, since a slow jo
 every rank that has a part in it with file and line; `tests/comm/test_faults_told.py` holds this, and the limit of
 {limit} seconds. Written by `python tools/diagnosis_table.py`, {date}, {machine}.
 
+The same is watched in every script with `process_group`, also under torchrun, on the ranks of each machine
+(`distlab.comm.watch`); with nccl only where `watch=True`.
+
 | fault | {backends} | what is said (first line; lines and stacks follow) |
 |---|{bars}---|
 """
 UNSEEN = """
 Calls that are alike (operation, shape, dtype, root, reduction) in swapped order are told by the lines that make them.
 Not seen by any record: **such calls swapped on one line** (a loop over a list, a function that both go through), or
-whose source cannot be read, or where an `if` chooses between a rank's two lines, since ranks may take turns by intent.
+whose source cannot be read, or where an `if` chooses between a rank's two lines, since ranks may take turns by intent,
+or in two functions of which one is a method or inside another function, as hooks are.
 They meet, and different tensors are added up. `ReplicaVotes` (`distlab.votes`) tells at its next vote which rank
 differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and learns at
 its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
