@@ -92,7 +92,7 @@ numbers.tolist()
 # The next cell writes what you have passed, and when, as a page to print or to hand in. In a terminal,
 # `distlab lesson page` does the same.
 
-# %%
+# %% tags=["remove-output"]
 from distlab.notebook import progress_page
 
 progress_page()
