@@ -199,10 +199,12 @@ def _listen(pipe: Any, home: Path, limits: Limits, ending: threading.Event) -> t
 
 
 def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder; what goes away meanwhile counts nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
+    for place, _, files in os.walk(folder):  # it passes over folders that are gone; Path.rglob raises
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
     return total
 
 

@@ -17,7 +17,7 @@ import pytest
 from distlab.classroom import Limits, find_submissions, grade_all
 from distlab.classroom.marks import grade_of, read_grade, write_grade
 from distlab.classroom.page import class_page, student_page, to_csv
-from distlab.classroom.run import _result_of
+from distlab.classroom.run import _result_of, _size
 from distlab.cli import main
 from distlab.grading import load_lesson
 
@@ -176,6 +176,21 @@ def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limi
     assert grade.points == 0
     assert {mark.verdict for mark in grade.marks} == {"stopped"}
     assert processes_of_grading() == []
+
+
+def test_a_folder_that_goes_away_while_it_is_measured_counts_nothing(tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"12345")
+    list_of = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return list_of(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert _size(tmp_path) == 5
 
 
 def test_an_interrupt_keeps_what_is_graded(here):
