@@ -1,5 +1,8 @@
 """Ranks that reach one collective from different lines: told where two are exchanged, never where that is meant."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,8 +106,27 @@ def in_closures_or_after(rank):
         (ready if step % 2 == rank % 2 else rest)()
 
 
+SEND = """
+def send(counts, *gradient):
+    for _ in range(counts[0]):
+        dist.all_reduce(torch.ones(4))
+"""
+
+
+def in_backward_or_after(rank):
+    """The hooks are a package's, so the user's lines are those of backward and of what sends the rest."""
+    package = {"dist": dist, "torch": torch}
+    exec(compile(SEND, str(Path(torch.__file__).parent / "hooks.py"), "exec"), package)
+    x, counts = torch.ones(4, requires_grad=True), [0]
+    x.register_hook(partial(package["send"], counts))
+    for step in range(4):
+        counts[0] = 2 if step % 2 == rank % 2 else 1
+        x.sum().backward()
+        package["send"]([2 - counts[0]])
+
+
 NO_EXCHANGE = [in_branches, take_turns, take_turns_by_continue, wait_in_turn, own_lines, other_roots]
-NO_EXCHANGE += [in_hooks_or_after, in_closures_or_after]
+NO_EXCHANGE += [in_hooks_or_after, in_closures_or_after, in_backward_or_after]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
