@@ -50,12 +50,79 @@ _IMPORTS = {
     **dict.fromkeys(("dbm.gnu", "dbm.ndbm", "_gdbm", "_dbm"), "opens a database"),
     **dict.fromkeys(("cffi", "_cffi_backend"), "calls C by cffi"),
 }
-_HARMLESS_C = """
-    abs labs div strlen strcmp strncmp memcmp memcpy memmove memset toupper tolower atoi atof strtol strtod qsort rand
-    srand time clock clock_gettime gettimeofday usleep nanosleep sleep sched_yield sched_getcpu getpid gettid getppid
-    getuid getenv malloc calloc realloc free malloc_trim printf puts putchar fflush fsync fdatasync sync syncfs sqrt
-    exp exp2 expm1 log log2 log10 log1p pow hypot floor ceil round trunc fabs fmod fmin fmax ldexp sin cos tan tanh
-"""  # all that C offers else may reach another process
+_HARMLESS_C = frozenset(
+    [
+        "abs",
+        "labs",
+        "div",
+        "strlen",
+        "strcmp",
+        "strncmp",
+        "memcmp",
+        "memcpy",
+        "memmove",
+        "memset",
+        "toupper",
+        "tolower",
+        "atoi",
+        "atof",
+        "strtol",
+        "strtod",
+        "qsort",
+        "rand",
+        "srand",
+        "time",
+        "clock",
+        "clock_gettime",
+        "gettimeofday",
+        "usleep",
+        "nanosleep",
+        "sleep",
+        "sched_yield",
+        "sched_getcpu",
+        "getpid",
+        "gettid",
+        "getppid",
+        "getuid",
+        "getenv",
+        "malloc",
+        "calloc",
+        "realloc",
+        "free",
+        "malloc_trim",
+        "printf",
+        "puts",
+        "putchar",
+        "fflush",
+        "fsync",
+        "fdatasync",
+        "sync",
+        "syncfs",
+        "sqrt",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "pow",
+        "hypot",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "fabs",
+        "fmod",
+        "fmin",
+        "fmax",
+        "ldexp",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+    ]
+)  # all that C offers else may reach another process
 _OTHERS = (  # of Python, and no event tells of them
     ("os", ("memfd_create", "pidfd_open")),
     ("signal", ("pidfd_send_signal",)),
@@ -108,7 +175,7 @@ class Ways:
             places = ((args[at], -1 if folder is None else args[folder]) for at, folder in _PATHS[event])
             return next(filter(None, (self._outside(*place) for place in places)), "")
         if event == "ctypes.dlsym":
-            return "" if args[1] in _HARMLESS_C.split() else f"calls C's {args[1]}"
+            return "" if args[1] in _HARMLESS_C else f"calls C's {args[1]}"
         if event == "sqlite3.connect":
             in_memory = str(args[0]) in ("", ":memory:") or "mode=memory" in str(args[0])
             return "" if in_memory else self._outside(args[0])

@@ -77,8 +77,7 @@ class ShardValues(Tensor):
         Raises:
             ValueError: the function would take a part for the whole.
         """
-        gradients = REFUSED_FOR_GRADIENTS if any(issubclass(one, ShardGradient) for one in types) else {}
-        return _unless_refused(REFUSED_FOR_SHARDS | gradients, func, args, kwargs)
+        return _unless_refused(_refused_for(types), func, args, kwargs)
 
 
 class FlatShard(nn.Parameter):
@@ -101,9 +100,7 @@ class FlatShard(nn.Parameter):
         Raises:
             ValueError: the function would take a part for the whole.
         """
-        if any(issubclass(one, ShardGradient) for one in types):
-            return _unless_refused(REFUSED_FOR_SHARDS | REFUSED_FOR_GRADIENTS, func, args, kwargs)
-        return _unless_refused(REFUSED_FOR_SHARDS, func, args, kwargs)
+        return _unless_refused(_refused_for(types), func, args, kwargs)
 
 
 class AbsentGradient(Tensor):
@@ -150,6 +147,12 @@ def absent(parameter: Tensor, memory: Tensor) -> Tensor:
     one = memory[:1] if memory.numel() else torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
     nothing: Tensor = one.as_strided(parameter.shape, [0] * parameter.dim()).as_subclass(AbsentGradient)
     return nothing
+
+
+def _refused_for(types: Sequence[type]) -> dict[Any, str]:
+    """Return what a call with a shard among its arguments may not be; a gradient among them refuses its own too."""
+    has_gradient = any(issubclass(one, ShardGradient) for one in types)
+    return REFUSED_FOR_SHARDS | REFUSED_FOR_GRADIENTS if has_gradient else REFUSED_FOR_SHARDS
 
 
 def _unless_refused(
