@@ -163,9 +163,8 @@ class PlanFile:
             degrees = " x ".join(f"{getattr(self.plan, axis)} ({axis})" for axis in AXES)
             rest = ranks // self.plan.data
             fix = f"for example data = {wanted // rest}" if wanted % rest == 0 else f"or use a multiple of {rest}"
-            raise ValueError(
-                f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {wanted}: make them equal, {fix}"
-            )
+            differs = f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {wanted}"
+            raise ValueError(f"{differs}: make them equal, {fix}")
         check_order(self.order)
 
     def simulate(self) -> Step:

@@ -1,7 +1,7 @@
 """Open the lessons in JupyterLab, list them, print your progress, or bring a fresh copy of one.
 
-You work in copies, in the folder work/; what you write there is never overwritten. `start` opens them on 127.0.0.1,
-`list` shows what there is and how far you are, `page` writes that as an HTML page to print, `reset NN` puts your copy
+You work in copies, in the folder work/; what you write there is never overwritten. `start` opens them on 127.0.0.1.
+`list` shows what there is and how far you are. `page` writes that as an HTML page to print. `reset NN` puts your copy
 of a lesson aside and brings a fresh one.
 """
 

@@ -86,10 +86,10 @@ def llama_workload(
 ) -> Workload:
     """Return the workload of such a model, with 16-bit activations.
 
-    A layer keeps the inputs of both norms and of all products, and the gate's two factors (without a gate 4 f):
-    s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes, and where queries and keys are normed the
-    norms' inputs, 2 s B (queries + keys). It also keeps 2 a s^2 B bytes of scores, which `fuse_attention` or selective
-    recompute drops.
+    A layer keeps the inputs of both norms and of all products, and the gate's two factors. That is
+    s B (8 h + 2 (queries + keys and values + mixed values) + 8 f) bytes; without a gate 4 f. Where queries and keys are
+    normed it keeps the norms' inputs too: 2 s B (queries + keys). It also keeps 2 a s^2 B bytes of scores, which
+    `fuse_attention` or selective recompute drops.
 
     Source: sizes of tensors as Touvron et al. 2023 (2307.09288) describe the model; activations counted tensor by
         tensor as 2205.05198 does for GPT.

@@ -57,8 +57,7 @@ class Ranks:
         echo: bool = True,
         plain: bool = False,
     ) -> None:
-        self.world_size = check_world_size(world_size)
-        self.timeout_s = check_timeout(timeout_s)
+        self.world_size, self.timeout_s = check_world_size(world_size), check_timeout(timeout_s)
         self.nodes = Nodes.for_ranks(nodes, self.world_size)
         self.backend = check_backend(backend, self.world_size, self.nodes.count)
         self.record, self.echo, self.plain = record, echo, plain

@@ -1,11 +1,17 @@
 """Tensors of a unit that backward left out on every rank: an optimizer's step passes them by, as in one process.
 
-Several tensors lie in one flat shard, and an optimizer sees the shard as one tensor with one gradient. Two things are
-needed. Who knows that no rank had a gradient? A rank without one adds -0.0 to the sum, and never else: a sum is -0.0
-only if all its parts are, so the sum itself tells, and nothing more is sent (`mark`, `is_marked`). How is a part of a
-shard kept from an optimizer? For the time of a step each tensor's piece is a parameter of its own, with its own state,
-and those without a gradient have None (`step_by_pieces`). What the optimizer counts per parameter (Adam's steps) is
-then kept per tensor, where tensors differ.
+Several tensors lie in one flat shard, and an optimizer sees the shard as one tensor with one gradient. Two questions
+follow.
+
+Who knows that no rank had a gradient? A rank without one adds -0.0 to the sum; no rank adds it otherwise. A sum is -0.0
+only if all its parts are. So the sum itself tells, and nothing more is sent (`mark`, `is_marked`).
+
+How is a part of a shard kept from an optimizer? During a step each tensor's piece is a parameter of its own, with its
+own state. Pieces without a gradient have None (`step_by_pieces`). What the optimizer counts per parameter, such as
+Adam's steps, is kept per tensor where tensors differ.
+
+Limit: a saved state has one count for a tensor that was never updated, that of its unit. If such a tensor is used for
+the first time after a load, its count of steps is too high.
 """
 
 from __future__ import annotations

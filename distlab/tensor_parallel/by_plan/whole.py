@@ -191,7 +191,7 @@ def _gather_when_read(
 def _run(model: nn.Module, shared: Sequence[Tensor], rows: Sequence[str], inputs: Any) -> Made:
     """Call a copy of a model that shares its parameters, on copies of the inputs, in eval mode."""
     own = {id(tensor) for tensor in shared}
-    twin = Copier(lambda tensor: tensor if id(tensor) in own else clone(tensor)).copy(model).eval()
+    twin = Copier(lambda tensor: tensor if id(tensor) in own else clone(tensor)).copy(model).train(False)
     values: list[tuple[str, Tensor]] = []
     running: list[str] = []
 
