@@ -504,7 +504,7 @@ def draw_losses(title):
             axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2.4, label=label)
         axes.set(title=name, xlabel="update", ylim=(2.7, 4.5))
         axes.spines[["top", "right"]].set_visible(False)
-    picture.axes[0].set_ylabel("loss, mean of 10 updates (nats a byte)")
+    picture.axes[0].set_ylabel("loss, mean of 10 updates (nats per byte)")
     picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return picture
@@ -543,7 +543,8 @@ def sent_per_update(make_hook):
         inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=2)
         model.zero_grad()
         with recorded() as seen:
-            (model.loss(model(inputs), targets).backward(), replicas.synchronize())
+            model.loss(model(inputs), targets).backward()
+            replicas.synchronize()
     return seen.records.ring_equivalent_bytes(rank)
 
 
@@ -574,7 +575,7 @@ def draw_bytes(title):
         sent_mb = sent[name] / 1e6 * torch.arange(10, NUM_STEPS + 1)
         axes.plot(sent_mb, losses.unfold(0, 10, 1).mean(1), ls=style, color=colour, lw=2.4, label=name)
     axes.set(xscale="log", xlabel="sent per rank since the start (MB)")
-    axes.set_ylabel("loss, mean of 10 updates (nats a byte)")
+    axes.set_ylabel("loss, mean of 10 updates (nats per byte)")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.spines[["top", "right"]].set_visible(False)
     picture.legend(loc="outside lower left", ncols=5, frameon=False)

@@ -464,7 +464,7 @@ def draw_curves(title):
     for (name, (times, rows)), style, colour in zip(curves.items(), ("-", "--", "-.", ":"), colours, strict=True):
         looks = {"linestyle": style, "color": colour, "linewidth": 2.4, "label": name}
         axes.step(100 * times / times[-1], rows.sum(axis=1) / 1e6, where="post", **looks)
-    axes.set(xlabel="share of the update's time (%)", ylabel="held by a rank (MB)", xlim=(0, 100), ylim=(0, None))
+    axes.set(xlabel="share of the update's time (%)", ylabel="held per rank (MB)", xlim=(0, 100), ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     picture.legend(loc="outside lower left", ncols=4, frameon=False)
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
