@@ -2,6 +2,9 @@
 
 A job whose ranks are all on this machine keeps to the loopback interface. torch's own TCPStore listens on every
 interface even when it is given 127.0.0.1; here the store's socket is bound to the named address before torch gets it.
+
+torchrun looks for a free MASTER_PORT seconds before rank 0 listens there, and another program may take it meanwhile.
+A launcher of one machine sets DISTLAB_PORT_FILE: rank 0 takes any free port and writes it there for the others.
 """
 
 from __future__ import annotations
@@ -12,11 +15,17 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 
 import torch.distributed as dist
+
+PORT_FILE = "DISTLAB_PORT_FILE"
+_stores = count()  # a job may open several, one after the other: each has a port of its own
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Address:
     uses_agent_store: bool
     has_parent: bool
     agent: str = ""
+    port_file: str = ""
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -76,6 +86,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         has_parent="TORCHELASTIC_RUN_ID" in env,
         agent=env.get("GROUP_RANK", ""),
+        port_file=env.get(PORT_FILE, ""),
     )
 
 
@@ -109,8 +120,14 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     if address.world_size == 1 and address.master_port == 0:
         return dist.HashStore()  # type: ignore[attr-defined]
     serves = address.rank == 0 and not address.uses_agent_store
+    port_file = Path(f"{address.port_file}.{next(_stores)}") if address.port_file else None
+    if port_file:
+        address = replace(address, master_port=0 if serves else _read_port(port_file, address.rank, timeout_s))
     where = f"{address.master_address}:{address.master_port}"
     listen_fd = _listen(address, where) if serves else None
+    if port_file and listen_fd is not None:
+        address = replace(address, master_port=_port_of(listen_fd))
+        _write_port(port_file, address.master_port)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address.master_address,
@@ -127,6 +144,27 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
             "is rank 0 running, and is the address right?"
         ) from error
     return dist.PrefixStore(f"restart{address.restart}", store) if address.uses_agent_store else store  # type: ignore[attr-defined]
+
+
+def _port_of(listen_fd: int) -> int:
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _write_port(path: Path, port: int) -> None:
+    """Write a port where the other ranks look, in one step: they read all of it or nothing."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(f"{port}")
+    fresh.replace(path)
+
+
+def _read_port(path: Path, rank: int, timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            return int(path.read_text())
+        time.sleep(0.01)
+    raise RuntimeError(f"rank {rank}: rank 0 wrote no port into {path} within {timeout_s:g} s; is rank 0 running?")
 
 
 def _listen(address: Address, where: str) -> int | None:

@@ -136,6 +136,7 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     )
     deadline = time.monotonic() + 80
     while len(processes(tmp_path)) < 6 and time.monotonic() < deadline:  # command, agent, two ranks, two children
+        assert process.poll() is None, f"it ended by itself: {process.communicate()[1]}"
         time.sleep(0.2)
     time.sleep(0.5)
     assert len(processes(tmp_path)) >= 6

@@ -33,6 +33,7 @@ from distlab.comm.checks import check_timeout, check_world_size
 from distlab.comm.command import runnable
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
 from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
+from distlab.comm.rendezvous import PORT_FILE
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
 REFUSED = 2  # of one that was asked for something that cannot be: one line is enough
@@ -77,7 +78,7 @@ def run_script(
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
         agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
-        with _started(command) as process:
+        with _started(command, {PORT_FILE: f"{folder}/port"}) as process:
             own_words = _pass_on(process, echo, limit_s)
         return _conclude(Path(folder), num_ranks, process.returncode, own_words)
 
@@ -100,7 +101,7 @@ def _terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(command: Sequence[str], more: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Start the agent in a session of its own, so that Ctrl-C reaches this process alone; take it down at the end."""
     with subprocess.Popen(
         command,
@@ -109,7 +110,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="backslashreplace",
-        env=own_environment(),
+        env=own_environment() | more,
         start_new_session=True,
     ) as process:
         try:
@@ -121,7 +122,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 def own_environment() -> dict[str, str]:
     """Return what a job inherits that this process starts: nothing of the job whose rank it may be."""
-    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PORT_FILE)
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
     root = str(Path(__file__).resolve().parents[3])  # the agent finds this very distlab, whatever is installed
