@@ -21,6 +21,7 @@ from distlab.grading.lesson import lessons_folder
 HOST = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 8888, 20
 START_TIMEOUT_S = 90.0
+TRIALS = 4  # of ports: two servers that start at the same time find the same one free
 STOP_TIMEOUT_S = 3.5
 KERNEL_STOP_S = 1.6  # one that is starting hears no request: SIGTERM after half of it, SIGKILL at its end
 SETTINGS = ".jupyter"
@@ -48,12 +49,9 @@ class Server:
         self.log = work / SETTINGS / "server.log"
         self._lifeline: int | None = None
         _quiet_settings(work / SETTINGS)
-        self._process = self._start(work.resolve())
-        try:
-            self._wait_until_it_answers()
-        except BaseException:
-            self.stop()
-            raise
+        trials = 1 if port is not None else TRIALS
+        while not self._answers(work.resolve(), is_last=trials == 1):
+            self.port, trials = _free_port(), trials - 1
 
     @property
     def address(self) -> str:
@@ -80,6 +78,18 @@ class Server:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+    def _answers(self, work: Path, *, is_last: bool) -> bool:
+        """Start JupyterLab and return whether it answers; False: another program took the port meanwhile."""
+        self._process = self._start(work)
+        try:
+            self._wait_until_it_answers()
+        except BaseException as error:
+            self.stop()
+            if is_last or not isinstance(error, RuntimeError) or _is_free(self.port):
+                raise
+            return False
+        return True
 
     def _start(self, work: Path) -> subprocess.Popen[bytes]:
         end, self._lifeline = os.pipe()  # when this process goes, however it goes, the server reads the end of it

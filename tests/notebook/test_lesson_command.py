@@ -236,6 +236,21 @@ def test_without_a_port_a_free_one_is_found(monkeypatch):
         assert server._free_port() > 0, "any, when all of those are taken"
 
 
+def test_a_port_that_another_server_takes_meanwhile_is_left_to_it(monkeypatch, tmp_path):
+    (tmp_path / server.SETTINGS).mkdir()
+    (tmp_path / server.SETTINGS / "server.log").write_text("the address is in use\n")
+    found = iter([8888, 8889, *[8888] * server.TRIALS])
+    ended, answers = [sys.executable, "-c", ""], server.Server._wait_until_it_answers
+    monkeypatch.setattr(server, "_free_port", lambda: next(found))
+    monkeypatch.setattr(server, "_is_free", lambda port: port != 8888)
+    monkeypatch.setattr(server.Server, "_start", lambda self, work: subprocess.Popen(ended))
+    monkeypatch.setattr(server.Server, "_wait_until_it_answers", lambda self: self.port == 8889 or answers(self))
+    assert server.Server(tmp_path).port == 8889
+    with pytest.raises(RuntimeError, match=r"ended at once(.|\n)*  the address is in use"):
+        server.Server(tmp_path)
+    assert list(found) == []
+
+
 def test_list_and_mistakes_are_plain(lesson, tmp_path):
     done = lesson("list", work=tmp_path / "work")
     assert done.returncode == 0
