@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ TECHNIQUES = (
 )
 # A run that a shell put in the background ignores interrupts, and all that it starts would too: tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules.setdefault(
+    "rfc3987_syntax", None
+)  # nbformat's checker of addresses: no test has any, and it loads for 1.2 s
 put_on_path()  # messages write commands as they are where the lessons are read
 
 

@@ -150,11 +150,9 @@ class Twins(NamedTuple):
 
     def has(self, module: str, name: str) -> bool:
         """Return whether a function or class of this module and name is one of them."""
-        if any(name == given and _is_below(module, where) for where, given in self.allowed):
+        if not f"{module}.".startswith(_whole_modules(self.places)) and f"{module}:{name}" not in self.places:
             return False
-        return any(_is_below(module, place) for place in self.places if ":" not in place) or (
-            f"{module}:{name}" in self.places
-        )
+        return not any(name == given and _is_below(module, where) for where, given in self.allowed)
 
     def is_one(self, value: Any) -> bool:
         """Return whether a value is one of them."""
@@ -180,6 +178,11 @@ def twins_of(exercise: Exercise) -> Twins:
         if (statement.module or "").startswith(("distlab.", "simulator"))
     ]
     return Twins(exercise.name, TWINS.get(exercise.name, ()), tuple(allowed))
+
+
+@functools.cache  # asked for each of some thousand functions, in every rank of every check
+def _whole_modules(places: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{place}." for place in places if ":" not in place)
 
 
 def _is_below(module: str, place: str) -> bool:

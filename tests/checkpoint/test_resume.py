@@ -138,7 +138,7 @@ def half(directory, **how):
 
 
 @pytest.mark.equality("checkpoint")
-@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size):
     """A run that is resumed at its last checkpoint but one repeats its own end, the memory of a hook included."""

@@ -96,6 +96,7 @@ def some_lengths():
     return [words for words in found if words]
 
 
+@pytest.mark.soak_where(world_size=(8,))
 @pytest.mark.parametrize("world_size", [5, 8])
 def test_all_reduce_at_odd_and_large_sizes(ranks, world_size):
     assert ranks(world_size).run(some_lengths) == [[]] * world_size
@@ -114,6 +115,7 @@ def naive_and_plain():
 
 
 @pytest.mark.equality("collectives")
+@pytest.mark.soak_where(world_size=(2, 3))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_first_versions_sum_too(ranks, world_size):
     for pieces_change_no_bit, plain_equal, naive_equal in ranks(world_size).run(naive_and_plain):
@@ -145,6 +147,7 @@ def scatter_and_gather(scatter, gather):
 
 
 @pytest.mark.equality("collectives")
+@pytest.mark.soak_where(world_size=(2, 3, 4))
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
 def test_reduce_scatter_then_all_gather(ranks, world_size):
     ranks(world_size).run(scatter_and_gather, "ring_reduce_scatter", "ring_all_gather")
@@ -168,6 +171,7 @@ def broadcasts_and_reduces():
 
 
 @pytest.mark.equality("collectives")
+@pytest.mark.soak_where(world_size=(2, 3, 4))
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
 def test_broadcast_and_reduce_from_every_root(ranks, world_size):
     ranks(world_size).run(broadcasts_and_reduces)
@@ -213,6 +217,7 @@ def on_a_mesh(num_machines, num_local):
 
 @pytest.mark.equality("collectives")
 @pytest.mark.soak_where(num_machines=(4,), num_local=(2,))
+@pytest.mark.soak_where(num_machines=(2,), num_local=(4,))
 @pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
 def test_hierarchical_equals_flat(ranks, num_machines, num_local):
     ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)

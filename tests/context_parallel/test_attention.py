@@ -197,7 +197,7 @@ def difference(one, other):
     return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.soak_where(world_size=(2, 3))
+@pytest.mark.soak_where(world_size=(1, 2, 3))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_the_whole_sequence_at_the_documented_cost(ranks, world_size):
     n = world_size

@@ -172,7 +172,7 @@ def alone(images):
         torch.set_num_threads(before)
 
 
-@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, alone, images, world_size):
     def run():

@@ -107,6 +107,7 @@ def test_generators_begin_anew_where_shards_were_cut_anew(ranks, tmp_path):
     assert not {draw for rank in other for draw in rank} & {draw for rank in first for draw in rank}
 
 
+@pytest.mark.soak_where(beside=[True])  # tests/checkpoint/test_async.py has errors of saves beside training
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_full_disk_costs_a_warning_and_a_checkpoint_and_nothing_else(ranks, tmp_path, beside):
     expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
@@ -149,6 +150,7 @@ def test_a_flipped_bit_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, t
     assert "rank 2 differs from the 2 others" in text
 
 
+@pytest.mark.soak_where(beside=[False])  # the test above saves so
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_flipped_bit_of_a_moment_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path, beside):
     expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]

@@ -25,6 +25,7 @@ def uninterrupted(ranks, tmp_path):
     return lambda num_ranks=2, **changes: ranks(num_ranks).run(lambda: train(tmp_path / "whole", **changes))[0][:2]
 
 
+@pytest.mark.soak_where(optimizer=["sgd"])  # tests/comm/test_groups.py: torchrun alone restarts after a kill
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_rank_is_killed_and_the_final_bits_are_those_of_the_uninterrupted_run(uninterrupted, tmp_path, optimizer):
     changes = {"optimizer": optimizer, "num_epochs": 8}

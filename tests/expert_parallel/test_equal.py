@@ -119,7 +119,7 @@ def difference(one, other):
 
 
 @pytest.mark.equality("expert_parallel")
-@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_split_experts_equal_one_process(ranks, world_size):
     results = ranks(world_size).run(everything)

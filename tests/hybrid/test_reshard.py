@@ -120,6 +120,7 @@ def test_a_rank_that_is_missing_is_named(ranks, tmp_path):
     ranks(4).run(fail)
 
 
+@pytest.mark.soak_where(before=["FSDP 2 x tensor 2"])
 @pytest.mark.parametrize(("before", "after"), [("tensor 2 x pipeline 2", "data 4"), ("FSDP 2 x tensor 2", "tensor 2")])
 def test_torchs_layout_goes_from_plan_to_plan_too(ranks, tmp_path, before, after):
     """Rows of slabs become boxes, and torch reads them into the plain model that one process trains."""

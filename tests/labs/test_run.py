@@ -37,6 +37,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 @pytest.mark.soak_where(number=("02",), num_ranks=(2,))
+@pytest.mark.soak_where(number=("03",), num_ranks=(1,))
 @pytest.mark.parametrize(("number", "num_ranks"), CASES)
 def test_a_lab_states_right_facts(lab, number, num_ranks):
     found = facts(lab(number, num_ranks, "--json", calibrated=(number, num_ranks) == ("03", 3)))
@@ -57,6 +58,7 @@ def test_a_lab_states_right_facts(lab, number, num_ranks):
         assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 
 
+@pytest.mark.soak  # tests/comm/test_groups.py has scripts that torchrun starts, and `distlab lab` starts it below
 def test_plain_torchrun_does_the_same():
     done = torchrun("01", 2, "--json")
     assert facts(Ended(done.returncode, done.stdout, done.stderr))["token after 3 laps"] == 3

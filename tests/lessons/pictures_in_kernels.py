@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_configure(config):
+    sys.modules.setdefault("rfc3987_syntax", None)  # as in tests/conftest.py, which is none of the notebooks'
     at_start_of_kernels("pictures_in_kernels", "watch")
 
 

@@ -1,6 +1,6 @@
 """`pytest -p tests.lessons.short_kernels`: checks and measurements in kernels take seconds, for `make test`.
 
-A check runs on the last of its exercise's numbers of ranks (test_mutants.py takes the first ones), and a reference that
+A check runs on the last of its exercise's numbers of ranks (test_mutants.py takes the first), and a reference that
 it finds wrong fails its cell. A measurement takes one short window. `make soak` runs the cells as they are.
 """
 

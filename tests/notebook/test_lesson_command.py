@@ -158,12 +158,6 @@ def kernel_of(lab):
     return wait_for(lambda: own_sessions(server))[0]
 
 
-def test_a_kernel_that_is_stopped_goes_with_the_command(tmp_path):
-    with started(tmp_path / "work") as lab:
-        kernel_of(lab).suspend()
-        lab.gone_after(signal.SIGINT)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("state", ["begun", "ready", "stopped"])
 def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
@@ -176,8 +170,15 @@ def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
         assert lab.gone_after(signal.SIGINT) < 5
 
 
-def test_terminals_and_kernels_find_the_commands_of_the_lessons(tmp_path):
-    with started(tmp_path / "work") as lab:
+def test_a_start_with_a_damaged_copy_tells_it_serves_and_ends_with_a_kernel_that_is_stopped(lesson, tmp_path):
+    """Terminals and kernels find the commands of the lessons."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "START.ipynb").write_bytes(b'{"cells": [')
+    with started(work) as lab:
+        told = [line for line in lab.lines if "START.ipynb is not whole JSON" in line]
+        assert len(told) == 1
+        assert "distlab lesson reset START" in told[0]
         lab.post("/api/terminals", {})
         lab.post("/api/kernels", {"name": "python3"})
         server = psutil.Process(lab.process.pid).children()[0]
@@ -186,24 +187,7 @@ def test_terminals_and_kernels_find_the_commands_of_the_lessons(tmp_path):
         assert [one.environ()["PATH"].split(os.pathsep)[0] for one in found] == [here, here]
         terminal = next(one for one in found if "ipykernel" not in " ".join(one.cmdline()))
         wait_for(lambda: terminal.cwd() == root)
-        lab.gone_after(signal.SIGINT)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_the_server_goes_however_its_parent_goes(tmp_path, number):
-    with started(tmp_path / "work") as lab:
-        lab.post("/api/kernels", {"name": "python3"})
-        lab.gone_after(number)
-
-
-def test_damaged_copies_are_told_and_do_not_stop_the_start(lesson, tmp_path):
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "START.ipynb").write_bytes(b'{"cells": [')
-    with started(work) as lab:
-        told = [line for line in lab.lines if "START.ipynb is not whole JSON" in line]
-        assert len(told) == 1
-        assert "distlab lesson reset START" in told[0]
+        next(one for one in found if one is not terminal).suspend()
         lab.gone_after(signal.SIGINT)
     assert (work / "START.ipynb").read_bytes() == b'{"cells": ['
     done = lesson("reset", "START", work=work)
@@ -211,6 +195,14 @@ def test_damaged_copies_are_told_and_do_not_stop_the_start(lesson, tmp_path):
     assert "your copy is kept as" in done.stdout
     assert [path.read_bytes() for path in work.glob("START.2*.ipynb")] == [b'{"cells": [']
     assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
+
+
+@pytest.mark.soak_where(number=[signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_the_server_goes_however_its_parent_goes(tmp_path, number):
+    with started(tmp_path / "work") as lab:
+        lab.post("/api/kernels", {"name": "python3"})
+        lab.gone_after(number)
 
 
 def test_a_port_that_is_taken(lesson, tmp_path):
@@ -268,13 +260,9 @@ def test_list_and_mistakes_are_plain(lesson, tmp_path):
     assert "is a file; pass --work" in done.stderr
 
 
-def test_without_jupyterlab_one_line_says_what_to_install(tmp_path):
-    code = (
-        "import sys; sys.modules['jupyterlab'] = None\n"
-        "from distlab.cli import main\n"
-        f"sys.exit(main(['lesson', 'start', '--no-browser', '--work', {str(tmp_path / 'work')!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+def test_without_jupyterlab_one_line_says_what_to_install(lesson, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    done = lesson("start", "--no-browser", work=tmp_path / "work")
     assert done.returncode == 2
     assert done.stderr == "distlab lesson: the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it\n"
 

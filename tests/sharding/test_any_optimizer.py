@@ -123,13 +123,20 @@ def train_and_save(names, start):
     return found
 
 
+def some_and_others(every, some):
+    """Give a test some names; `make soak` gives it the others."""
+    others = [name for name in every if name not in some]
+    return [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.soak)]
+
+
 @pytest.mark.soak_where(world_size=(1, 2))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_states_go_to_plain_torch_and_come_back(ranks, world_size):
-    halves = {name: alone(name, steps=range(3)) for name in OPTIMIZERS}
-    began = ranks(world_size).run(train_and_save, list(OPTIMIZERS), None)
-    went_on = ranks(world_size).run(train_and_save, list(OPTIMIZERS), halves)
-    for name in OPTIMIZERS:
+@pytest.mark.parametrize("names", some_and_others(OPTIMIZERS, ["adamw", "nesterov", "adagrad"]))
+def test_states_go_to_plain_torch_and_come_back(ranks, world_size, names):
+    halves = {name: alone(name, steps=range(3)) for name in names}
+    began = ranks(world_size).run(train_and_save, names, None)
+    went_on = ranks(world_size).run(train_and_save, names, halves)
+    for name in names:
         model, state = alone(name)
         for half in (result[name] for result in began):
             there = alone(name, half, range(3, STEPS))
@@ -195,18 +202,22 @@ def scheduled(name, model, optimizer):
     return [one.state_dict() for one in (model, average, moving)]
 
 
-def all_schedules():
+def with_schedules(names):
     found = {}
-    for name in SCHEDULES:
+    for name in names:
         model, optimizer = sharded("nesterov" if name == "cyclic" else "adamw", stage=2)
         found[name] = scheduled(name, model, optimizer)
         optimizer.close()
     return found
 
 
-def test_every_schedule_and_average_of_torch_equals_one_process(ranks):
-    results = ranks(3).run(all_schedules)
-    for name in SCHEDULES:
+TOLD_MORE = ["lambda", "cyclic", "plateau", "one after another", "average"]  # a function, momentum, a loss, schedules
+
+
+@pytest.mark.parametrize("names", some_and_others(SCHEDULES, TOLD_MORE))
+def test_every_schedule_and_average_of_torch_equals_one_process(ranks, names):
+    results = ranks(3).run(with_schedules, names)
+    for name in names:
         model = Small()
         optimizer = OPTIMIZERS["nesterov" if name == "cyclic" else "adamw"](wanting(model))
         expected = scheduled(name, model, optimizer)

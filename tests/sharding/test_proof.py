@@ -79,18 +79,19 @@ def require_formula(found, stage, num_ranks, width=64):
     assert found[3] == expected[3] + flag + counts
 
 
-def test_states_fall_as_the_formula_says(ranks):
-    for world_size in (1, 2, 4):
-        results = ranks(world_size).run(lambda: [measure(stage) for stage in range(4)])
-        for found in results:
-            for stage in range(4):
-                require_formula(found[stage], stage, world_size)
+@pytest.mark.soak_where(world_size=(1, 2))
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_states_fall_as_the_formula_says(ranks, world_size):
+    results = ranks(world_size).run(lambda: [measure(stage) for stage in range(4)])
+    for found in results:
+        for stage in range(4):
+            require_formula(found[stage], stage, world_size)
 
 
-def test_uneven_layers_are_padded_once_a_unit(ranks):
-    for world_size in (2, 4):
-        for found in ranks(world_size).run(measure, 3, 13):
-            require_formula(found, 3, world_size, 13)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_uneven_layers_are_padded_once_a_unit(ranks, world_size):
+    for found in ranks(world_size).run(measure, 3, 13):
+        require_formula(found, 3, world_size, 13)
 
 
 def simulated(num_ranks):
@@ -188,7 +189,9 @@ def test_a_model_larger_than_the_limit_is_built_and_trained_in_shards(ranks):
         assert losses[0] > losses[1] > losses[2]
 
 
-def test_an_offloaded_update_gives_the_same_bits_in_shards_and_pieces(ranks):
+@pytest.mark.soak_where(world_size=(1, 2))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_offloaded_update_gives_the_same_bits_in_shards_and_pieces(ranks, world_size):
     """On a machine without a GPU device and host are one memory; the way through the host must not change a bit."""
 
     def final(make, **options):
@@ -221,8 +224,7 @@ def test_an_offloaded_update_gives_the_same_bits_in_shards_and_pieces(ranks):
         ]
         return [all(map(torch.equal, *pair)) for pair in pairs]
 
-    for world_size in (1, 2, 3):
-        assert ranks(world_size).run(compare) == [[True] * 4] * world_size
+    assert ranks(world_size).run(compare) == [[True] * 4] * world_size
 
 
 if __name__ == "__main__":

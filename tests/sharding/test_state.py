@@ -94,6 +94,7 @@ def load(directory, num_ranks, optimizer_name, units=None, *, own=False):
 
 
 @pytest.mark.equality("checkpoint")
+@pytest.mark.soak_where(optimizer=["sgd"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_two_three_and_one_hold_the_same_and_go_on(ranks, tmp_path, optimizer):
     """Saved by 4 ranks, loaded by 2 in other units, saved by those, loaded by 3, then by 1, then by 1 again."""
@@ -110,11 +111,12 @@ def test_four_ranks_two_three_and_one_hold_the_same_and_go_on(ranks, tmp_path, o
     assert all(same(after, later) for _, after in resumed)  # the same data on as many ranks: the same bits
 
 
-def test_with_its_own_shard_alone_a_run_goes_on_bit_for_bit(ranks, tmp_path):
-    for world_size in (1, 2, 3):
-        expected = ranks(world_size).run(save, tmp_path, "adamw")
-        resumed = ranks(world_size).run(lambda n=world_size: load(tmp_path, n, "adamw", own=True))
-        assert same(resumed, expected)
+@pytest.mark.soak_where(world_size=(1, 2))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_with_its_own_shard_alone_a_run_goes_on_bit_for_bit(ranks, tmp_path, world_size):
+    expected = ranks(world_size).run(save, tmp_path, "adamw")
+    resumed = ranks(world_size).run(lambda: load(tmp_path, world_size, "adamw", own=True))
+    assert same(resumed, expected)
 
 
 def test_saving_twice_gives_the_same_bytes(ranks):

@@ -86,9 +86,11 @@ def test_six_updates_of_every_model_equal_one_process(ranks, world_size, ways):
         assert found == {name: pytest.approx([0.0] * len(ways), abs=1e-10) for name in found}
 
 
-def test_recomputed_offloaded_and_replicated(ranks):
+@pytest.mark.soak_where(names=[("Windows", "Translator")])
+@pytest.mark.parametrize("names", [("Penalized", "Experts"), ("Windows", "Translator")], ids=" ".join)
+def test_recomputed_offloaded_and_replicated(ranks, names):
     """Recompute inside units; shards and gradients in the host's memory; both with hybrid sharding."""
-    chosen = [make for make in MODELS if make.__name__ in ("Penalized", "Experts", "Windows", "Translator")]
+    chosen = [make for make in MODELS if make.__name__ in names]
     oracles = {make: train(make) for make in chosen}
 
     def all_of_them():

@@ -113,7 +113,7 @@ def alone(dtype, optimizer_name, **options):
 
 
 @pytest.mark.equality("fully_shard")
-@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_in_float64_equal_one_process(ranks, world_size):
     def both():

@@ -53,6 +53,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.soak_where(limited=[0], kind=["RLIMIT_AS"])
 @pytest.mark.parametrize(("limited", "kind"), [(0, "RLIMIT_AS"), (1, "RLIMIT_AS"), (0, "RLIMIT_FSIZE")])
 def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
     commands = [

@@ -46,7 +46,7 @@ def everything(found):
 @pytest.mark.parametrize(
     ("model", "machine", "batch"),
     [
-        (SMALL, machine_of(80e9, 4), 8),
+        pytest.param(SMALL, machine_of(80e9, 4), 8, marks=pytest.mark.soak),  # where all fits, least is left out
         (SMALL, machine_of(0.6e9, 8, 4), 8),
         (GATED, machine_of(1.2e9, 4, 2, "dgx-h100"), 16),
         (MIXED, machine_of(0.8e9, 4, 2), 8),

@@ -138,6 +138,7 @@ def check_dropout(sequence):
     return dropped, torch.get_rng_state(), losses, replicated, norm
 
 
+@pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_claims(ranks, world_size):
     def measure():

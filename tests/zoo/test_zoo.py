@@ -68,11 +68,22 @@ def test_a_technique_that_loses_a_parameter_is_not_equal(expected):
     assert run(a_part_is_missing, 2, args=(expected,), timeout_s=60) == ["misses head.weight"] * 2
 
 
+SOME = (  # tied, two halves, experts, buffers, a recurrent one, parts that share, that are left out, that compute anew
+    *("nanoGPT", "T5", "Mixtral", "ViT, fused qkv", "ResNet", "LSTM", "block under two names", "0-dim parameter"),
+    *("blocks left out at times", "checkpointed blocks", "gradient penalty", "complex parameters"),
+)
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.soak_where(technique=("ZeRO-1", "FullyShard, offload", "pipeline 1F1B"))  # their kin is tried
+@pytest.mark.soak_where(technique=[name for name in OURS if name != "FullyShard"])  # which refuses most
 @pytest.mark.parametrize("technique", OURS)
 def test_each_model_is_trained_as_by_one_process_or_refused_in_words(technique, expected):
     check(technique, 2, expected)
+
+
+@pytest.mark.parametrize("technique", ["DataParallel", "ZeRO-2", "pipeline ZB-H1", "tensor parallel"])
+def test_some_models_are_trained_as_by_one_process(technique, expected):
+    check(technique, 2, expected, {name: KINDS[name] for name in SOME})
 
 
 @pytest.mark.soak

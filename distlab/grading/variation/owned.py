@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def state() -> dict[str, Any]:
         "the grad mode": torch.is_grad_enabled(),
         "torch's random state": hash(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": hash(random.getstate()),
-        "numpy's random state": hash(str(np.random.get_state(legacy=False)["state"])),
+        "numpy's random state": hash(pickle.dumps(np.random.get_state(legacy=False)["state"])),
         "the working directory": _folder(),
         "the environment": hash(environment()),
         "running threads": sum(thread.is_alive() for thread in threading.enumerate()),
