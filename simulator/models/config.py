@@ -16,6 +16,7 @@ from simulator.models.attention_products import LatentSizes
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
+from simulator.models.sizes import MOST, shown
 
 MOST_TOKENS = 4096  # of a sequence where nobody says how long they are
 
@@ -60,6 +61,8 @@ class Fields:
             raise ValueError(f"{self.where}: {name} is missing; write a whole number of at least {least}")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{self.where}: {name} is {value!r}; write a whole number of at least {least}")
+        if value > MOST:
+            raise ValueError(f"{self.where}: {name} is {shown(value)}; write at most {MOST:,}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:

@@ -185,6 +185,8 @@ def test_a_configuration_has_a_length_and_a_kernel_of_its_own(tmp_path):
         ({"num_attention_heads": 31}, r"heads must divide the hidden size"),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings is 'no'; write true or false"),
         ({"attention_bias": True}, r"attention_bias is true; only false is modelled"),
+        ({"num_hidden_layers": 10**9}, r"num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"intermediate_size": 10**400}, r"config: intermediate_size is a number of 401 digits; write at most"),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_the_field(change, text):
@@ -265,6 +267,11 @@ def test_a_description_is_a_name_a_file_or_sizes(tmp_path):
         ({"num_experts": 2, "top_k": 3}, "top_k is 3 of 2 experts"),
         ({"attention": "fast"}, "attention is 'fast'"),
         ({"hidden_size": 0, "is_gated": True}, "hidden_size is 0"),
+        ({"num_layers": 10**9}, "GPT: num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"num_layers": 10**9, "is_gated": True}, "Llama: num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"num_experts": 10**9}, "num_experts is 1,000,000,000; pass at most 10,000"),
+        ({"model": "llama-3-8b", "microbatch_size": 10**308}, "microbatch_size is a number of 309 digits; pass at"),
+        ({"sequence_length": 10**30}, "sequence_length is a number of 31 digits; pass at most 1,000,000,000"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(said, text):
