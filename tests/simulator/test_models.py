@@ -99,6 +99,11 @@ OLMO |= {"num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 10
 NEOX = {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
 NEOX |= {"intermediate_size": 24576, "vocab_size": 50432, "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
 NEOX |= {"max_position_embeddings": 2048, "tie_word_embeddings": False, "use_parallel_residual": True}
+GRANITE = {"model_type": "granite", "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32}
+GRANITE |= {"num_key_value_heads": 8, "intermediate_size": 12800, "vocab_size": 49155, "tie_word_embeddings": True}
+GRANITE |= {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+SMOLLM3 = {"model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16}
+SMOLLM3 |= {"num_key_value_heads": 4, "intermediate_size": 11008, "vocab_size": 128256, "no_rope_layer_interval": 4}
 CONFIGS = {
     "llama-3-8b": LLAMA,
     "deepseek-v3": DEEPSEEK,
@@ -135,11 +140,18 @@ def test_a_configuration_is_the_model_by_name(name):
     assert (found.optimizer, found.samples) == (known.optimizer, known.samples)
 
 
-# Parameters that the sizes of gemma-2b, phi-3-mini, OLMo-2-7B and GPT-NeoX-20B give.
+# Parameters that the sizes of gemma-2b, phi-3-mini, OLMo-2-7B, GPT-NeoX-20B, granite-3.0-8b and SmolLM3-3B give.
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(GEMMA, 2_506_172_416), (PHI3, 3_821_079_552), (OLMO, 7_298_617_344), (NEOX, 20_554_567_680)],
-    ids=["gemma", "phi3", "olmo2", "gpt_neox"],
+    [
+        (GEMMA, 2_506_172_416),
+        (PHI3, 3_821_079_552),
+        (OLMO, 7_298_617_344),
+        (NEOX, 20_554_567_680),
+        (GRANITE, 8_170_848_256),
+        (SMOLLM3, 3_075_098_624),
+    ],
+    ids=["gemma", "phi3", "olmo2", "gpt_neox", "granite", "smollm3"],
 )
 def test_configurations_without_a_model_by_name(config, parameters):
     workload = workload_from_config(config, sequence_length=1024)
