@@ -12,9 +12,20 @@ from dataclasses import replace
 import numpy as np
 from _rows import Row, absolute
 
-from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, make_schedule, one_f_one_b
-from simulator import CompiledSchedule, Jitter, arrays_of, cluster, gpt_workload, simulate, simulate_schedule
+from distlab.plan import SCHEDULES, ActionTimes, Cluster, Plan, Schedule, make_schedule, one_f_one_b
+from simulator import (
+    CompiledSchedule,
+    Jitter,
+    ModelDescription,
+    arrays_of,
+    cluster,
+    gpt_workload,
+    simulate,
+    simulate_schedule,
+)
+from simulator.hardware import rank_layout
 from simulator.pipeline.schedule_arrays import F
+from simulator.step.schedule_of_plan import compile_family
 
 STAGES, MICROBATCHES = 64, 1024
 FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000
@@ -80,6 +91,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     yield from _slope(SLOPE[:3] if quick else SLOPE)
     yield from _beside_torch(min(repeats, 5))
     yield from _steps(repeats)
+    yield from _large(repeats)
 
 
 def _families(repeats: int) -> Iterator[Row]:
@@ -179,6 +191,26 @@ def _steps(repeats: int) -> Iterator[Row]:
         unit="s",
         note=f"{spans:,} spans",
     )
+
+
+def _large(repeats: int) -> Iterator[Row]:
+    """GPT-3 175B on many devices: a plan that no cache knows, each of which is simulated as by `distlab simulate`."""
+    workload = ModelDescription(model="gpt-3-175b").workload()
+    for num_devices, data, microbatches, bar in (
+        (1536, 16, 96, 5.0),
+        (16384, 256, 64, 1000.0),
+        (100352, 784, 64, 5000.0),
+    ):
+        plan = Plan(data=data, pipeline=num_devices // data // 8, tensor=8, num_microbatches=microbatches)
+        machine = cluster("dgx-a100", num_devices)
+
+        def fresh(plan: Plan = plan, machine: Cluster = machine) -> float:
+            for kept in (compile_family, rank_layout._grid, rank_layout._rows, rank_layout._placements):
+                kept.cache_clear()
+            return simulate(workload, machine, plan).duration_s
+
+        times = _times_ms(fresh, min(repeats, 10))
+        yield absolute(f"a fresh plan of 175B on {num_devices:,} devices, simulated exactly", times, bar=bar, unit="ms")
 
 
 def main() -> None:

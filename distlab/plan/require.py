@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+MOST = 2**62  # columns of numbers have 64 bits
+
 
 def require(ok: bool, text: str) -> None:
     """Raise ValueError with the text unless ok."""
@@ -24,6 +26,7 @@ def require_count(owner: str, **values: int) -> None:
     for name, value in values.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         require(whole and value >= 1, f"{owner}: {name} is {value!r}; pass a whole number of at least 1")
+        require(value <= MOST, f"{owner}: {name} has {len(str(value))} digits; pass at most {MOST:,}")
 
 
 def require_counts(**counts: int) -> None:

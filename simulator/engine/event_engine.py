@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -67,13 +68,13 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
         ValueError: an operation needs one that was never added; or operations wait for one another in a circle, and the
             text names them (a deadlock).
     """
-    missing = [need for needs in graph.needs for need in needs if not 0 <= need < len(graph)]
+    flat = list(chain.from_iterable(graph.needs))
+    missing = [need for need in (min(flat, default=0), max(flat, default=0)) if not 0 <= need < max(len(graph), 1)]
     if missing:
         raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
     slow = contention or Contention()
-    in_order = all(need < operation for operation, needs in enumerate(graph.needs) for need in needs)
-    if in_order and cores is None and not slows_down(slow):
-        return _run_in_order(graph)
+    if cores is None and not slows_down(slow) and (times := _run_in_order(graph)) is not None:
+        return times
     return _Contended(graph, slow, cores).run()
 
 
@@ -82,18 +83,25 @@ def slows_down(contention: Contention) -> bool:
     return contention.compute_slowdown > 1.0 or contention.communication_slowdown > 1.0
 
 
-def _run_in_order(graph: Graph) -> Times:
-    """Without contention, an operation added after all that it needs: its start is the longest path to it."""
-    free: dict[tuple[int, int], int] = {}  # when each lane is free
+def _run_in_order(graph: Graph) -> Times | None:
+    """Without contention, an operation's start is the longest path to it; None where one needs a later one."""
+    lanes = 1 + max(graph.lane, default=0)
+    free = [0] * (lanes * (1 + max(graph.rank, default=0)))  # when each lane is free
     start: list[int] = []
     end: list[int] = []
-    for rank, lane, duration, needs in zip(graph.rank, graph.lane, graph.duration_ns, graph.needs, strict=True):
-        now = free.get((rank, lane), 0)
-        for need in needs:
-            now = max(now, end[need])
-        start.append(now)
-        end.append(now + duration)
-        free[rank, lane] = now + duration
+    columns = zip(graph.rank, graph.lane, graph.duration_ns, graph.needs, strict=True)
+    try:
+        for rank, lane, duration, needs in columns:
+            place = rank * lanes + lane
+            now = free[place]
+            for need in needs:
+                if (after := end[need]) > now:
+                    now = after
+            start.append(now)
+            free[place] = now = now + duration
+            end.append(now)
+    except IndexError:  # what it needs has no end yet
+        return None
     return _times(start, end)
 
 

@@ -6,7 +6,7 @@ dependency too. Lane 0 of a rank computes; every other lane communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 COMPUTE = 0
 COMMUNICATION = 1
@@ -49,3 +49,24 @@ class Graph:
         self.duration_ns.append(duration_ns)
         self.needs.append(tuple(needs))
         return len(self.rank) - 1
+
+    def extend(
+        self,
+        rank: Sequence[int],
+        lane: Sequence[int],
+        duration_ns: Sequence[int],
+        needs: Sequence[tuple[int, ...]],
+        peer: Sequence[int],
+    ) -> None:
+        """Add many operations, a column of each field, as `add` would one after the other.
+
+        Raises:
+            ValueError: a duration is negative.
+        """
+        if min(duration_ns, default=0) < 0:
+            raise ValueError(f"a duration is {min(duration_ns)} ns; pass times >= 0")
+        self.rank += rank
+        self.lane += lane
+        self.duration_ns += duration_ns
+        self.needs += needs
+        self.peer += peer

@@ -108,12 +108,11 @@ def _rows(
         stage_of[ranks] = place
     groups = _grid(sizes, order, axes)
     at = stage_of[groups[:, 0]]
-    moved = groups - groups[:, :1] // per_node * per_node
-    places = []
-    for place in range(sizes[order.index("pipeline")]):
-        found = dict.fromkeys(map(tuple, moved[at == place].tolist()))
-        places.append(tuple(found))
-    return tuple(places)
+    moved = list(map(tuple, (groups - groups[:, :1] // per_node * per_node).tolist()))
+    places: list[dict[tuple[int, ...], None]] = [{} for _ in range(sizes[order.index("pipeline")])]
+    for place, row in zip(at.tolist(), moved, strict=True):
+        places[place][row] = None
+    return tuple(map(tuple, places))
 
 
 @lru_cache(maxsize=256)
@@ -121,5 +120,8 @@ def _placements(
     sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
 ) -> tuple[tuple[NodePlacement, ...], ...]:
     """Return for each place in the pipeline how the groups along `axes` sit in their nodes, each way once."""
+    if all(size == 1 for size, axis in zip(sizes, order, strict=True) if axis in axes):
+        return ((placement_of([0], per_node),),) * sizes[order.index("pipeline")]  # each rank is alone
     places = _rows(sizes, order, axes, per_node)
-    return tuple(tuple(dict.fromkeys(placement_of(row, per_node) for row in rows)) for rows in places)
+    seat = {row: placement_of(row, per_node) for rows in places for row in rows}  # rows of places are mostly alike
+    return tuple(tuple(dict.fromkeys(seat[row] for row in rows)) for rows in places)

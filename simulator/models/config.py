@@ -16,6 +16,7 @@ from simulator.models.attention_products import LatentSizes
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
+from simulator.models.sizes import MOST, shown
 
 MOST_TOKENS = 4096  # of a sequence where nobody says how long they are
 
@@ -34,6 +35,7 @@ resid_pdrop return_dict rms_norm_eps rope_interleave rope_parameters rope_scalin
 rotary_pct routed_scaling_factor router_aux_loss_coef router_jitter_noise scale_attn_by_inverse_layer_idx
 scale_attn_weights scoring_func seq_aux seq_length skip_bias_add skip_bias_add_qkv sliding_window slow_but_exact
 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+attention_multiplier embedding_multiplier logits_scaling no_rope_layer_interval no_rope_layers residual_multiplier
 temperature tokenizer_class topk_group torch_dtype torchscript transformers_version unk_index unk_token_id use_cache
 use_mrope use_parallel_residual use_sliding_window
 """
@@ -60,6 +62,8 @@ class Fields:
             raise ValueError(f"{self.where}: {name} is missing; write a whole number of at least {least}")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{self.where}: {name} is {value!r}; write a whole number of at least {least}")
+        if value > MOST:
+            raise ValueError(f"{self.where}: {name} is {shown(value)}; write at most {MOST:,}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -147,6 +151,11 @@ def _gemma(fields: Fields) -> LlamaSizes:
     return _llama_sizes(fields, head_size=fields.count("head_dim", 256), ties_embedding=tied)
 
 
+def _smollm3(fields: Fields) -> LlamaSizes:
+    fields.only("attention_bias", False)
+    return _llama_sizes(fields, ties_embedding=fields.flag("tie_word_embeddings", default=True))
+
+
 def _olmo2(fields: Fields) -> LlamaSizes:
     """Take the sizes of OLMo 2, whose norms follow attention and feed-forward part: as many, elsewhere."""
     fields.only("attention_bias", False)
@@ -182,6 +191,8 @@ LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = {
     "llama": _llama,
     "mistral": _llama,
     "phi3": _llama,  # its matrices with one input are one; their products run as one in all of these
+    "granite": _llama,
+    "smollm3": _smollm3,
     "gemma": _gemma,
     "olmo2": _olmo2,
     "qwen2": _qwen2,

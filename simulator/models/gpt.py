@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
+from simulator.models.sizes import require_sizes
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
 LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
@@ -48,9 +49,7 @@ def gpt_workload(
     """
     h, s, batch = hidden_size, sequence_length, microbatch_size
     sizes = {"hidden_size": h, "num_layers": num_layers, "num_heads": num_heads, "sequence_length": s}
-    for name, value in (sizes | {"vocab_size": vocab_size, "microbatch_size": batch}).items():
-        if value < 1:
-            raise ValueError(f"GPT: {name} is {value!r}; pass a whole number of at least 1")
+    require_sizes("GPT", **sizes, vocab_size=vocab_size, microbatch_size=batch)
     if h % num_heads:
         raise ValueError(f"GPT: {num_heads} heads do not divide hidden_size {h}; use a divisor of {h}")
     block = _block(h, s, batch, num_heads)

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
-from distlab.plan.require import require_count
 from simulator.models.attention_products import AttentionProducts, LatentSizes
 from simulator.models.gpt import LOSS_BYTES, PASSES, adam_work
 from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
+from simulator.models.sizes import require_sizes
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class LlamaSizes:
 
     def __post_init__(self) -> None:
         names = ("hidden_size", "num_layers", "num_heads", "num_key_value_heads", "feed_forward_size", "vocab_size")
-        require_count("Llama", **{name: getattr(self, name) for name in names})
-        require_count("Llama", head_size=1 if self.head_size is None else self.head_size)
+        require_sizes("Llama", **{name: getattr(self, name) for name in names}, head_size=self.head_size)
         divides = self.head_size or self.latent or self.hidden_size % self.num_heads == 0
         if not divides or self.num_heads % self.num_key_value_heads:
             raise ValueError(
@@ -97,7 +96,7 @@ def llama_workload(
     Raises:
         ValueError: a size is less than 1.
     """
-    require_count("Llama", sequence_length=sequence_length, microbatch_size=microbatch_size)
+    require_sizes("Llama", sequence_length=sequence_length, microbatch_size=microbatch_size)
     mixture, length = sizes.mixture, (sequence_length, microbatch_size)
     kinds = [_block(sizes, *length, sizes.feed_forward_size)] * (mixture.dense_layers if mixture else sizes.num_layers)
     if mixture:

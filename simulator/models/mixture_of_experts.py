@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.plan import Experts, Layer, Region, Work, Workload
-from distlab.plan.require import require_count
 from simulator.models.gpt import adam_work, gpt_name
+from simulator.models.sizes import require_sizes
 
 ROUTER_KERNELS = 6  # the product, softmax, top k, and what puts rows in order, and back, and adds them up
 Shapes = tuple[tuple[int, ...], ...]
@@ -40,9 +40,7 @@ class Mixture:
     router_bias: bool = False
 
     def __post_init__(self) -> None:
-        require_count("experts", num_experts=self.num_experts, top_k=self.top_k)
-        if self.expert_size is not None:
-            require_count("experts", expert_size=self.expert_size)
+        require_sizes("experts", num_experts=self.num_experts, top_k=self.top_k, expert_size=self.expert_size)
         if self.top_k > self.num_experts:
             raise ValueError(f"experts: top_k is {self.top_k} of {self.num_experts} experts; choose at most all")
         if self.capacity_factor is not None and not self.capacity_factor > 0:

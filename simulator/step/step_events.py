@@ -12,6 +12,7 @@ for all of them. Sharding stage 2 does not keep whole gradients: every backward 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import numpy as np
 
@@ -20,12 +21,13 @@ from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
-from simulator.pipeline.schedule_arrays import F, Floats, W, last_actions
+from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketTimes, Pair, ShardCall, Timing, call_of, layer_times
+from simulator.stage.step_times import BucketTimes, ShardCall, Timing, call_of, layer_times
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
+FEW = 16  # passes that are added one by one: columns of arrays do not pay for fewer
 
 
 class _StepGraph:
@@ -46,13 +48,16 @@ class _StepGraph:
         self.last = last_actions(compiled.order).tolist()
         order = compiled.order
         totals = np.array([[sum(layers) for layers in stage.passes_ns] for stage in stages], np.int64)
-        self.pass_ns = stretched(totals[order.stage, order.kind], factors).tolist()
+        self.pass_ns = stretched(totals[order.stage, order.kind], factors)
         self.factors = None if factors is None else factors.tolist()
-        self.kind, self.stage, self.rank = order.kind.tolist(), order.stage.tolist(), compiled.rank.tolist()
-        self.needed, self.remote = compiled.needed.tolist(), compiled.remote.tolist()
+        self.send_ns = np.zeros((4, len(stages)), np.int64)  # of the message after each kind of pass
+        self.send_ns[F] = [stage.send_forward_ns for stage in stages]
+        self.send_ns[[B, I]] = [stage.send_backward_ns for stage in stages]
+        self.rank_of_stage = np.array([stage.rank for stage in stages], np.int64)
         self.graph = Graph()
-        self.bounds: dict[int, Pair] = {}  # first and last operation of an action
-        self.sends: dict[int, int] = {}
+        self.first = np.zeros(len(order.kind), np.int64)  # operation of each action: the first, the last one
+        self.done = np.zeros(len(order.kind), np.int64)
+        self.sent = np.full(len(order.kind), -1, np.int64)  # its message
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
         self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # fields of BucketTimes
         # Stage and micro-batch before the last one, and its buckets (sharding stage 2).
@@ -63,66 +68,106 @@ class _StepGraph:
     def build(self) -> None:
         """Add all actions, then what follows a rank's last one."""
         # Actions in the order of their levels: what an action needs has been added before it.
-        last_of_rank = set((self.order.offsets[1:] - 1).tolist())
-        for action in np.argsort(self.compiled.level, kind="stable").tolist():
+        order = np.argsort(self.compiled.level, kind="stable")
+        ends = set((self.order.offsets[1:] - 1).tolist())
+        alone = np.full(len(order), self.in_layers or self.each_pass)  # more than a pass and its message
+        alone[[*self.last, *ends]] = True
+        so_far = 0
+        for place in np.flatnonzero(alone[order]).tolist():
+            self._passes(order[so_far:place])
+            so_far, action = place + 1, int(order[place])
             self._action(action)
-            if action in last_of_rank:
-                rank = self.rank[action]
+            if action in ends:
+                rank = int(self.compiled.rank[action])
                 self._exchange(rank, self.finished[rank])
                 update = sum(self.stages[number].optimizer_ns for number in self.finished[rank])
                 self.updates[rank] = self.graph.add(rank, COMPUTE, update)
 
+    def _passes(self, actions: Ints) -> None:
+        """Add actions that are one operation each, and the messages after them, at once."""
+        if len(actions) < FEW:
+            for action in actions.tolist():
+                self._action(action)
+            return
+        stage, kind, needed = self.order.stage[actions], self.order.kind[actions], self.compiled.needed[actions]
+        send_ns = self.send_ns[kind, stage]
+        sends = np.flatnonzero(send_ns)
+        place = np.arange(len(actions))
+        place[1:] += np.cumsum(send_ns > 0)[:-1]
+        message, so_far = place[sends] + 1, len(self.graph)
+        self.first[actions] = self.done[actions] = so_far + place
+        self.sent[actions[sends]] = so_far + message
+        forward = kind[sends] == F
+        rank = np.repeat(self.compiled.rank[actions], 1 + (send_ns > 0))
+        lane, peer = np.full(len(rank), COMPUTE), np.full(len(rank), -1)
+        lane[message] = np.where(forward, SEND_FORWARD, SEND_BACKWARD)
+        peer[message] = self.rank_of_stage[stage[sends] + np.where(forward, 1, -1)]
+        duration, needs = np.empty(len(rank), np.int64), np.empty(len(rank), np.int64)
+        duration[place], duration[message] = self.pass_ns[actions], send_ns[sends]
+        by_message = self.compiled.remote[actions] & (self.sent[needed] >= 0)
+        arrival = np.where(by_message, self.sent[needed], self.done[needed])
+        needs[place], needs[message] = np.where(needed < 0, -1, arrival), so_far + place[sends]
+        waits = [(need,) if need >= 0 else () for need in needs.tolist()]
+        self.graph.extend(rank.tolist(), lane.tolist(), duration.tolist(), waits, peer.tolist())
+
     def _action(self, action: int) -> None:
-        number, kind, rank, needed = self.stage[action], self.kind[action], self.rank[action], self.needed[action]
-        needs = [] if needed < 0 else [self.bounds[needed][1]]
-        if self.remote[action]:
-            needs = [self.sends.get(needed, needs[0])]
+        number, kind, rank, needed = (
+            int(column[action])
+            for column in (self.order.stage, self.order.kind, self.compiled.rank, self.compiled.needed)
+        )
+        needs = [] if needed < 0 else [int(self.done[needed])]
+        if self.compiled.remote[action] and self.sent[needed] >= 0:
+            needs = [int(self.sent[needed])]
         completes = action == self.last[number] or (self.each_pass and kind != F)
         first = len(self.graph)
         if self.in_layers or (completes and self.sync == "overlapped" and self.stages[number].buckets):
             last = self._layers(action, number, needs, completes=completes)
         else:
-            last = self.graph.add(rank, COMPUTE, self.pass_ns[action], needs=needs)
-        self.bounds[action] = (first, last)
+            last = self.graph.add(rank, COMPUTE, int(self.pass_ns[action]), needs=needs)
+        self.first[action], self.done[action] = first, last
         if action == self.last[number]:
             self.finished[rank].append(number)
         elif completes:
             self._exchange(rank, [number])
             self.earlier.append((number, int(self.order.microbatch[action]), self.buckets[number]))
             self.buckets[number] = []
-        if kind != W:
-            self._send(action, number, forward=kind == F, after=last)
+        if duration := int(self.send_ns[kind, number]):
+            lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
+            peer = int(self.rank_of_stage[there])
+            self.sent[action] = self.graph.add(rank, lane, duration, needs=[last], peer=peer)
 
     def _layers(self, action: int, number: int, needs: Sequence[int], *, completes: bool) -> int:
         """Add a pass layer by layer, with the buckets that leave during it; return its last operation."""
-        stage, kind = self.stages[number], self.kind[action]
+        stage, kind = self.stages[number], int(self.order.kind[action])
         durations = layer_times(stage.passes_ns[kind], None if self.factors is None else self.factors[action])
-        waiting = list(range(len(stage.buckets))) if completes and self.sync == "overlapped" else []
-        last = -1
+        waiting = stage.buckets if completes and self.sync == "overlapped" else ()
+        so_far, sent = len(self.graph), 0
+        lane: list[int] = []
+        duration: list[int] = []
+        waits: list[tuple[int, ...]] = []
         for layer in range(len(stage.layers)) if kind == F else range(len(stage.layers) - 1, -1, -1):
-            last = self.graph.add(stage.rank, COMPUTE, durations[layer], needs=needs)
-            needs = []
+            last = so_far + len(lane)
+            lane.append(COMPUTE)
+            duration.append(durations[layer])
+            waits.append(() if waits else tuple(needs))
             if self.in_layers:
                 self.layers.append((action, layer, last))
-            while waiting and stage.buckets[waiting[0]].layer >= layer:
-                last = self._start(number, waiting.pop(0))
+            while sent < len(waiting) and waiting[sent].layer >= layer:
+                last = so_far + len(lane)
+                lane += (COMPUTE, COMMUNICATION)
+                duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
+                waits += ((), (last,))
+                self.buckets[number].append((last, last + 1))
+                sent += 1
+        self.graph.extend([stage.rank] * len(lane), lane, duration, waits, [-1] * len(lane))
         return last
 
-    def _send(self, action: int, number: int, *, forward: bool, after: int) -> None:
-        stage = self.stages[number]
-        lane = SEND_FORWARD if forward else SEND_BACKWARD
-        duration = stage.send_forward_ns if forward else stage.send_backward_ns
-        if duration:
-            peer = self.stages[number + (1 if forward else -1)].rank
-            self.sends[action] = self.graph.add(stage.rank, lane, duration, needs=[after], peer=peer)
-
-    def _start(self, number: int, index: int) -> int:
-        """Pack a bucket and send it; return the packing."""
+    def _start(self, number: int, index: int) -> None:
+        """Pack a bucket and send it."""
         bucket, rank = self.stages[number].buckets[index], self.stages[number].rank
         pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
         wire = self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
         self.buckets[number].append((pack, wire))
-        return pack
 
     def _exchange(self, rank: int, numbers: Sequence[int]) -> None:
         """Exchange the complete gradients of stages of a rank: what has not been sent yet, then what arrives."""
@@ -148,12 +193,13 @@ class _StepGraph:
                 between = add(rank, COMPUTE, later.between_ns, needs=wires)
                 wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
                 again[number, index] = (between, wire, add(rank, COMPUTE, later.after_ns))
-        for number, index in buckets:
-            pack, first = self.buckets[number][index]
-            more = again.get((number, index), ())
-            unpack_ns = self.stages[number].buckets[index].unpack_ns
-            unpack = add(rank, COMPUTE, unpack_ns, needs=[more[1] if more else first])
-            self.buckets[number][index] = (pack, first, unpack, *more)
+        so_far, count = len(self.graph), len(buckets)
+        unpacks = [self.stages[number].buckets[index].unpack_ns for number, index in buckets]
+        waits = [(again[key][1] if key in again else wire,) for key, wire in zip(buckets, wires, strict=True)]
+        self.graph.extend([rank] * count, [COMPUTE] * count, unpacks, waits, [-1] * count)
+        for place, (number, index) in enumerate(buckets):
+            own = self.buckets[number]
+            own[index] = (*own[index], so_far + place, *again.get((number, index), ()))
 
 
 def time_step(
@@ -181,28 +227,26 @@ def time_step(
     step = _StepGraph(compiled, stages, sync=sync, factors=factors, in_layers=in_layers, each_pass=each_pass)
     step.build()
     start, end = engine.run(step.graph, contention, cores)
-    starts, ends = start.tolist(), end.tolist()
-    bounds = np.array([step.bounds[action] for action in range(len(compiled.rank))], np.int64).reshape(-1, 2)
-    action_end = end[bounds[:, 1]]
-    send_start, send_end = action_end.copy(), action_end.copy()
-    sent = list(step.sends)
-    send_start[sent] = start[list(step.sends.values())]
-    send_end[sent] = end[list(step.sends.values())]
+    action_end = end[step.done]
+    sent = step.sent >= 0
+    send_start, send_end = np.where(sent, start[step.sent], action_end), np.where(sent, end[step.sent], action_end)
     rows = np.array(step.layers, np.int64).reshape(-1, 3)
 
     def times_of(buckets: Sequence[tuple[int, ...]]) -> tuple[BucketTimes, ...]:
-        return tuple(BucketTimes(*((starts[part], ends[part]) for part in parts)) for parts in buckets)
+        parts = list(chain.from_iterable(buckets))
+        pairs = zip(start[parts].tolist(), end[parts].tolist(), strict=True)
+        return tuple([BucketTimes(*islice(pairs, len(own))) for own in buckets])
 
     earlier = [(stages[number], microbatch, times_of(buckets)) for number, microbatch, buckets in step.earlier]
     calls, copies = _calls_of_earlier(earlier, compiled.order.num_ranks) if earlier else ((), ())
     return Timing(
         order=compiled.order,
-        start_ns=start[bounds[:, 0]],
+        start_ns=start[step.first],
         end_ns=action_end,
         send_start_ns=send_start,
         send_end_ns=send_end,
         buckets=tuple(times_of(each) for each in step.buckets),
-        optimizer=tuple((starts[update], ends[update]) for update in step.updates),
+        optimizer=tuple((int(start[update]), int(end[update])) for update in step.updates),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1) if in_layers else None,
         calls=calls,
         copies=copies,

@@ -143,6 +143,8 @@ def test_what_was_never_added_cannot_be_needed():
 def test_negative_times_are_refused():
     with pytest.raises(ValueError, match="pass times >= 0"):
         Graph().add(0, COMPUTE, -1)
+    with pytest.raises(ValueError, match="a duration is -1 ns; pass times >= 0"):
+        Graph().extend([0, 0], [COMPUTE] * 2, [3, -1], [(), ()], [-1, -1])
 
 
 def test_an_empty_graph_takes_no_time():

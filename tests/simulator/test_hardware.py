@@ -55,3 +55,19 @@ def test_every_device_is_in_a_cluster_and_every_cluster_has_a_stack():
     used = {row["device"] for row in clusters.values()}
     assert set(simulator.names("devices")) - used == {"tpu-v3"}
     assert [name for name, row in clusters.items() if "stack" not in row] == ["laptop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "card_bytes_per_s"),
+    [
+        ("dgx-a100", 8, 25e9),
+        ("dgx-h100", 8, 50e9),
+        ("dgx-b200", 8, 50e9),
+        ("dgx-v100", 4, 12.5e9),
+        ("dgx-1-p100", 4, 12.5e9),
+    ],
+)
+def test_devices_of_a_node_share_the_cards_of_its_data_sheet(name, cards, card_bytes_per_s):
+    node = simulator.cluster(name, stack="best-case")
+    each = node.inter_node.protocols[-1].bytes_per_s
+    assert each * node.devices_per_node == cards * card_bytes_per_s

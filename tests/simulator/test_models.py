@@ -99,6 +99,11 @@ OLMO |= {"num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 10
 NEOX = {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
 NEOX |= {"intermediate_size": 24576, "vocab_size": 50432, "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
 NEOX |= {"max_position_embeddings": 2048, "tie_word_embeddings": False, "use_parallel_residual": True}
+GRANITE = {"model_type": "granite", "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32}
+GRANITE |= {"num_key_value_heads": 8, "intermediate_size": 12800, "vocab_size": 49155, "tie_word_embeddings": True}
+GRANITE |= {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+SMOLLM3 = {"model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16}
+SMOLLM3 |= {"num_key_value_heads": 4, "intermediate_size": 11008, "vocab_size": 128256, "no_rope_layer_interval": 4}
 CONFIGS = {
     "llama-3-8b": LLAMA,
     "deepseek-v3": DEEPSEEK,
@@ -135,11 +140,18 @@ def test_a_configuration_is_the_model_by_name(name):
     assert (found.optimizer, found.samples) == (known.optimizer, known.samples)
 
 
-# Parameters that the sizes of gemma-2b, phi-3-mini, OLMo-2-7B and GPT-NeoX-20B give.
+# Parameters that the sizes of gemma-2b, phi-3-mini, OLMo-2-7B, GPT-NeoX-20B, granite-3.0-8b and SmolLM3-3B give.
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(GEMMA, 2_506_172_416), (PHI3, 3_821_079_552), (OLMO, 7_298_617_344), (NEOX, 20_554_567_680)],
-    ids=["gemma", "phi3", "olmo2", "gpt_neox"],
+    [
+        (GEMMA, 2_506_172_416),
+        (PHI3, 3_821_079_552),
+        (OLMO, 7_298_617_344),
+        (NEOX, 20_554_567_680),
+        (GRANITE, 8_170_848_256),
+        (SMOLLM3, 3_075_098_624),
+    ],
+    ids=["gemma", "phi3", "olmo2", "gpt_neox", "granite", "smollm3"],
 )
 def test_configurations_without_a_model_by_name(config, parameters):
     workload = workload_from_config(config, sequence_length=1024)
@@ -185,6 +197,8 @@ def test_a_configuration_has_a_length_and_a_kernel_of_its_own(tmp_path):
         ({"num_attention_heads": 31}, r"heads must divide the hidden size"),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings is 'no'; write true or false"),
         ({"attention_bias": True}, r"attention_bias is true; only false is modelled"),
+        ({"num_hidden_layers": 10**9}, r"num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"intermediate_size": 10**400}, r"config: intermediate_size is a number of 401 digits; write at most"),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_the_field(change, text):
@@ -265,6 +279,11 @@ def test_a_description_is_a_name_a_file_or_sizes(tmp_path):
         ({"num_experts": 2, "top_k": 3}, "top_k is 3 of 2 experts"),
         ({"attention": "fast"}, "attention is 'fast'"),
         ({"hidden_size": 0, "is_gated": True}, "hidden_size is 0"),
+        ({"num_layers": 10**9}, "GPT: num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"num_layers": 10**9, "is_gated": True}, "Llama: num_layers is 1,000,000,000; pass at most 10,000"),
+        ({"num_experts": 10**9}, "num_experts is 1,000,000,000; pass at most 10,000"),
+        ({"model": "llama-3-8b", "microbatch_size": 10**308}, "microbatch_size is a number of 309 digits; pass at"),
+        ({"sequence_length": 10**30}, "sequence_length is a number of 31 digits; pass at most 1,000,000,000"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(said, text):

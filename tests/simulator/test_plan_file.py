@@ -161,6 +161,7 @@ def test_figures_of_ones_own_replace_the_presets():
         ),
         ("pipeline = 4", "pipeline = 100", r"^\[plan\] .*has 100 pipeline stages"),
         ("tensor = 2", "tensor = 100", r"^\[plan\] 100 \(tensor\) ranks cannot divide 96 heads evenly"),
+        ('name = "dgx-h100"', f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
         ("[plan]", "[plans]", r"plans is no table of a plan file"),
         ("[plan]", "[plan", r"plan.toml: "),
     ],
