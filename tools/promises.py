@@ -92,8 +92,7 @@ def attempt(tests: list[str]) -> dict[str, Any]:
 def counted(cases: Iterable[ElementTree.Element]) -> dict[str, Any]:
     """Add up what tests say of themselves in pytest's report."""
     found: dict[str, Any] = {"tried": 0, "held": 0, "figures": [], "skipped": [], "failed": []}
-    timed: list[float] = []
-    whole: list[float] = []
+    times: list[float] = []
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
         said = [(one.get("name"), one.get("value", "")) for one in case.iter("property")]
@@ -104,13 +103,12 @@ def counted(cases: Iterable[ElementTree.Element]) -> dict[str, Any]:
         wrong = case.find("failure") is not None or case.find("error") is not None
         tried = [int(value) for key, value in said if key == "tried"] or [1]
         held = [int(value) for key, value in said if key == "held"] or ([0] if wrong else tried)
-        timed += [float(value) for key, value in said if key == "seconds"]
-        whole.append(float(case.get("time", 0)))
+        timed = [float(value) for key, value in said if key == "seconds"]
+        times += timed or [float(case.get("time", 0))]  # all of a test that times no part of itself
         found["tried"] += sum(tried)
         found["held"] += sum(held)
         found["figures"] += [value for key, value in said if key == "figure"]
         found["failed"] += [name] if wrong else []
-    times = timed or whole  # where no test times a part of itself, all of it counts
     return found | ({"median_s": round(median(times), 2), "slowest_s": round(max(times), 2)} if times else {})
 
 

@@ -312,7 +312,7 @@ def test_a_world_size_that_no_rule_covers_is_refused_on_every_rank(ranks, tmp_pa
 
 
 ON_A_DISK_OF_ITS_OWN = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 import torch
 from distlab.checkpoint import AsyncSaves, CheckpointError, load, save
 from distlab.comm import run
@@ -323,12 +323,18 @@ def beside(folder, step, parts):
     saves.wait()
 
 def refused(folder, way, parts):
+    begin = time.monotonic()
     try:
         way(folder, 2, parts=parts)
     except CheckpointError as error:
+        seconds.append(time.monotonic() - begin)
         return str(error)
 
 def work(folder, is_full):
+    seconds.clear()
+    return told(folder, is_full), seconds
+
+def told(folder, is_full):
     torch.manual_seed(0)
     small, large = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(500_000)  # 4 MB of buffers on each rank
     if is_full:
@@ -337,7 +343,7 @@ def work(folder, is_full):
     texts = [refused(folder, way, {"model": small}) for way in (save, beside)]
     return [*texts, load(folder, parts={"model": small}).step]
 
-disk = sys.argv[1]
+disk, seconds = sys.argv[1], []
 mount = lambda *words: subprocess.run(["mount", *words, disk], check=True)
 mount("-t", "tmpfs", "-o", "size=2M", "none")
 said = {"full": run(work, 2, args=(disk + "/run", True), echo=False)}
@@ -349,7 +355,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.timeout(300)
-def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path):
+def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path, record_property):
     """A real disk of 2 MB, which only this script sees."""
     apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
@@ -361,11 +367,13 @@ def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path):
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     for kind, words in (("full", "No space left on device"), ("read-only", "Read-only file system")):
-        one, other = said[kind]
+        (one, times), (other, _) = said[kind]
         assert one == other, "the same on every rank"
+        for seconds in times:
+            record_property("seconds", seconds)
         for text in one[:2]:
             assert words in text
             assert text.startswith("cannot save step 2 in ")
             assert "\n" not in text
-    assert said["read-only"][0][2] == 1
+    assert said["read-only"][0][0][2] == 1
     assert said["left"] == ["step-0000000001"]

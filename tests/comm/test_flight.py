@@ -26,7 +26,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(3))
 dist.broadcast(torch.ones(2, 2), 0)
 server = _WorkerServer(sys.argv[1])
-process = RankProcess(0, os.getpid(), 0, "R", None, None, {"TORCH_WORKER_SERVER_SOCKET": sys.argv[1]})
+process = RankProcess(0, os.getpid(), 0, "R", None, None, None, {"TORCH_WORKER_SERVER_SOCKET": sys.argv[1]})
 print([str(call).partition(" at ")[0] for call in ask([process])])
 server.shutdown()
 dist.destroy_process_group()
@@ -116,7 +116,7 @@ def test_a_rank_with_torchs_worker_server_is_asked_over_its_socket(tmp_path):
 def test_a_rank_of_nccl_is_asked_through_its_pipe_and_an_old_dump_is_not_taken_for_its_own(tmp_path):
     prefix, pipe = tmp_path / "fr_", tmp_path / "ask_"
     environment = {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}
-    process = RankProcess(0, os.getpid(), status(os.getpid())[2], "R", None, None, environment)
+    process = RankProcess(0, os.getpid(), status(os.getpid())[2], "R", None, None, None, environment)
     assert len(ask([process])) == 0, "no dump"
     (tmp_path / "fr_0").write_bytes(pickle.dumps(dump_of(0)))
     assert len(ask([process])) == 3

@@ -1,6 +1,7 @@
 """`distlab where` from outside: jobs of run and of a plain torchrun, and nothing is disturbed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,11 +223,19 @@ def test_without_py_spy_a_foreign_rank_gets_no_signal_and_the_reader_is_told(for
 
 
 def test_without_py_spy_ranks_of_process_group_answer_and_live_on(with_process_group, monkeypatch):
+    """The files of their records have no names any more: who waits in which call is read all the same."""
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     text = said(with_process_group[0].pid)
+    assert "2 of 2 ranks are here; calls from distlab's recorder" in text
     assert "--- rank 1 stands here (innermost call last) ---" in text
-    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
-    assert "rank 0 waits for rank 1 in all_reduce at " in verdict, text
+    lines = text.splitlines()
+    call = r"all_reduce #2 \(float32\[4\], group \[0, 1\]\) at \S*train.py:16"
+    assert re.search(
+        rf"^rank 0 .*: waits in {call} for .*; rank 1 has not called it: its last call was all_reduce #1", text, re.M
+    ), text
+    assert re.search(r"^rank 1 .*: waits in no call; its last was all_reduce #1 ", text, re.M), text
+    verdict = next(line for line in lines if line.startswith("=> "))
+    assert re.search(rf"rank 0 waits for rank 1 in {call}; rank 1 has not called it: ", verdict), text
     assert verdict.endswith(" in load")
 
 

@@ -18,12 +18,17 @@ class RecordReader:
     """Read a rank's file from any process, at any time, without disturbing the rank.
 
     It copies bytes and maps nothing: a read of a mapped file that was truncated would end the reader with SIGBUS.
+
+    Args:
+        path: the rank's file, rank{r}.rec.
+        names: the file of its texts, where it is not beside it.
+        rank: whose it is, where the name does not tell.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.rank = int(path.stem.removeprefix("rank"))
+    def __init__(self, path: Path, names: Path | None = None, rank: int | None = None) -> None:
+        self.rank = int(path.stem.removeprefix("rank")) if rank is None else rank
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as the reader)
-        self._names_file = open(path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
+        self._names_file = open(names or path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
         self._tail = b""
         self.names: list[str] = [""]
 

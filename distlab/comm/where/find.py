@@ -3,6 +3,7 @@
 A rank of `run`, of `Ranks` or of a notebook holds the file of its stacks open, in the folder of its job. Any other rank
 has RANK and WORLD_SIZE in its environment, as torchrun, Slurm's scripts and people set them. One that a process which
 stands by has forked has that one's environment; memory that it holds open for its stacks is named after its rank.
+Ranks of `process_group` that watch each other hold their records open, whose names are gone: /proc leads to them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ PROC = Path("/proc")
 _ANSWER = re.compile(r"^/memfd:distlab-rank(\d+)\.stack")
 _OF_RUN = re.compile(r"^(/.*/distlab-\w+)/rank(\d+)\.stack$")
 _RECORD = re.compile(r"^(/.*)/rank(\d+)\.names$")
+_WATCHED = re.compile(r"^(/.*/distlab-watch-\w+)/rank(\d+)\.(rec|names) \(deleted\)$")
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 
 
@@ -33,6 +35,7 @@ class RankProcess(NamedTuple):
         state: the kernel's letter: R runs, S and D wait, T is stopped, Z has ended.
         stack: where it writes its stacks when it is asked (`answer`), or None.
         folder: where its calls are recorded, or None.
+        record: its calls and their texts, where these files have no names any more; or None.
         environment: what it was started with.
     """
 
@@ -42,6 +45,7 @@ class RankProcess(NamedTuple):
     state: str
     stack: Path | None
     folder: Path | None
+    record: tuple[Path, Path] | None
     environment: Mapping[str, str]
 
 
@@ -120,12 +124,12 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     if b"python" not in command.lower() and "python" not in os.readlink(path / "exe").lower():
         return None
     environment = _environment(path)
-    stack, folder, rank = _files(path)
+    stack, folder, rank, watched = _files(path)
     state, _, started = status(int(path.name))
     if state == "Z":
         return None
     if rank >= 0 and folder is not None:  # of run, Ranks or a notebook
-        process = RankProcess(rank, int(path.name), started, state, stack, folder, environment)
+        process = RankProcess(rank, int(path.name), started, state, stack, folder, None, environment)
         return (str(folder),), len(list(folder.glob("rank*.stack"))), process
     try:
         known = stack and _ANSWER.match(_target(stack))
@@ -133,7 +137,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     except (KeyError, ValueError):
         return None
     name = tuple(environment.get(part, "") for part in _ELASTIC)
-    return name, size, RankProcess(rank, int(path.name), started, state, stack, folder, environment)
+    return name, size, RankProcess(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
 
 
 def _environment(path: Path) -> dict[str, str]:
@@ -141,10 +145,14 @@ def _environment(path: Path) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _files(path: Path) -> tuple[Path | None, Path | None, int]:
-    """Return through which file a process shows its stacks, the folder of its records, and its rank of `run` or -1."""
+def _files(path: Path) -> tuple[Path | None, Path | None, int, dict[int, tuple[Path, Path]]]:
+    """Return through which file a process shows its stacks, the folder of its records, its rank of `run` or -1.
+
+    And, by rank, the records without names that it holds open.
+    """
     stack, folder, rank = None, None, -1
-    for link in (path / "fd").iterdir():
+    parts: dict[tuple[str, int], dict[str, Path]] = {}
+    for link in sorted((path / "fd").iterdir(), key=lambda link: int(link.name)):
         target = _target(link)
         if _ANSWER.match(target):
             stack = link
@@ -152,7 +160,10 @@ def _files(path: Path) -> tuple[Path | None, Path | None, int]:
             folder, rank = Path(found[1]), int(found[2])
         elif (found := _RECORD.match(target)) is not None and rank < 0:
             folder = Path(found[1])
-    return stack, folder, rank
+        elif (found := _WATCHED.match(target)) is not None:
+            parts.setdefault((found[1], int(found[2])), {})[found[3]] = link
+    watched = {of: (two["rec"], two["names"]) for (_, of), two in parts.items() if len(two) == 2}
+    return stack, folder, rank, watched
 
 
 def _target(link: Path) -> str:

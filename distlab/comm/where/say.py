@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distlab.comm.record.file import OPS
+from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import Ledger, ledger_of
-from distlab.comm.record.read import RankRecord, Records, call_of, group_ranks, is_pair, read_records, short
+from distlab.comm.record.read import (
+    RankRecord,
+    Records,
+    call_of,
+    group_ranks,
+    is_pair,
+    read_record,
+    read_records,
+    short,
+)
 from distlab.comm.watch.standing import Standing, describe, standings_of, waits_for
 from distlab.comm.where.find import Job
 from distlab.comm.where.flight import ask
@@ -87,8 +98,12 @@ def records_of(job: Job) -> tuple[Records, bool]:
             found.update(read_records(folder).by_rank)
         except (OSError, RuntimeError, ValueError):  # just being made, or just removed
             continue
+    for process in job.ranks:
+        if process.record is not None and process.rank not in found:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                found[process.rank] = read_record(RecordReader(*process.record, process.rank))
     if found:
-        return Records(found), True
+        return Records({rank: found[rank] for rank in sorted(found)}), True
     return ask(job.ranks), False
 
 
