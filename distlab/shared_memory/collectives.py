@@ -144,7 +144,9 @@ class Collectives:
                 self.broadcast(what.data_ptr(), bytes_of(what), rank)
                 indices.append(where)
                 values.append(what)
-            total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape)
+            total = torch.sparse_coo_tensor(
+                torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False
+            )
             tensor.copy_(total.coalesce())
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import Landings, check, check_written, flat_of
+from distlab.shared_memory.dense import Landings, check, check_written, flat_of, unseen
 from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
@@ -126,7 +126,9 @@ class GroupBase(dist.ProcessGroup):
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
         check(tensors[0], self._who("send"))
-        message = self._message(tensors[0], flat_of(tensors[0]), destination, tag, "send")
+        with unseen():
+            memory = flat_of(tensors[0])
+        message = self._message(tensors[0], memory, destination, tag, "send")
         self._messages.send(message)
         return self._with(message.work)
 
@@ -141,7 +143,9 @@ class GroupBase(dist.ProcessGroup):
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         check_written(tensors[0], self._who("recv"))
         landings = Landings()
-        message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
+        with unseen():
+            memory = landings.of(tensors[0])
+        message = self._message(tensors[0], memory, source, tag, "recv")
         message.landed = landings.settle
         self._messages.receive(message)
         return self._with(message.work)
@@ -187,7 +191,8 @@ def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
     """Do a call; where it fails the group is of no use any more, and the others learn why."""
     meeting.begin(record)
     try:
-        do()
+        with unseen():
+            do()
     except BaseException as error:
         meeting.fail(error)
         raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
