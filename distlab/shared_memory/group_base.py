@@ -84,6 +84,21 @@ class GroupBase(dist.ProcessGroup):
         """Whether callers may ask for memory: no, they take their own."""
         return False
 
+    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+        """Return this rank's buffer of bytes, of zeros, whose all-reduce copies least; every rank calls this alike.
+
+        None on all ranks where the group has one rank or crosses nodes, or one of them has no room.
+        """
+        if type(self._collectives) is not Collectives or self._meeting.size == 1:
+            return None
+        made, buffers = [], self._collectives.buffers
+
+        def do() -> None:
+            made.append(buffers.make(num_bytes))
+
+        self._start(("buffer", num_bytes), lambda: f"buffer of {num_bytes} bytes", do, [], None).wait()
+        return made[0]
+
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has made."""
         return self._num_calls
