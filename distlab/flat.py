@@ -6,7 +6,7 @@ views of the buffer nothing has to be packed before the send, nor unpacked after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -39,12 +39,15 @@ class FlatBuffer:
         tensors: give shapes, dtype and device; their values are not copied (see `pack`).
         multiple_of: the buffer's length is rounded up to a multiple of this many bytes. Libraries cut a buffer into
             equal parts, one per rank, and add parts that begin on a cache line faster than others.
+        zeros: makes the buffer; called as torch.zeros is.
 
     Raises:
         ValueError: no tensors, or tensors that differ in dtype or device.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int = 1) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], *, multiple_of: int = 1, zeros: Callable[..., Tensor] = torch.zeros
+    ) -> None:
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensors"
@@ -55,7 +58,7 @@ class FlatBuffer:
         sizes = [tensor.numel() for tensor in tensors]
         self.offsets = tuple(accumulate(sizes, initial=0))[:-1]
         unit = max(1, multiple_of // dtype.itemsize)
-        self.buffer = torch.zeros(-(-sum(sizes) // unit) * unit, dtype=dtype, device=device)
+        self.buffer = zeros(-(-sum(sizes) // unit) * unit, dtype=dtype, device=device)
         self.views = tuple(
             self.buffer[offset : offset + size].view(tensor.shape)
             for offset, size, tensor in zip(self.offsets, sizes, tensors, strict=True)

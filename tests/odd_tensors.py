@@ -1,9 +1,13 @@
-"""Calls on tensors that are no plain memory: expanded and quantized ones."""
+"""Calls on tensors that are no plain memory: expanded and quantized ones, and those that stand for others."""
 
 import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def expanded():
@@ -56,6 +60,12 @@ def refused_before():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantized tensors will leave torch
         small = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    cut = DTensor.from_local(blocks[0], init_device_mesh("cpu", (n,)), [Shard(0)], run_check=False)
+    with FakeTensorMode():
+        fake = torch.ones(4)
     group = dist.group.WORLD  # its own methods: torch refuses some of these by itself, for some backends
     options = dist.BroadcastOptions()
     calls = {
@@ -76,6 +86,20 @@ def refused_before():
             "all_gather": lambda: group.allgather([[small] * n], [small]),
             "send": lambda: group.send([small], (me + 1) % n, 0),
         },
+        "got a nested tensor": {"nested": lambda: dist.all_reduce(nested)},
+        "that has no memory of its own": {
+            "DTensor": lambda: dist.all_reduce(cut),
+            "send": lambda: dist.send(cut, (me + 1) % n),
+            "freed": lambda: dist.broadcast(freed, 0),
+            "recv": lambda: dist.recv(freed, (me + 1) % n),
+            "fake": lambda: dist.all_reduce(fake),
+            "vmap": lambda: torch.vmap(lambda row: dist.all_reduce(row))(torch.ones(3, 4)),
+        },
+        "convert the tensor first": {
+            "sum": lambda: dist.all_reduce(torch.ones(4, dtype=torch.uint16)),
+            "eight bits": lambda: dist.reduce(torch.ones(4).to(torch.float8_e4m3fn), 0),
+            "mean": lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG),
+        },
     }
 
     def refuse():
@@ -92,3 +116,43 @@ def refused_before():
     x = torch.ones(2)
     dist.all_reduce(x)  # nothing has begun: the group goes on
     return wrong, x.tolist()
+
+
+def results_of_functional_collectives():
+    """Pass on what functional collectives return, which is there only once somebody asks for it."""
+    n, me, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+
+    def result():
+        return functional.all_reduce(torch.full((20_000,), me + 1.0), "sum", world)
+
+    total, parts, sent = result(), [torch.empty(20_000) for _ in range(n)], result()
+    got = result()
+    assert type(total) is functional.AsyncCollectiveTensor
+    dist.all_reduce(total)
+    dist.all_gather(parts, result())
+    dist.send(sent, 1) if me == 0 else dist.recv(got, 0) if me == 1 else None
+    return [t.unique().tolist() for t in (total, torch.cat(parts), got)]
+
+
+class Seen(TorchDispatchMode):
+    """Notes what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def seen_by_modes():
+    """Return what a mode sees of calls that compute and copy, and what they brought where the default is no CPU."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x, scattered, sparse = torch.ones(20_000), torch.ones(4, 3).t(), torch.eye(3).to_sparse()
+    with Seen() as seen, torch.device("meta"):
+        dist.all_reduce(x)
+        dist.all_reduce(scattered, dist.ReduceOp.AVG)
+        dist.all_reduce(sparse)
+        dist.send(scattered, (me + 1) % n) if me == 0 else dist.recv(scattered, 0) if me == 1 else None
+    return seen.ops, [x.sum().item(), scattered.sum().item(), sparse.to_dense().sum().item()]

@@ -8,6 +8,7 @@ bucket is sent (`start`), and later its buffer holds the mean over ranks (`wait`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from distlab.flat import FlatBuffer
 from distlab.flat_gradients import GradientSlots, TimedWork
 from distlab.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
+from distlab.shared_memory.buffers import zeros
 from distlab.trace import SpanWriter
 
 CACHE_LINE_BYTES = 64
@@ -26,7 +28,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Bucket(GradientSlots):
-    """One buffer, and a view of it for each parameter.
+    """One buffer, and a view of it for each parameter; all ranks of the group make a bucket together.
 
     With an all-reduce, gradients are divided by the number of ranks as they are copied in. The buffer then ends in
     `num_flags` further elements, and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
@@ -39,7 +41,7 @@ class Bucket(GradientSlots):
         self,
         index: int,
         parameters: Sequence[nn.Parameter],
-        num_ranks: int,
+        group: ProcessGroup | None,
         *,
         num_flags: int = 0,
         hook: GradientHook | None = None,
@@ -47,9 +49,12 @@ class Bucket(GradientSlots):
     ) -> None:
         self.index = index
         self.hook = hook
+        num_ranks = dist.get_world_size(group)
         flags = [parameters[0].detach().new_empty(()) for _ in range(num_flags)]
         self.flat = (
-            FlatBuffer([*parameters, *flags], multiple_of=CACHE_LINE_BYTES * num_ranks)
+            FlatBuffer(
+                [*parameters, *flags], multiple_of=CACHE_LINE_BYTES * num_ranks, zeros=partial(zeros, group=group)
+            )
             if hook is None
             else FlatBuffer(parameters)
         )

@@ -114,7 +114,6 @@ class DataParallel:
         self._modules = list(module.modules())
         self._registered = self._registrations()
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
-        num_ranks = dist.get_world_size(group)
         # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.
         on_host = device.is_gpu(parameters[0]) and can_move_cpu_tensors(group) and not (check_finite and hook is None)
         self._flag_apart = hook is not None or on_host
@@ -122,7 +121,7 @@ class DataParallel:
             Bucket(
                 index,
                 same,
-                num_ranks,
+                group,
                 num_flags=int(not self._flag_apart and index == len(members) - 1),
                 hook=hook,
                 check_finite=check_finite,

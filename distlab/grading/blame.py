@@ -84,6 +84,10 @@ def file_of(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "file", None) or getattr(code, "co_filename", ""))
 
 
+_MISFIT = "a send and the receive that takes it do not fit"
+_REFUSED = (_MISFIT, "do not make the same call:")  # what backend "shared" raises by itself
+
+
 def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world_size: int) -> Fault:
     """Name the fault of a run that raised, ended, or did not end."""
     if exercise.on_failure is not None:
@@ -96,8 +100,11 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     if not error.failures:
         return _stuck(error) if misfit is None else Fault("mismatch", misfit)
     root = error.failures[0]
-    if misfit is not None and (root.is_noise or root.summary.startswith("was killed")):  # gloo aborts
+    is_refused = any(words in root.summary for words in _REFUSED)
+    if misfit is not None and (root.is_noise or is_refused or root.summary.startswith("was killed")):  # gloo aborts
         return Fault("mismatch", misfit)
+    if is_refused and (calls := _explanation(str(error))):
+        return Fault("mismatch", calls)
     place = place_in(root.traceback, fn)
     who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
     where = f"\n  at {place}" if place else ""
@@ -164,7 +171,7 @@ def _stuck(error: RankError) -> Fault:
 
 def messages_that_do_not_fit(text: str) -> str | None:
     """Say which send and receive differ, with their lines, from what the launcher says of them; None where none do."""
-    start = text.find("a send and the receive that takes it do not fit")
+    start = text.find(f"{_MISFIT}:\n")
     if start < 0:
         return None
     lines = text[start:].splitlines()[1:3]
@@ -174,7 +181,7 @@ def messages_that_do_not_fit(text: str) -> str | None:
     (sender, sent), (receiver, taken) = pair["send to"], pair["recv from"]
     what = f"rank {sender} sends {sent}, rank {receiver} receives it as {taken}"
     rule = "give both the same number of elements and the same dtype"
-    return "\n".join([f"a send and the receive that takes it do not fit: {what}: {rule}", *lines])
+    return "\n".join([f"{_MISFIT}: {what}: {rule}", *lines])
 
 
 def _explanation(text: str) -> str:

@@ -7,7 +7,6 @@ the sockets for the bytes: they would not notice that a message has another leng
 from __future__ import annotations
 
 import functools
-import threading
 
 import torch
 
@@ -16,7 +15,7 @@ from distlab.nodes.sockets import Passage, Sockets
 from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.messages import Messages
-from distlab.shared_memory.work import SharedWork
+from distlab.shared_memory.work import GroupThread, SharedWork
 
 
 class Crossing:
@@ -114,7 +113,7 @@ class CrossingMessages(Messages):
     def drive_alone(self, work: SharedWork) -> None:
         """Have a message moved on though nobody waits for it, on a thread of its own: its future was asked for."""
         if work.under_way is not None:
-            threading.Thread(target=functools.partial(self.drive, work, 0.0), name=self.name, daemon=True).start()
+            GroupThread(functools.partial(self.drive, work, 0.0), self.name).start()
 
     def close(self) -> None:
         """Let the threads end."""

@@ -87,7 +87,7 @@ class Arena:
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
         self.layout = Layout(size)
-        self.memory = _map(file, self.layout.num_bytes)
+        self.memory = map_file(file, self.layout.num_bytes)
         self.base = ctypes.addressof(self.memory)
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
@@ -132,7 +132,7 @@ class Arena:
         return start_of(pid) != started
 
 
-def _map(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     """Map a file for as long as the result is used. Python's own mmap would keep the file open, too.
 
     Raises:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from distlab.shared_memory.arena import SLOT_BYTES
+from distlab.shared_memory.buffers import Buffers
 from distlab.shared_memory.dense import bytes_of
 from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.reductions import Reduction
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
+IN_CACHE_BYTES = 256 << 10  # of a result that is written to all ranks' buffers
 copy = ctypes.memmove
 
 
@@ -31,6 +33,7 @@ class Collectives:
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.rank, self.size, self.others = meeting, meeting.rank, meeting.size, meeting.others
+        self.buffers = Buffers(meeting)
         self._share_bytes = SLOT_BYTES // self.size // ALIGN * ALIGN  # of a slot, for one rank
         self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
 
@@ -49,6 +52,9 @@ class Collectives:
         num_bytes, base = bytes_of(flat), flat.data_ptr()
         if num_bytes * self.size <= SMALL_BYTES:
             self._small(flat, reduction, root)
+            return
+        if root == -1 and self.buffers.count and (flats := self.buffers.of_all(flat)):
+            self._in_place(flats, reduction)
             return
         share = self._share_bytes // itemsize
         parts: list[tuple[int, int]] = []
@@ -69,6 +75,19 @@ class Collectives:
         meeting.open()
         meeting.post()
         self._collect(base, before, itemsize, root)
+
+    def _in_place(self, flats: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        """Combine this rank's share of all ranks' buffers and write it to all; nobody else reads or writes it."""
+        mine, itemsize = flats[self.rank], flats[0].element_size()
+        each, step = -(-mine.numel() // self.size), IN_CACHE_BYTES // itemsize
+        combined = torch.empty(min(step, each), dtype=mine.dtype, device="cpu")
+        end = min((self.rank + 1) * each, mine.numel())
+        for start in range(self.rank * each, end, step):
+            length = min(step, end - start)
+            reduction.of([flat[start : start + length] for flat in flats], combined[:length])
+            for flat in flats:
+                copy(flat.data_ptr() + start * itemsize, combined.data_ptr(), length * itemsize)
+        self.barrier()
 
     def _own(self, share: int, itemsize: int) -> int:
         """Where this rank leaves the result of its share, for the next step."""
@@ -144,7 +163,9 @@ class Collectives:
                 self.broadcast(what.data_ptr(), bytes_of(what), rank)
                 indices.append(where)
                 values.append(what)
-            total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape)
+            total = torch.sparse_coo_tensor(
+                torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False
+            )
             tensor.copy_(total.coalesce())
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:

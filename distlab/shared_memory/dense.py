@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+_SEEN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """Hide what is computed in this block from the caller's modes: counters of work or memory, a default device."""
+    seen = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return _unseen() if seen else _SEEN
 
 
 def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
     """Refuse a tensor that is not dense memory of this process; `sparse`: indices with values will do, too.
 
     Raises:
-        ValueError: it lies on another device, is sparse or quantized.
+        ValueError: it lies on another device, is sparse, quantized or nested, or stands for values that lie elsewhere.
     """
+    if tensor.is_nested:
+        raise ValueError(f"{who}: got a nested tensor; send its values and its offsets")
     if tensor.is_quantized:
         raise ValueError(
             f"{who}: got a quantized tensor ({tensor.dtype}) of shape {list(tensor.shape)}, whose scale would not "
             "travel; send .int_repr(), or .dequantize()"
         )
     if tensor.is_cpu and (tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)):
+        if tensor.layout is torch.strided and not _has_memory(memory_of(tensor)):
+            kind = type(tensor).__name__
+            raise ValueError(
+                f"{who}: got a {kind} of shape {list(tensor.shape)} that has no memory of its own (its storage was "
+                "freed, or it stands for values elsewhere); pass the tensor with the values (of a DTensor .to_local())"
+            )
         return
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
@@ -30,6 +56,18 @@ def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
     raise ValueError(
         f"{who}: got a tensor on {tensor.device}; backend 'shared' moves CPU tensors: call .cpu(), or use gloo or nccl"
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return not tensor.numel() or bool(tensor.data_ptr())
+    except RuntimeError:  # inside of torch.func's transforms
+        return False
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself; of a functional collective's result what it stands for, once that is there."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def check_written(tensor: torch.Tensor, who: str) -> None:
@@ -55,7 +93,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in order as one block: the tensor's own memory where that is one."""
-    plain = tensor.detach()
+    plain = memory_of(tensor).detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     return plain.contiguous().view(-1)
@@ -69,6 +107,7 @@ class Landings:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's block: its memory, or a copy that `settle` writes back."""
+        tensor = memory_of(tensor)
         flat = flat_of(tensor)
         if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
             self._scattered.append((tensor, flat))
@@ -80,7 +119,7 @@ class Landings:
         Raises:
             ValueError: different values would lie at one place.
         """
-        with torch.no_grad():
+        with torch.no_grad(), unseen():
             for tensor, flat in self._scattered:
                 target, values = tensor.detach(), flat.view(tensor.shape)
                 if is_expanded(tensor):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import Landings, check, check_written, flat_of
+from distlab.shared_memory.dense import Landings, check, check_written, flat_of, unseen
 from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
 from distlab.shared_memory.messages import Messages, MessageWork
@@ -84,6 +84,21 @@ class GroupBase(dist.ProcessGroup):
         """Whether callers may ask for memory: no, they take their own."""
         return False
 
+    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+        """Return this rank's buffer of bytes, of zeros, whose all-reduce copies least; every rank calls this alike.
+
+        None on all ranks where the group has one rank or crosses nodes, or one of them has no room.
+        """
+        if type(self._collectives) is not Collectives or self._meeting.size == 1:
+            return None
+        made, buffers = [], self._collectives.buffers
+
+        def do() -> None:
+            made.append(buffers.make(num_bytes))
+
+        self._start(("buffer", num_bytes), lambda: f"buffer of {num_bytes} bytes", do, [], None).wait()
+        return made[0]
+
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has made."""
         return self._num_calls
@@ -126,7 +141,9 @@ class GroupBase(dist.ProcessGroup):
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
         check(tensors[0], self._who("send"))
-        message = self._message(tensors[0], flat_of(tensors[0]), destination, tag, "send")
+        with unseen():
+            memory = flat_of(tensors[0])
+        message = self._message(tensors[0], memory, destination, tag, "send")
         self._messages.send(message)
         return self._with(message.work)
 
@@ -141,7 +158,9 @@ class GroupBase(dist.ProcessGroup):
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         check_written(tensors[0], self._who("recv"))
         landings = Landings()
-        message = self._message(tensors[0], landings.of(tensors[0]), source, tag, "recv")
+        with unseen():
+            memory = landings.of(tensors[0])
+        message = self._message(tensors[0], memory, source, tag, "recv")
         message.landed = landings.settle
         self._messages.receive(message)
         return self._with(message.work)
@@ -187,7 +206,8 @@ def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
     """Do a call; where it fails the group is of no use any more, and the others learn why."""
     meeting.begin(record)
     try:
-        do()
+        with unseen():
+            do()
     except BaseException as error:
         meeting.fail(error)
         raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)

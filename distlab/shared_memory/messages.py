@@ -17,7 +17,7 @@ from distlab.shared_memory.arena import BELL, LOOK_S
 from distlab.shared_memory.lanes import InLane, OutLane
 from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, why_gone
-from distlab.shared_memory.work import END_S, SharedWork, Tensors
+from distlab.shared_memory.work import END_S, GroupThread, SharedWork, Tensors
 
 SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, before the thread takes over
 
@@ -187,7 +187,7 @@ class Messages:
         if message.work.is_over and not self._is_silent():
             return
         if not self.threads:
-            self.threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+            self.threads.append(GroupThread(self._serve, self.name))
             self.threads[0].start()
         if not self._wanted.is_set():
             self._wanted.set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from distlab.shared_memory.dense import unseen
 
 _Combine = Callable[..., torch.Tensor]
 
@@ -72,4 +75,21 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> Reduction:
         raise ValueError(f"{who}: ReduceOp.{found.name.upper()} is for whole numbers and bool, got {dtype}")
     if found.name in ("min", "max") and dtype.is_complex:
         raise ValueError(f"{who}: ReduceOp.{found.name.upper()} needs an order, and {dtype} has none")
+    if reason := _why_not(found, dtype):
+        raise ValueError(
+            f"{who}: torch has no ReduceOp.{found.name.upper()} of {dtype} on the CPU ({reason}); convert the tensor "
+            "first"
+        )
     return found
+
+
+@functools.cache
+def _why_not(reduction: Reduction, dtype: torch.dtype) -> str:
+    """Return why torch's arithmetic refuses values of a dtype, or ""."""
+    with unseen():
+        one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
+        try:
+            reduction.of([one, other], out)
+        except RuntimeError as error:  # torch's NotImplementedError is one
+            return str(error).splitlines()[0]
+    return ""

@@ -153,6 +153,13 @@ def _settle(future: Future[Tensors], end: End, results: Tensors) -> None:
         future.set_exception(error)  # type: ignore[arg-type]
 
 
+class GroupThread(threading.Thread):
+    """A thread of a group, which begins with the first call that needs one: no work of the program that called."""
+
+    def __init__(self, do: Callable[[], Any], name: str) -> None:
+        super().__init__(target=do, name=name, daemon=True)
+
+
 def end_threads(close: Callable[[], None], threads: Sequence[threading.Thread]) -> None:
     """Tell threads to end, and wait until they have."""
     close()
@@ -201,7 +208,7 @@ class CallQueue:
 
     def _have_threads(self, number: int) -> None:
         while len(self.threads) < number:
-            self.threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+            self.threads.append(GroupThread(self._serve, self.name))
             self.threads[-1].start()
 
     def _serve(self) -> None:

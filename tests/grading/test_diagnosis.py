@@ -107,12 +107,28 @@ def another_chunk(tensor, group=None):
     return tensor
 
 
-def test_both_sizes_of_a_message_stand_in_the_first_line() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_both_sizes_of_a_message_stand_in_the_first_line(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTLAB_BACKEND", backend)
     first, *lines = checked("02.ring_all_gather", another_chunk, worlds=(2,)).message.splitlines()
     assert re.search(r"rank \d sends float64\[\d\], rank \d receives it as float64\[\d\]: give both", first)
     assert len(lines) == 2
     assert "SIGABRT" not in first
     assert messages_that_do_not_fit("another text") is None
+
+
+def other_shapes(tensor, group=None):
+    dist.all_reduce(torch.ones(1 + dist.get_rank()))
+    return tensor
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_calls_that_do_not_agree_are_one_fault_on_each_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTLAB_BACKEND", backend)
+    report = checked("02.ring_all_gather", other_shapes, worlds=(2,))
+    assert report.fault == "mismatch"
+    assert "rank 0: all_reduce #1 (float32[1], group [0, 1]) at " in report.message
+    assert "rank 1: all_reduce #1 (float32[2], group [0, 1]) at " in report.message
 
 
 @pytest.mark.parametrize(

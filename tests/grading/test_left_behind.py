@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.comm import run
 from distlab.grading import load_lesson
 from distlab.grading.check import examine
+from distlab.grading.variation import owned
 from distlab.grading.variation.left import left_on, marks, restored, switches
 
 
@@ -173,3 +176,23 @@ def test_switches_do_not_change_by_themselves() -> None:
         warnings.simplefilter("error")
         assert switches() != before
     assert switches() == before
+
+
+def threads_counted() -> list[int]:
+    """Return how many threads are seen before a group has any of its own, with those, and with one of the program."""
+    counts = [owned.state()["running threads"]]
+    there = [torch.empty(3), torch.ones(3)]
+    works = [dist.irecv(there[0], 1 - dist.get_rank()), dist.isend(there[1], 1 - dist.get_rank())]
+    for work in [*works, dist.all_reduce(torch.ones(3), async_op=True)]:
+        work.wait()
+    counts.append(owned.state()["running threads"])
+    end = threading.Event()
+    threading.Thread(target=end.wait).start()
+    counts.append(owned.state()["running threads"])
+    end.set()
+    return [count - counts[0] for count in counts]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_threads_of_a_group_are_none_that_a_function_left(backend: str) -> None:
+    assert run(threads_counted, 2, backend=backend) == [[0, 0, 1]] * 2

@@ -187,14 +187,21 @@ CASES = [
     (traces, "looked", "sys.settrace"),
     (reads_the_solution, "looked", "opens a file of the check"),
     (empties_the_records, "looked", "opens a file of the check"),
-    (calls_the_backend, "went around", r"it calls Backend.allreduce, .* in calls_the_backend: backend.allreduce"),
+    pytest.param(
+        calls_the_backend,
+        "went around",
+        r"it calls Backend.allreduce, .* in calls_the_backend: backend.allreduce",
+        marks=pytest.mark.gloo("a group of shared memory is its own backend: such a call is recorded as any other"),
+    ),
     (sends_through_a_store, "went around", "Store.set"),
     (closes_every_file, "exited|killed", "closed a file descriptor that it did not open|SIGABRT"),  # gloo may be first
     (kills_the_fork_server, "killed", "the process that starts the ranks was killed"),
 ]
 
 
-@pytest.mark.parametrize(("fn", "fault", "says"), CASES, ids=[case[0].__name__ for case in CASES])
+@pytest.mark.parametrize(
+    ("fn", "fault", "says"), CASES, ids=[getattr(case, "values", case)[0].__name__ for case in CASES]
+)
 def test_a_trick_is_named(
     mean_exercise: Exercise, request: pytest.FixtureRequest, fn: Callable[..., Any], fault: str, says: str
 ) -> None:

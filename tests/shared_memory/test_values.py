@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import bits, moved_wrongly, reduced_differently, scattered_in_memory
-from odd_tensors import expanded, refused_before
+from odd_tensors import expanded, refused_before, results_of_functional_collectives, seen_by_modes
 
 from distlab.comm import Ranks, run
 
@@ -79,6 +79,15 @@ def test_what_an_expanded_tensor_cannot_hold_is_refused():
 def test_what_cannot_be_sent_or_written_is_refused_before_the_call():
     with Ranks(2, timeout_s=60, backend="shared", record=False) as ranks:
         assert ranks.run(refused_before) == [([], [2.0, 2.0])] * 2
+
+
+def test_results_of_functional_collectives_are_waited_for_and_used(shared_ranks):
+    assert shared_ranks(2).run(results_of_functional_collectives) == [[[6.0], [3.0], [3.0]]] * 2
+
+
+def test_modes_of_the_caller_do_not_see_what_a_call_computes():
+    with Ranks(2, timeout_s=60, backend="shared", record=False) as ranks:
+        assert ranks.run(seen_by_modes) == [([], [40_000.0, 12.0, 6.0])] * 2
 
 
 def complex_values():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from distlab.comm.launch.worker import environment
 from distlab.grading.variation.left import switches
+from distlab.shared_memory.work import GroupThread
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -63,7 +64,7 @@ def state() -> dict[str, Any]:
         "numpy's random state": hash(pickle.dumps(np.random.get_state(legacy=False)["state"])),
         "the working directory": _folder(),
         "the environment": hash(environment()),
-        "running threads": sum(thread.is_alive() for thread in threading.enumerate()),
+        "running threads": sum(one.is_alive() and not isinstance(one, GroupThread) for one in threading.enumerate()),
         **switches(),
     }
     if dist.is_initialized():

@@ -1,0 +1,178 @@
+"""Buffers that all ranks of a group map: their all-reduce gives the bits of any other; unused ones go."""
+
+import gc
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.comm import Ranks, run
+from distlab.data_parallel import DataParallel
+from distlab.shared_memory import buffers
+from distlab.shared_memory.collectives import SMALL_BYTES, Collectives
+
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+
+
+def count_in_place():
+    """Return a list that grows by each all-reduce of buffers on this rank."""
+    seen, real = [], Collectives._in_place
+
+    def noting(self, flats, reduction):
+        seen.append(len(flats))
+        return real(self, flats, reduction)
+
+    Collectives._in_place = noting
+    return seen, real
+
+
+def values(numel, dtype, salt):
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    return torch.randn(numel, generator=generator).mul(3).to(dtype)
+
+
+def differences():
+    """All-reduce buffers of several lengths and types beside tensors; return what differs, or went another way."""
+    (seen, real), n, wrong = count_in_place(), dist.get_world_size(), []
+    cpu, expected = torch.device("cpu"), 0
+    for numel in (20_000, 100_003, 300_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+            buffer = buffers.zeros(numel, dtype=dtype, device=cpu, group=None)
+            if buffer.dtype != dtype or buffer.any():
+                wrong.append(("zeros", numel, dtype))
+            for turn, op in enumerate(OPS[: 1 if dtype == torch.int64 else 4]):
+                plain = values(numel, dtype, turn)
+                buffer.copy_(plain)
+                dist.all_reduce(plain, op)
+                work = dist.all_reduce(buffer, op, async_op=turn % 2 == 1)
+                if work is not None:
+                    work.wait()
+                expected += n > 1
+                if not torch.equal(plain, buffer) or len(seen) != expected:
+                    wrong.append((numel, dtype, op, len(seen), expected))
+    Collectives._in_place = real
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_an_all_reduce_of_buffers_gives_the_bits_of_any_other(shared_ranks, world_size):
+    assert shared_ranks(world_size).run(differences) == [[]] * world_size
+
+
+def mixed():
+    """Some ranks pass their buffer, others a tensor, another buffer, or a part of one; return each sum and the ways."""
+    (seen, real), me, cpu = count_in_place(), dist.get_rank(), torch.device("cpu")
+    one, two = (buffers.zeros(30_000, dtype=torch.float32, device=cpu, group=None) for _ in range(2))
+    cases = {
+        "all the first": [one, one, one],
+        "one has a tensor": [one, torch.empty(30_000), one],
+        "two buffers": [one, two, one],
+        "a part": [one[:20_000], one[:20_000], one[:20_000]],
+        "all the second": [two, two, two],
+    }
+    found = {}
+    for name, of_ranks in cases.items():
+        x, before = of_ranks[me], len(seen)
+        x.fill_(me + 1.0)
+        dist.all_reduce(x)
+        found[name] = (x.unique().tolist(), len(seen) - before)
+    part = dist.new_group([0, 2])
+    if me != 1:
+        mine = buffers.zeros(30_000, dtype=torch.float32, device=cpu, group=part).fill_(me + 1.0)
+        dist.all_reduce(mine, group=part)
+        dist.all_reduce(one.fill_(1.0), group=part)  # the world's, which is none of this group
+        found["a group"] = (mine.unique().tolist() + one.unique().tolist(), seen[-1])
+    Collectives._in_place = real
+    return found
+
+
+def test_ranks_that_pass_other_memory_get_the_same_sum(shared_ranks):
+    for rank, found in enumerate(shared_ranks(3).run(mixed)):
+        if rank != 1:
+            assert found.pop("a group") == ([4.0, 2.0], 2)
+        assert found == {
+            "all the first": ([6.0], 1),
+            "one has a tensor": ([6.0], 0),
+            "two buffers": ([6.0], 0),
+            "a part": ([6.0], 0),
+            "all the second": ([6.0], 1),
+        }
+
+
+def mapped():
+    return sum("memfd:distlab" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def kept_and_left():
+    """Return how many mappings a buffer adds, how many stay after it and after its views, and whether a file stays."""
+    before, cpu = mapped(), torch.device("cpu")
+    buffer = buffers.zeros(50_000, dtype=torch.float32, device=cpu, group=None)
+    with_it, part = mapped() - before, buffer[10:20]
+    del buffer
+    gc.collect()
+    with_part = mapped() - before
+    part.fill_(3.0)
+    del part
+    gc.collect()
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    files = [os.readlink(link) for link in links if os.path.lexists(link)]
+    again = torch.ones(50_000)
+    dist.all_reduce(again)
+    return with_it, with_part, mapped() - before, "/memfd:distlab (deleted)" in files, again[0].item()
+
+
+def test_a_buffer_is_gone_with_the_last_view_of_it():
+    assert run(kept_and_left, 2, backend="shared") == [(1, 1, 0, False, 2.0)] * 2
+
+
+def without_room(limited):
+    """Rank 0 may not make the memory, or rank 1 not map it: all take memory of their own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == limited == 1:
+        buffers.map_file = refuse
+    if dist.get_rank() == limited == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    buffer = buffers.zeros(50_000, dtype=torch.float32, device=torch.device("cpu"), group=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.all_reduce(buffer.fill_(1.0))
+    return mapped(), buffer.unique().tolist()
+
+
+def refuse(*_):
+    raise OSError("no room")
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_where_one_rank_has_no_room_all_take_memory_of_their_own(limited):
+    assert run(without_room, 2, args=(limited,), backend="shared", record=False) == [(1, [2.0])] * 2
+
+
+def trained():
+    """Return the weights after three steps of DataParallel, all-reduces through buffers, and large buckets."""
+    (seen, real), me = count_in_place(), dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 5))
+    replicas = DataParallel(model, bucket_bytes=100_000, first_bucket_bytes=40_000)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(me)
+    for _ in range(3):
+        optimizer.zero_grad()
+        replicas.module(torch.randn(8, 60, generator=generator)).square().mean().backward()
+        replicas.synchronize()
+        optimizer.step()
+    Collectives._in_place = real
+    large = [bucket for bucket in replicas._buckets if bucket.flat.num_bytes * dist.get_world_size() > SMALL_BYTES]
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), len(seen), len(large)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_buckets_of_data_parallel_are_buffers_and_train_as_on_gloo(shared_ranks, world_size):
+    with Ranks(world_size, backend="gloo") as on_gloo:
+        theirs = [weights for weights, _, _ in on_gloo.run(trained)]
+    for weights, num_in_place, num_large in shared_ranks(world_size).run(trained):
+        assert num_in_place == 3 * num_large > 3
+        torch.testing.assert_close(weights, theirs[0], rtol=0, atol=1e-6)
