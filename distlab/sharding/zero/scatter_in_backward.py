@@ -18,6 +18,7 @@ from distlab.flat_gradients import SendInBackward
 from distlab.gradient_status import UNUSED
 from distlab.plan import assign_buckets
 from distlab.replicate import broadcast_each
+from distlab.sharding.overlap import refuse_overlaps
 from distlab.sharding.zero.buffers import Buffers, Kind, Lent
 from distlab.sharding.zero.shard_bucket import ShardBucket
 from distlab.trace import SpanWriter
@@ -127,8 +128,9 @@ def make_buckets(
     """Put parameters into buckets of one dtype and device, last first, since backward ends with the first.
 
     Raises:
-        ValueError: bucket_bytes is less than one.
+        ValueError: bucket_bytes is less than one, or two parameters lie in the same memory.
     """
+    refuse_overlaps(named)
     buckets: list[ShardBucket] = []
     lent = Lent(Buffers(), Buffers())
     kinds: dict[Kind, list[Named]] = {}

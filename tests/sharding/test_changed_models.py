@@ -1,0 +1,95 @@
+"""What a model got after it was sharded, and parameters in one memory: refused in words on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from refused import message
+from torch import nn
+
+from distlab.sharding import FullyShard, ShardedOptimizer
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class MadeInForward(nn.Module):
+    """The first forward makes a layer, as code does that learns its width from the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        if not hasattr(self, "late") and dist.get_rank() < 2:
+            self.late = nn.Linear(4, 2)
+        return self.late(x) if hasattr(self, "late") else x
+
+
+def added(stage):
+    model = MadeInForward()
+    optimizer = ShardedOptimizer(model, sgd, stage=stage)
+    model(torch.ones(2, 3)).sum().backward()
+    return message(optimizer.synchronize)
+
+
+def unfrozen(stage):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = ShardedOptimizer(model, sgd, stage=stage)
+    texts = []
+    for step in range(2):
+        model[0].weight.requires_grad_(step == 1)
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        texts.append(message(optimizer.synchronize))
+    return texts
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_was_added_or_unfrozen_is_named_on_every_rank(ranks, stage):
+    for rank, text in enumerate(ranks(3).run(added, stage)):  # rank 2 made none
+        assert text.startswith(f"RuntimeError: rank {rank}: step 0: late.weight was added after ShardedOptimizer")
+        assert "(rank 0, 1)" in text
+        assert "build another" in text
+    for rank, texts in enumerate(ranks(2).run(unfrozen, stage)):
+        assert texts[0] == "no error"
+        assert texts[1].startswith(f"RuntimeError: rank {rank}: step 0: 0.weight was frozen when ShardedOptimizer")
+
+
+def model_of(case):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if case == "one memory":
+        model[1].weight.data = model[0].weight.data
+    if case == "a part of it":
+        model[1].bias.data = model[0].weight.data[3]
+    if case == "columns beside columns":
+        both = torch.randn(4, 8)
+        model[0].weight.data, model[1].weight.data = both[:, :4], both[:, 4:]
+    if case == "columns of columns":
+        both = torch.randn(4, 7)
+        model[0].weight.data, model[1].weight.data = both[:, :4], both[:, 3:]
+    if case == "tied":
+        model[1].weight = model[0].weight
+    if case == "end to end":
+        row = torch.randn(32)
+        model[0].weight.data, model[1].weight.data = row[:16].view(4, 4), row[16:].view(4, 4)
+    return model
+
+
+CASES = ["one memory", "a part of it", "columns of columns", "columns beside columns", "tied", "end to end"]
+
+
+def built(technique):
+    make = FullyShard if technique == "FullyShard" else lambda model: ShardedOptimizer(model, sgd)
+    return {case: message(lambda case=case: make(model_of(case))) for case in CASES}
+
+
+@pytest.mark.parametrize("technique", ["FullyShard", "ZeRO"])
+def test_two_parameters_in_one_memory_are_refused_and_neighbours_are_not(ranks, technique):
+    for texts in ranks(2).run(built, technique):
+        for case in CASES[:3]:
+            assert "lie in the same memory, and are two parameters" in texts[case], case
+            assert "Give the layers one parameter" in texts[case]
+        assert [texts[case] for case in CASES[3:]] == ["no error"] * 3
