@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -265,6 +266,17 @@ class DataParallel:
                     "branches: their calls could cross. Give the norms a group of their own: "
                     "convert_sync_batchnorm(module, dist.new_group())"
                 )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied: gradients of a copy would not be averaged.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"rank {self._rank}: DataParallel cannot be pickled or copied: its hooks are on this module, and a copy of "
+            "that has none. Save or copy the module, and build a DataParallel of the copy"
+        )
 
     def close(self) -> None:
         """Take the hooks off the module; gradients stay where they are."""

@@ -1,4 +1,8 @@
-"""What a model got after it was sharded, and parameters in one memory: refused in words on every rank."""
+"""What a model got after it was wrapped, parameters in one memory, copies: refused in words on every rank."""
+
+import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -6,6 +10,7 @@ import torch.distributed as dist
 from refused import message
 from torch import nn
 
+from distlab.data_parallel import DataParallel
 from distlab.sharding import FullyShard, ShardedOptimizer
 
 
@@ -93,3 +98,43 @@ def test_two_parameters_in_one_memory_are_refused_and_neighbours_are_not(ranks, 
             assert "lie in the same memory, and are two parameters" in texts[case], case
             assert "Give the layers one parameter" in texts[case]
         assert [texts[case] for case in CASES[3:]] == ["no error"] * 3
+
+
+def copies():
+    """What each way to copy or to save says, of each wrapped thing; what may still be done."""
+    ways = {
+        "save": lambda one: torch.save(one, io.BytesIO()),
+        "pickle": pickle.dumps,
+        "deepcopy": copy.deepcopy,
+    }
+    sharded = FullyShard(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)), units=["0"])
+    module = nn.Sequential(nn.Linear(4, 4))
+    zero, other = ShardedOptimizer(module, sgd), nn.Sequential(nn.Linear(4, 4))
+    replicas = DataParallel(other)
+    things = {
+        "FullyShard": sharded,
+        "its module": sharded.module,
+        "a unit": sharded.module[0],
+        "what holds its module": nn.Sequential(sharded.module),
+        "ShardedOptimizer": zero,
+        "DataParallel": replicas,
+    }
+    texts = {
+        thing: [message(lambda way=way, one=one: way(one)) for way in ways.values()] for thing, one in things.items()
+    }
+    free = [message(lambda way=way, one=one: way(one)) for way in ways.values() for one in (module, other)]
+    return texts, free
+
+
+def test_what_is_wrapped_is_not_copied_or_saved_and_says_what_to_do(ranks):
+    words = {
+        "ShardedOptimizer": "Save state_dict() on every rank, or full_state_dict()",
+        "DataParallel": "Save or copy the module",
+    }
+    for rank, (texts, free) in enumerate(ranks(2).run(copies)):
+        for thing, said in texts.items():
+            for text in said:
+                assert text.startswith(f"RuntimeError: rank {rank}: "), (thing, text)
+                assert "cannot be pickled or copied" in text
+                assert words.get(thing, "full_state_dict(model) returns the whole state") in text
+        assert set(free) == {"no error"}
