@@ -54,6 +54,9 @@ FAULTS = {
 }
 
 
+COMPLAINS = 2  # in the table of statuses: a rank has sentences to tell
+
+
 class Reports(NamedTuple):
     """What all ranks said of one step.
 
@@ -127,7 +130,13 @@ def gather_reports(statuses: Sequence[int], complaints: list[str], group: Proces
 
 
 def find_faults(
-    statuses: Sequence[int], names: Sequence[str], group: ProcessGroup | None = None, *, unused: str, step: int
+    statuses: Sequence[int],
+    names: Sequence[str],
+    group: ProcessGroup | None = None,
+    *,
+    unused: str,
+    step: int,
+    complaints: Sequence[str] = (),
 ) -> RuntimeError | list[bool]:
     """Learn from all ranks what became of the gradients; every rank of the group calls this in every step.
 
@@ -137,6 +146,7 @@ def find_faults(
         group: the ranks.
         unused: whether a parameter without a gradient on some rank is an "error".
         step: number of the step, for the text.
+        complaints: sentences on what no status covers.
 
     Returns:
         The error that every rank must raise, or for each parameter whether any rank used it.
@@ -145,9 +155,14 @@ def find_faults(
     """
     table = torch.zeros(len(GradientStatus), len(statuses), dtype=torch.uint8)
     table[torch.tensor(statuses), torch.arange(len(statuses))] = 1
+    if complaints:
+        table.fill_(COMPLAINS)
     table = table.to(group_device(group))
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     seen = table.cpu()
+    if bool((seen == COMPLAINS).any()):
+        told = gather_reports(statuses, list(complaints), group).error([], unused=unused, step=step)
+        return RuntimeError(f"rank {dist.get_rank(group)}: step {step}: {told}")
     wrong = [fault for fault in FAULTS if (fault is not UNUSED or unused == "error") and bool(seen[fault].any())]
     if not wrong:
         used: list[bool] = seen[[one for one in GradientStatus if one is not UNUSED]].any(dim=0).tolist()

@@ -32,6 +32,43 @@ def agree_on_parameters(named: Iterable[tuple[str, nn.Parameter]], group: Proces
     agree(parameter_facts(named), group, what="parameters (name, shape, dtype, wants a gradient)")
 
 
+class Registered:
+    """What a module held when a technique was built, which sees only that: what came later would not be averaged.
+
+    Args:
+        module: the model.
+        who: the technique, for the text.
+    """
+
+    def __init__(self, module: nn.Module, who: str) -> None:
+        self.module, self._who = module, who
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
+        self._modules = list(module.modules())
+        self._registered = self._registrations()
+
+    def _registrations(self) -> list[int]:
+        """Identities of all that is registered in the module: cheaper to compare each step than names."""
+        return [id(one) for m in self._modules for one in (*m._parameters.values(), *m._modules.values())]
+
+    def complaints(self) -> list[str]:
+        """Say what became of the module since."""
+        found = [
+            f"{self._names[parameter]} was frozen when {self._who} was built and wants a gradient now, which is not "
+            "averaged; close() this one and build another"
+            for parameter in self._frozen
+            if parameter.requires_grad
+        ]
+        if self._registrations() != self._registered:
+            found += [
+                f"{name} was added after {self._who} was built, so ranks neither share its values nor average its "
+                "gradient; close() this one and build another"
+                for name, parameter in self.module.named_parameters()
+                if parameter not in self._names
+            ]
+        return found
+
+
 @torch.no_grad()
 def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
     """Overwrite each tensor with the values that the group's first rank has, one broadcast per tensor.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from distlab.data_parallel.steps import broadcast_parameters, in_buckets, traina
 from distlab.flat_gradients import SendInBackward
 from distlab.gradient_hook import GradientHook
 from distlab.gradient_status import UNUSED, Reports, gather_reports
-from distlab.replicate import agree_on_parameters
+from distlab.replicate import Registered, agree_on_parameters
 from distlab.trace import SpanWriter
 
 WAYS_WITH_UNUSED = ("error", "zeros")
@@ -110,9 +111,7 @@ class DataParallel:
         parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the module wants a gradient; there is nothing to average")
-        self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
-        self._modules = list(module.modules())
-        self._registered = self._registrations()
+        self._registered = Registered(module, "DataParallel")
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
         # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.
         on_host = device.is_gpu(parameters[0]) and can_move_cpu_tensors(group) and not (check_finite and hook is None)
@@ -196,7 +195,7 @@ class DataParallel:
                 before this call; or it was added, or frozen, when this was built. Every error is raised on every rank;
                 gradients then hold nothing of use: zero them to go on.
         """
-        complaints = self._complaints()
+        complaints = self._registered.complaints()
         for bucket in self._buckets:
             bucket.take_rest()
         try:
@@ -267,26 +266,16 @@ class DataParallel:
                     "convert_sync_batchnorm(module, dist.new_group())"
                 )
 
-    def _registrations(self) -> list[int]:
-        """Identities of all that is registered in the module: cheaper to compare each step than names."""
-        return [id(one) for m in self._modules for one in (*m._parameters.values(), *m._modules.values())]
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied: gradients of a copy would not be averaged.
 
-    def _complaints(self) -> list[str]:
-        """Say what became of the module itself since construction."""
-        found = [
-            f"{self._names[parameter]} was frozen when DataParallel was built and wants a gradient now, which is not "
-            "averaged; close() this one and build another"
-            for parameter in self._frozen
-            if parameter.requires_grad
-        ]
-        if self._registrations() != self._registered:
-            found += [
-                f"{name} was added after DataParallel was built, so ranks neither share its values nor average its "
-                "gradient; close() this one and build another"
-                for name, parameter in self.module.named_parameters()
-                if parameter not in self._names
-            ]
-        return found
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"rank {self._rank}: DataParallel cannot be pickled or copied: its hooks are on this module, and a copy of "
+            "that has none. Save or copy the module, and build a DataParallel of the copy"
+        )
 
     def close(self) -> None:
         """Take the hooks off the module; gradients stay where they are."""

@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from distlab.sharding.askers import for_a_user
 from distlab.sharding.shard_gradient import WHOLE, FlatShard
 from distlab.sharding.zero.offload import OffloadedOptimizer
 
@@ -76,9 +77,10 @@ def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim
             )
         tried.add(kind)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         check(optimizer)
         then(optimizer)
+        return _with_closure_of_a_user(args, kwargs) if _has_shards(optimizer) else None
 
     weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
 
@@ -91,6 +93,13 @@ def remove_hook(hook: RemovableHandle) -> None:
         if frame.f_code.co_filename == torch_optimizer.__file__:
             return
     hook.remove()
+
+
+def _with_closure_of_a_user(args: Any, kwargs: Any) -> Any:
+    """Return a step's arguments, its closure such that shards refuse it what they refuse outside of a step."""
+    optimizer, *rest = args
+    rest = [for_a_user(one) if callable(one) else one for one in rest]
+    return (optimizer, *rest), {key: for_a_user(one) if callable(one) else one for key, one in kwargs.items()}
 
 
 def _has_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,9 +1,11 @@
 """Shards and their gradients, which refuse torch's tools that would take a part for the whole.
 
-Work by element is right on a shard. A norm, a number of dimensions or a decision about NaN is not: each rank would get
-its own answer. `FlatShard` is a unit's shard. `ShardGradient` is the gradient of any shard. `AbsentGradient` stands in
-a module's parameter while the mean gradients are in pieces. Each of them refuses such tools, so every rank that calls
-them hears of it.
+Work by element is right on a shard, and gives a tensor of the shard's shape. What gives anything else (a norm, a sum,
+a shape, a decision about NaN) is not: each rank would get its own answer. So it is refused, unless the code that asks
+knows of parts (`askers`), or asks for the part: `to_local()`. What work by element gives is refused in the same way.
+
+`FlatShard` is a unit's shard, `ShardValues` what is computed from it, `ShardGradient` the gradient of any shard.
+`AbsentGradient` stands in a module's parameter while the mean gradients are in pieces. Every rank hears of a refusal.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distlab.sharding.askers import knows_of_parts
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
 CLIP = f"its norm is of this rank's part alone; {OWN_CLIP}"
@@ -25,6 +30,11 @@ WHOLE = (
 DIMENSIONS = (
     "it is flat, and parameters of all shapes lie in it. FullyShard cannot make such groups; use ShardedOptimizer, "
     "whose groups are made of whole parameters"
+)
+PART = (
+    "the answer would be of this rank's part alone, and other ranks' would differ. The norm of all gradients is "
+    "clip_gradients_(math.inf); whole parameters are there `with model.summon() as module:`, on all ranks; for the "
+    "part itself call to_local()"
 )
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm, torch.norm)
 REFUSED_FOR_GRADIENTS: dict[Any, str] = {
@@ -40,6 +50,21 @@ REFUSED_FOR_SHARDS: dict[Any, str] = {
     ),
 }
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+SHAPES = ("shape", "size", "__len__", "dim", "ndimension", "ndim")
+COUNTS = ("numel", "nelement")
+MIXES = (  # numbers of different places, though the shape stays
+    *("softmax", "log_softmax", "softmin", "normalize", "renorm", "layer_norm", "rms_norm", "group_norm"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll", "fft", "sort", "argsort"),
+)
+_ABOUT = (
+    "element_size untyped_storage data_ptr is_floating_point is_complex is_contiguous is_signed is_pinned is_shared "
+    "is_inference is_conj is_neg get_device stride storage_offset requires_grad is_leaf retains_grad itemsize nbytes "
+    "is_cpu is_cuda is_meta is_sparse is_sparse_csr is_nested is_quantized is_mkldnn is_mps is_xpu is_hpu is_mtia "
+    "is_vulkan is_ipu is_maia is_xla _version output_nr name names grad _grad grad_fn _grad_fn _base __hash__ "
+    "__reduce_ex__ __deepcopy__ register_hook register_post_accumulate_grad_hook _backward_hooks has_names is_tensor "
+    "_post_accumulate_grad_hooks equal allclose _has_compatible_shallow_copy_type _is_view"
+)
+ABOUT = frozenset(_ABOUT.split())  # what is not of the values
 ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "nbytes"),
     *("requires_grad", "grad_fn", "is_leaf", "is_sparse", "is_cuda"),
@@ -47,17 +72,36 @@ ATTRIBUTES = (
 METHODS = ("size", "dim", "numel", "element_size", "untyped_storage", "data_ptr")  # who counts memory asks for these
 
 
-class ShardGradient(Tensor):
-    """The gradient of a shard: a tensor as any other, but for norms and GradScaler, which every rank refuses in words.
+class HeldCount(int):
+    """How many numbers a rank holds of a unit: to be added up and shown. Parameters cannot be told apart by it."""
 
-    What is computed from it is a plain tensor. `gradient.detach()` is the tensor itself, for code that knows of shards.
-    """
+    def _refuse(self, other: object) -> bool:
+        raise ValueError(f"rank {_rank()}: the size of a shard compared (groups of parameters): {DIMENSIONS}")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = int.__hash__
+
+
+class _Part(Tensor):
+    """What is a part, or was computed from parts."""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's part as a plain tensor, with the same memory: for code that knows what it holds.
+
+        Shapes: any; the same
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor)
+
+
+class ShardGradient(_Part):
+    """The gradient of a shard: a tensor as any other for work by element; every rank refuses the rest in words."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what is in `REFUSED_FOR_GRADIENTS`; run anything else on plain tensors.
+        """Refuse what is in `REFUSED_FOR_GRADIENTS`, and to those who do not know of parts, all but work by element.
 
         Raises:
             ValueError: the function would take a part for the whole.
@@ -65,14 +109,14 @@ class ShardGradient(Tensor):
         return _unless_refused(REFUSED_FOR_GRADIENTS, func, args, kwargs)
 
 
-class ShardValues(Tensor):
-    """The `data` of a shard: it refuses what the shard refuses. What is computed from it is a plain tensor."""
+class ShardValues(_Part):
+    """The `data` of a shard, and what is computed from it by element: it refuses what the shard refuses."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what is in `REFUSED_FOR_SHARDS`; run anything else on plain tensors.
+        """Refuse what is in `REFUSED_FOR_SHARDS`, and to those who do not know of parts, all but work by element.
 
         Raises:
             ValueError: the function would take a part for the whole.
@@ -80,7 +124,7 @@ class ShardValues(Tensor):
         return _unless_refused(_refused_for(types), func, args, kwargs)
 
 
-class FlatShard(nn.Parameter):
+class FlatShard(nn.Parameter, _Part):
     """A parameter in which several whole ones lie end to end, this rank's part of them. Optimizers update it.
 
     Attributes:
@@ -95,7 +139,7 @@ class FlatShard(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what is in `REFUSED_FOR_SHARDS`; run anything else on plain tensors.
+        """Refuse what is in `REFUSED_FOR_SHARDS`, and to those who do not know of parts, all but work by element.
 
         Raises:
             ValueError: the function would take a part for the whole.
@@ -160,11 +204,45 @@ def _unless_refused(
 ) -> Any:
     if func in refused:
         raise ValueError(f"rank {_rank()}: {refused[func]}")
+    name = _name_of(func)
+    if name in ("__reduce_ex__", "__deepcopy__") and not isinstance(args[0], FlatShard):
+        return getattr(args[0].to_local(), name)(*args[1:])
+    parts = [one for one in tree_leaves([args, kwargs]) if isinstance(one, _Part)]
+    kind = ShardGradient if any(isinstance(one, ShardGradient) for one in parts) else ShardValues
+    knows = name in ABOUT or knows_of_parts()
+    if not knows and name in (*SHAPES, *MIXES):
+        raise ValueError(f"rank {_rank()}: {_why(name)}")
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
-    if func == DATA:  # is no way around what is refused
-        return result.as_subclass(ShardGradient if isinstance(args[0], ShardGradient) else ShardValues)
-    return result
+        if func == DATA:  # is no way around what is refused
+            return result.as_subclass(kind)
+        if knows or name.endswith("_like") or name.startswith("new_"):
+            return result
+        if name in COUNTS:
+            return HeldCount(result)
+        shapes = {one.shape for one in parts}
+        return tree_map(lambda one: _marked(one, shapes, kind, name), result)
+
+
+def _marked(one: Any, shapes: set[torch.Size], kind: type[_Part], name: str) -> Any:
+    """Return a result such that it refuses what a shard refuses; refuse one that is not by element."""
+    if isinstance(one, _Part) or one is None or isinstance(one, (str, torch.dtype, torch.device, torch.layout)):
+        return one
+    if not isinstance(one, Tensor) or one.shape not in shapes:
+        raise ValueError(f"rank {_rank()}: {_why(name)}")
+    return one.as_subclass(kind)
+
+
+def _why(name: str) -> str:
+    if name in SHAPES:
+        return f"the shape of a shard ({name}; groups for weight decay use it): {DIMENSIONS}"
+    return f"{name or 'a function'} of a shard: {PART}"
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of a function, or of the attribute that is read."""
+    name = str(getattr(func, "__name__", ""))
+    return str(getattr(func.__self__, "__name__", "")) if name == "__get__" else name
 
 
 def _rank() -> int:

@@ -136,6 +136,23 @@ def test_shards_refuse_it_on_every_rank_before_they_change(ranks, name):
             assert texts == ["no error"] * 2
 
 
+def steps_by_value(kind):
+    model = FullyShard(nn.Linear(5, 3))
+    model(torch.ones(2, 5)).square().mean().backward()
+    model.synchronize()
+    return message(kind(model.parameters()).step)
+
+
+@pytest.mark.parametrize("name", ["ByHand", "ByRows", "Written"])
+def test_a_class_that_was_used_and_travels_by_value_is_tried(ranks, name):
+    """Torch puts its hooks around the step of a class at its first use; a copy of them calls none of the rank's."""
+    kind = written()[name]
+    kind([nn.Parameter(torch.ones(2))])
+    for rank, text in enumerate(ranks(2).run(steps_by_value, kind)):
+        refused = f"rank {rank}: {name} updates a part of a tensor in another way"
+        assert text.startswith("no error" if name == "Written" else refused)
+
+
 def lives_no_longer_than_its_model():
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 

@@ -234,7 +234,8 @@ def by_data():
         message(lambda: torch.linalg.vector_norm(shard.data.data)),
     ]
     shard.data.mul_(2.0).add_(shard.grad.data, alpha=-0.1)  # as many optimizers update
-    return texts, type(shard.data + 1) is torch.Tensor, type(torch.zeros_like(shard.data)) is torch.Tensor
+    texts.append(message((shard.data + 1).sum))
+    return texts, type(shard.data.to_local() + 1) is torch.Tensor, type(torch.zeros_like(shard.data)) is torch.Tensor
 
 
 def test_data_of_a_shard_and_of_its_gradient_is_no_way_around(ranks):

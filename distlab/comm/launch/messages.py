@@ -173,11 +173,13 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
 
 
 def _dump(value: object) -> bytes:
-    """Pickle by value as cloudpickle does, with two repairs.
+    """Pickle by value as cloudpickle does, with three repairs.
 
     First, every module is sent by its name. Otherwise a function that names `torch` and some attribute `.ops` makes
     cloudpickle send the module torch.ops, whose class it cannot pickle. Second, a class written inside the function may
     read names in its body (bases, annotations). cloudpickle overlooks them; they are sent with the function.
+    Third, the step of an optimizer that was used here has torch's hooks around it. A copy of these would call none of
+    the rank's hooks, such as the trial of an optimizer of shards; so the step travels bare.
     """
     import cloudpickle
 
@@ -189,6 +191,8 @@ def _dump(value: object) -> bytes:
                 and sys.modules.get(obj.__name__) is obj
             ):
                 return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, types.FunctionType) and getattr(obj, "hooked", False) and hasattr(obj, "__wrapped__"):
+                return _with_hooks, (obj.__wrapped__,)
             return super().reducer_override(obj)
 
         def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
@@ -201,6 +205,15 @@ def _dump(value: object) -> bytes:
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _with_hooks(step: types.FunctionType) -> Any:
+    """Return an optimizer's step with torch's hooks around it, those of this process."""
+    import torch
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked
 
 
 def _names_in_classes(function: types.FunctionType) -> list[str]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from distlab.plan import Precision
 from distlab.sharding.fsdp.wrapping import ROOT
+from distlab.sharding.overlap import refuse_overlaps
 from distlab.structures import find
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -87,6 +88,7 @@ def check_parameters(module: nn.Module) -> None:
                 f"{where} is {tensor.dtype}, and a flat shard holds floating point numbers. What is not trained is a "
                 "buffer: register_buffer(...)"
             )
+    refuse_overlaps(named)
     registered = {id(parameter): name for name, parameter in named}
     for path, one in owners.items():
         if isinstance(one, torch.jit.ScriptModule):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -197,6 +197,29 @@ def _runs_in_method_of(module: nn.Module) -> bool:
         if not is_torchs_own and id(frame.f_locals.get("self")) in parts:
             return True
     return False
+
+
+class RefusesCopies:
+    """While it is there, a module is not pickled or copied: a file or a copy would have no values.
+
+    Args:
+        module: of a unit.
+        name: of the unit.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        vars(module)["__reduce_ex__"] = self._refuse  # pickle and copy ask the object for it, before its class
+
+    def _refuse(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {type(self._module).__name__} (unit {self._name or 'root'!r}) cannot be pickled "
+            f"or copied: {STATE}"
+        )
+
+    def remove(self) -> None:
+        """Let the module be copied again."""
+        vars(self._module).pop("__reduce_ex__", None)
 
 
 def check_nothing_added(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.sharding.any_model.checks import check_place
-from distlab.sharding.any_model.freed import FreedParameter
+from distlab.sharding.any_model.freed import FreedParameter, RefusesCopies
 from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
@@ -120,7 +120,8 @@ class WatchedModule(SubmoduleUnits):
             for number, unit in enumerate(units)
         ]
         why = "FullyShard gathers and frees parameters, which no compiled graph can do"
-        self.hooks = [
+        self.hooks: list[Any] = [
+            RefusesCopies(module, name),
             module.register_forward_pre_hook(
                 torch.compiler.disable(self._before, reason=why), with_kwargs=True, prepend=True
             ),

@@ -12,8 +12,7 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets are sent), `shard_bucket` (one bucket's
-way), `state` (what is saved).
+Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how), `state`.
 
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
@@ -38,7 +37,7 @@ from distlab.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
-from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
+from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
@@ -129,12 +128,9 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         check_finite: bool = True,
         spans: SpanWriter | None = None,
     ) -> None:
-        self.module, self.group, self.stage, self.split = module, group, stage, split
-        self.unused, self.check_finite, self.spans = unused, check_finite, spans
-        self.step_number = 0
-        self._has_means = False
-        named = list(module.named_parameters())
-        agree_on_parameters(named, group)
+        self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
+        self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
+        agree_on_parameters(named := list(module.named_parameters()), group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -144,6 +140,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(trained, make_optimizer)
+        self._kept = KeptAlike(module, self.buckets)
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
@@ -206,8 +203,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         Raises:
             NotFiniteError: a mean gradient is NaN or infinite (a RuntimeError; check_finite=True).
             RuntimeError: a parameter got no gradient on some rank (unused="error"), a sparse one, or a second one
-                before this call; or its memory was replaced. Every error is raised on every rank; gradients then hold
-                nothing of use: `zero_grad()` to go on.
+                before this call; its memory was replaced; or it was added, or frozen, when this was built. Every error
+                is raised on every rank; gradients then hold nothing of use: `zero_grad()` to go on.
         """
         self._has_means = False
         self._scattering.finish_pass()
@@ -216,7 +213,10 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 for bucket in self.buckets:
                     bucket.note_not_finite()
             statuses = [status for bucket in self.buckets for status in bucket.statuses]
-            found = find_faults(statuses, self._names, self.group, unused=self.unused, step=self.step_number)
+            told = self._kept.complaints()
+            found = find_faults(
+                statuses, self._names, self.group, unused=self.unused, step=self.step_number, complaints=told
+            )
         finally:
             for bucket in self.buckets:
                 bucket.reset()
@@ -256,6 +256,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 work.finish() if isinstance(work, DirectGather) else work.wait()
             if call is not None:
                 call.draw(f"all_gather bucket {bucket.index}", "all_gather", lane="gather", num_bytes=bucket.num_bytes)
+        self._kept.note()
         self.step_number += 1
 
     def clip_gradients_(self, max_norm: float) -> Tensor:

@@ -1,0 +1,66 @@
+"""Who asks a shard: code that knows that it holds a part, or a user's, which takes a part for the whole.
+
+Two know: this package, and an optimizer's step, which was tried on parts before (`by_element`). A closure that a step
+calls is a user's again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+HERE = __name__.partition(".")[0]
+STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def knows_of_parts() -> bool:
+    """Return whether the code that asks, some frames above, knows that a shard is a part."""
+    asks = _outside(sys._getframe(1))
+    if asks is not None and _package(asks) == HERE:
+        return True
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not _USERS_CLOSURE:
+        if _is_step(frame) or _builds_optimizer(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def for_a_user(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure of which no part is an optimizer's step."""
+
+    def users_closure() -> Any:
+        return closure()
+
+    return users_closure
+
+
+_USERS_CLOSURE = for_a_user(lambda: None).__code__
+
+
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that is neither torch's nor one in which a shard answers."""
+    while frame is not None and (_package(frame) == "torch" or frame.f_globals["__name__"] in _ANSWERS):
+        frame = frame.f_back
+    return frame
+
+
+_ANSWERS = (__name__, "distlab.sharding.shard_gradient")
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_step(frame: FrameType) -> bool:
+    """Return whether a frame runs an optimizer's step after torch's hooks, of which one tries the optimizer."""
+    return frame.f_code is STEP and frame.f_globals is torch_optimizer.__dict__
+
+
+def _builds_optimizer(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
