@@ -79,7 +79,7 @@ numbers.tolist()
 # **Coming back.** A closed notebook keeps your text and your pictures, but not its variables. When you open it again,
 # or after a kernel restart, a cell says `NameError: name 'check' is not defined`. Click into the cell where you want to
 # go on, and choose *Run > Run All Above Selected Cell*. Then everything above is there again. Cells with measurements
-# take some seconds each. Lesson 03 has a second start in its middle, "Sitting two".
+# take some seconds each. Lessons 03 and 08 have a second start in their middle, "Sitting two".
 #
 # Each lesson also has a lab, a plain script for `torchrun` that runs here and on a cluster: `distlab lab 03`. With
 # `distlab lab 03 --impl mine` the lab runs the functions that you wrote. It reads the notebook's file, so save first

@@ -18,11 +18,17 @@ import sys
 from pathlib import Path
 
 from distlab.cli.lab import find_lab
+from distlab.grading import lessons
 from distlab.lab.report import reference_section
 from distlab.measure import this_machine
 
+LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 DEVICES = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 8)}
-NOT_MEASURED = "Not measured here: this machine has no such GPUs. If you run it, send us what `--json` prints."
+NOT_MEASURED = {
+    "cpu": "Not measured yet. If you run it, send us what `--json` prints.",
+    "cuda": "Not measured here: this machine has no such GPUs. If you run it, send us what `--json` prints.",
+}
+CALM = 0.5  # the load average, before the first lab, of a machine whose times can be compared with
 
 
 def section_name(device: str, num_ranks: int) -> str:
@@ -42,24 +48,37 @@ def known_sections(path: Path) -> dict[str, str]:
     return {name.strip(): body.strip() for name, _, body in (part.partition("\n") for part in parts)}
 
 
-def write(path: Path, number: str, sections: dict[str, str]) -> None:
+def how_busy(load: float) -> str:
+    """Say what ran beside the labs, from the load average before the first of them."""
+    if load <= CALM:
+        return f"load average {load:.1f} before the labs"
+    return f"load average {load:.1f} before the labs: other programs ran, so times say little"
+
+
+def write(path: Path, number: str, sections: dict[str, str], load: float) -> None:
     head = [
         f"# Reference output of lab {number}",
         "",
         "What `distlab lab` printed with default settings and the reference's functions. Facts (bytes, calls, equal or",
         "not) are the same everywhere; times are this machine's. Written by `tools/lab_reference.py`.",
         "",
-        f"Measured {this_machine()}; load average {os.getloadavg()[0]:.1f} when it was written.",
+        f"Measured {this_machine()}; {how_busy(load)}.",
         "",
     ]
-    ordered = [section_name(device, count) for device, counts in DEVICES.items() for count in counts]
-    body = [f"## {name}\n\n{sections.get(name, NOT_MEASURED)}\n" for name in ordered]
+    ordered = [(device, section_name(device, count)) for device, counts in DEVICES.items() for count in counts]
+    body = [f"## {name}\n\n{sections.get(name, NOT_MEASURED[device])}\n" for device, name in ordered]
     path.write_text("\n".join([*head, *body]), encoding="utf-8")
 
 
+def labs() -> list[str]:
+    """The numbers of all lessons that have a lab."""
+    return [number for number in lessons(LESSONS) if find_lab(number)]
+
+
 def main() -> None:
+    load = os.getloadavg()[0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("labs", nargs="*", default=["01", "02", "03"], metavar="NN")
+    parser.add_argument("labs", nargs="*", default=labs(), metavar="NN")
     parser.add_argument("--ranks", type=int, nargs="*", help="numbers of ranks to measure (default: all)")
     parser.add_argument("--device", choices=tuple(DEVICES), default="cpu")
     arguments = parser.parse_args()
@@ -71,7 +90,7 @@ def main() -> None:
             section = section_name(arguments.device, num_ranks)
             sections[section] = measure(number, arguments.device, num_ranks)
             print(f"lab {number}: {section}", flush=True)
-            write(path, number, sections)
+            write(path, number, sections, load)
 
 
 if __name__ == "__main__":

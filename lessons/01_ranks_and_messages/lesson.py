@@ -160,8 +160,8 @@ x = torch.full((3,), float(rank))
 print("x is", x.tolist())
 
 # %% [markdown]
-# `[1,3]` runs a cell on ranks 1 and 3 alone. They still have their `x`. (The lines of different ranks come in any
-# order: they were not told to wait for each other.)
+# `%%ranks [1,3]` runs a cell on ranks 1 and 3 alone. They still have their `x`. (The lines of different ranks come in
+# any order: they were not told to wait for each other.)
 
 # %%
 # %%ranks [1,3]

@@ -13,15 +13,20 @@
 # %% [markdown]
 # # 8. Tensor parallel
 #
-# 120 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You need no GPU: four processes on this
-# machine are the four ranks.
+# 120 minutes, in two sittings of 70 and 50 minutes. Comes after lesson 3 (data parallel) and lesson 7 (sharding). You
+# need no GPU: four processes on this machine are the four ranks.
 #
-# Afterwards you can
+# After **sitting one** you can
 #
 # - cut linear layers, attention and the vocabulary over ranks, equal to one process, with one sum each way;
 # - say what a layer sends, $8 B s h (t-1)/t$ numbers, and on which wires you can afford it;
-# - split the sequence between the layers: the same bytes, a fraction of the activations;
 # - tell the field's silent faults from a right run: a missing f, a bias that counts t times, heads cut as one piece.
+#
+# After **sitting two** you can
+#
+# - split the sequence between the layers: the same bytes, a fraction of the activations;
+# - clip gradients and drop activations that lie on the ranks in different ways;
+# - say what part of a step's sums the products can hide, and how many GPUs a model should be cut over.
 
 # %%
 # %load_ext distlab.notebook
@@ -494,6 +499,109 @@ show_bars(shown, "kB", "Nearly all that a rank sends is sent by the layers")
 # every rank.
 
 # %% [markdown]
+# # The end of sitting one
+#
+# You can answer the question of the beginning on paper now. Busy is $1/(1 + ratio)$. Four GPUs that are busy so much,
+# divided by the price of an hour, is what a dollar buys:
+
+# %%
+prices = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
+bought = {name: 4 / (1 + ratio_of(4, WIRES[name])) / dollars for name, dollars in prices.items()}
+show_bars(bought, "GPU-hours", "What a dollar buys: four GPUs in one machine, or four machines", "by the formula, 13B")
+ranks.close()
+
+# %% [markdown]
+# **You can now** cut a GPT over ranks, prove that it is right, and say on which wire that pays.
+#
+# **Try this before you go on.** In "Measured on real ranks", take f out of `tensor_step`: delete the line that has
+# `f(...)` in it. Say first: does a step get faster, and does anything fail? Then run the two cells again. Or run the
+# lab on your own hardware: `distlab lab 08 --ranks 4 --impl mine --trace traces`.
+#
+# **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
+# (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
+
+# %% [markdown]
+# # Sitting two: the sequence too, and whole steps
+#
+# What you have from sitting one:
+#
+# 1. Columns first, then rows: one sum forward (g), one backward (f), for each of a layer's two regions.
+# 2. A rank sends $8 B s h (t-1)/t$ numbers per layer, and nothing hides them so far. The wire decides.
+# 3. Heads and vocabulary are cut as well. Norms and the residual stream are not: every rank does all of them.
+#
+# The model, the wires and the small GPT are those of sitting one. Skim the next five cells: they define the same names
+# again, and train the small GPT once, for sitting two to compare with.
+
+# %%
+import time
+from functools import partial
+from statistics import median
+
+import torch.nn.functional as F
+
+from distlab.data import ByteCorpus, python_documentation
+from distlab.models import GPT, GPTConfig
+from distlab.plan import Plan
+from distlab.tensor_parallel import parallelize
+from simulator import activation_bytes_per_layer, cluster, gpt_workload, link, simulate
+from simulator.viz import describe_bars, draw_bars
+
+ranks = Ranks(4)
+
+# %%
+SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
+MODEL = gpt_workload(**SIZES)
+WIRES = {
+    "NVLink": link("nvlink4"),
+    "InfiniBand 400 Gb/s": link("infiniband-ndr"),
+    "Ethernet 100 Gb/s": link("ethernet-100g"),
+}
+
+
+def ratio_of(t, wire, h=5120, s=2048):
+    flops_per_s = cluster("dgx-h100", 4, stack="best-case").device.matmul_flops_per_s
+    return 2 / 9 * (t - 1) * flops_per_s / (h * (1 + s / (6 * h)) * wire.protocols[-1].bytes_per_s)
+
+
+# %%
+CONFIG = GPTConfig(context=32, num_layers=4, num_heads=4, hidden_size=64)
+CORPUS = ByteCorpus(python_documentation(), context=32)
+
+
+def show_bars(numbers, unit, title, subtitle=""):
+    words = {"unit": unit, "title": title}
+    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+
+
+def new_gpt():
+    return GPT(CONFIG, torch.Generator().manual_seed(0))
+
+
+# %%
+def losses_of(model, num_steps=3):
+    for step in range(num_steps):
+        inputs, targets = CORPUS.batch(step, 8)
+        loss = model.loss(model(inputs), targets)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data -= 0.3 * parameter.grad
+            parameter.grad = None
+        yield loss.item()
+
+
+# %%
+def trained(**options):
+    losses, rank = losses_of(parallelize(new_gpt(), **options)), dist.get_rank()
+    first = [next(losses), next(losses)]
+    with recorded() as seen:  # one step, without what the ranks agree on in the first
+        last = next(losses)
+    return [*first, last], seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank)
+
+
+alone = list(losses_of(new_gpt()))
+_, sent = zip(*ranks.run(trained), strict=True)
+
+# %% [markdown]
 # ## Sequence parallel
 #
 # Between the regions lie norms, dropout and the residual stream. They work on each position alone, and so far all ranks
@@ -536,7 +644,7 @@ show_bars(shown, "MB", "Without the split, a part of the activations stays whole
 # %%
 guess_2.default(4)  # assumed if you gave no number above
 print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True), how="counted"))
-split_losses, split_sent, _ = ranks.run(partial(trained, sequence_parallel=True))[0]
+split_losses, split_sent = ranks.run(partial(trained, sequence_parallel=True))[0]
 gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=True))
 print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequence split; losses differ by {gap:.0e}")
 

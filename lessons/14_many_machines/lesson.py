@@ -30,9 +30,9 @@
 # %% [markdown]
 # ## The question
 #
-# Your script runs on one machine with eight GPUs. You rent a second machine, for 24 dollars an hour each, and start
-# the script on both. Nothing happens. No error, no output, no load on any GPU. After ten minutes both machines print a
-# page of traceback. You change something and try again. Ten minutes later you have another page.
+# Your script runs on one machine with eight GPUs. You rent a second one like it; each costs 24 dollars an hour. You
+# start the script on both. Nothing happens: no error, no output, no work on any GPU. After ten minutes both machines
+# print a page of traceback. You change something and try again. Ten minutes later you have another page.
 #
 # Inside one machine `torchrun` hides how ranks come to know each other. Between machines you have to know: somebody
 # starts the ranks, somebody gives them numbers, and they must agree on a place to meet. Six tries an hour is no way to

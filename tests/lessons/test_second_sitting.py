@@ -1,5 +1,8 @@
-"""Lesson 3 has two sittings: the second runs in a fresh kernel, after the lesson's first code cell alone."""
+"""Lessons 3 and 8 have two sittings: the second runs in a fresh kernel, after the lesson's first code cell alone."""
 
+import ast
+import builtins
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,10 +10,23 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from distlab.grading import lessons, load_lesson
 from distlab.grading.progress import MARKER, change_entry, now
+from distlab.notebook.extension import _names
 
+MOST_IN_ONE_SITTING = 90
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 SECOND = "# Sitting two"
+FOLDERS = ("03_data_parallel", "08_tensor_parallel")
+TOLD = {
+    "03_data_parallel": [
+        "from your notebook: nothing yet",
+        "to 1e-5: True",
+        "each sample once: True",
+        "token_weights  differs from one process by less than 1e-12",
+    ],
+    "08_tensor_parallel": ["sent, four ranks: 1,774,080 bytes before", "losses differ by", "t=4:   368 ms"],
+}
 OWN = '''
 def average_gradients(module):
     """Mine."""
@@ -23,8 +39,8 @@ def average_gradients(module):
 '''
 
 
-def notebook():
-    return nbformat.read(LESSONS / "03_data_parallel" / "solution.ipynb", as_version=4)
+def notebook(folder="03_data_parallel"):
+    return nbformat.read(LESSONS / folder / "solution.ipynb", as_version=4)
 
 
 def second_half(made):
@@ -44,15 +60,49 @@ def run(cells, folder):
     return [cell for cell in made.cells if cell.cell_type == "code"]
 
 
+def names_in(code, kind):
+    """The names that a cell reads (ast.Load) or defines (ast.Store), also those of functions, arguments and imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    found = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
+    if kind is ast.Store:
+        found |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        found |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        found |= {
+            one.asname or one.name for node in nodes for one in getattr(node, "names", ()) if hasattr(one, "name")
+        }
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_second_sitting_reads_no_name_of_the_first(folder):
+    defined = set(dir(builtins)) | set(_names())
+    for cell in second_half(notebook(folder))[1:]:
+        if cell.cell_type == "code":
+            defined |= names_in(cell.source, ast.Store)
+            assert names_in(cell.source, ast.Load) <= defined, cell.source
+
+
+def test_a_lesson_of_two_hours_has_two_sittings_that_add_up():
+    for number in lessons(LESSONS):
+        lesson = load_lesson(number, LESSONS)
+        said = f"{lesson.minutes} minutes, in two sittings of (\\d+) and (\\d+) minutes"
+        found = re.search(said, (lesson.folder / "lesson.py").read_text())
+        assert (found is not None) == (lesson.folder.name in FOLDERS) == (lesson.minutes > MOST_IN_ONE_SITTING), number
+        if found:
+            assert sum(map(int, found.groups())) == lesson.minutes
+            headings = [cell.source.splitlines()[0] for cell in notebook(lesson.folder.name).cells]
+            assert headings.count("# The end of sitting one") == 1
+            assert sum(line.startswith(SECOND) for line in headings) == 1
+
+
 @pytest.mark.soak  # a whole half of a notebook; its cells also run in their order in `make test`
 @pytest.mark.timeout(400)
-def test_the_second_sitting_runs_without_the_first(tmp_path):
-    code = run(second_half(notebook()), tmp_path)  # raises where a cell raises
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_second_sitting_runs_without_the_first(folder, tmp_path):
+    code = run(second_half(notebook(folder)), tmp_path)  # raises where a cell raises
     told = "\n".join(map(printed, code))
-    assert "from your notebook: nothing yet" in told
-    assert "to 1e-5: True" in told
-    assert "each sample once: True" in told
-    assert "token_weights  differs from one process by less than 1e-12" in told
+    for words in TOLD[folder]:
+        assert words in told
 
 
 @pytest.mark.timeout(120)

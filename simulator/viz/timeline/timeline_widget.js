@@ -2,6 +2,7 @@
 // by mouse, touch and keyboard, and asks for more by setting `view`; Python answers with the packet for it.
 
 const SHORTEST_S = 1e-8; // the shortest view
+const LATER_MS = [100, 300, 1000, 3000]; // when colours are looked at after a theme's name has changed
 const KEYS = "Drag or arrow keys: move. Click, then wheel, or + and −: zoom. 0: everything. Home, End: the ends. " +
   "Point, or n and p: read a span.";
 
@@ -61,10 +62,14 @@ class Timeline {
     this.model.on("change", this.update);
     this.resized = new ResizeObserver(() => this.schedule());
     this.resized.observe(this.canvas);
-    this.themed = new MutationObserver(() => this.schedule());
+    this.themed = new MutationObserver(() => {
+      this.schedule();
+      for (const ms of LATER_MS) setTimeout(() => this.recolour(), ms);
+    });
     this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
     // A theme's colours may arrive after its name, and out of sight they may be the old ones: draw when they have come
-    // (a transition of 1 ms, in the CSS, says so) and when the canvas comes into sight.
+    // (a transition of 1 ms, in the CSS, says so) and when the canvas comes into sight. A canvas that moves into sight
+    // in the middle of it is told by neither: so look again a frame after each drawing, and some times after the name.
     this.figure.addEventListener("transitionend", (event) => { if (event.target === this.figure) this.schedule(); });
     this.seen = new IntersectionObserver((found) => { if (found.some((one) => one.isIntersecting)) this.schedule(); });
     this.seen.observe(this.canvas);
@@ -236,8 +241,8 @@ class Timeline {
     if (!fits) Object.assign(this.canvas, size); // a new size clears the canvas, too
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     if (fits) context.clearRect(0, 0, width + 1, height + 1);
-    const ink = getComputedStyle(this.figure).color;
-    paint(context, scene, this.place, { ink, faint: getComputedStyle(this.keys).color, idle: "rgb(128 128 128 / 11%)" });
+    this.ink = getComputedStyle(this.figure).color;
+    paint(context, scene, this.place, { ink: this.ink, faint: getComputedStyle(this.keys).color, idle: "rgb(128 128 128 / 11%)" });
     const columns = Math.round(this.place.wide * ratio);
     if (columns !== this.get("columns")) {
       this.model.set("columns", columns);
@@ -246,9 +251,15 @@ class Timeline {
     this.drawn = { view, packed: this.packed };
   }
 
+  // Draws again where letters have another colour now than when they were drawn.
+  recolour() {
+    if (this.ink && this.figure.isConnected && getComputedStyle(this.figure).color !== this.ink) this.schedule();
+  }
+
   // Says, in the frame that shows it, what was drawn.
   publish() {
     if (!this.drawn) return;
+    this.recolour();
     const { view, packed } = this.drawn, [low, high] = packed.form === "pixels" ? packed.view : packed.span;
     const slack = 1e-9 * (view[1] - view[0]);
     const sharp = packed.form === "pixels" ? Math.abs(low - view[0]) + Math.abs(high - view[1]) <= slack : low <= view[0] + slack && high >= view[1] - slack;

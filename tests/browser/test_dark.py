@@ -1,0 +1,92 @@
+"""Panels and timelines can be read in JupyterLab's dark theme as in its light one: words, canvases, pictures."""
+
+import pytest
+import speed
+
+THEMES = ("JupyterLab Dark", "JupyterLab Light")
+LEAST_CONTRAST = 4.5  # of letters on their paper
+WORDS = ".distlab-timeline, .distlab-picture, .widget-label, .widget-readout"
+# Colours as numbers from 0 to 1, and what lies behind an element: the first paper that is not transparent.
+COLOURS = """
+    const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+    const parts = (text) => [...numbers(text).slice(0, 3), numbers(text)[3] ?? 1];
+    const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, share, i) => sum + share * (c[i] / 255 <= 0.04045 ?
+        c[i] / 255 / 12.92 : ((c[i] / 255 + 0.055) / 1.055) ** 2.4), 0);
+    const contrast = (one, two) => { const [a, b] = [light(one), light(two)].sort((x, y) => y - x);
+        return (a + 0.05) / (b + 0.05); };
+    const paperOf = (one) => { for (let at = one; at; at = at.parentElement) {
+        const paper = parts(getComputedStyle(at).backgroundColor); if (paper[3] > 0.5) return paper; } };
+"""
+FAINT_WORDS = f"""([where, least]) => {{ {COLOURS}
+    const boxes = [...document.querySelectorAll(where)].flatMap((box) => [box, ...box.querySelectorAll("*")]);
+    const ownWords = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    const seen = [...new Set(boxes)].filter((one) => one.checkVisibility() && one.tagName !== "STYLE" && ownWords(one));
+    const faint = seen.filter((one) => contrast(parts(getComputedStyle(one).color), paperOf(one)) < least);
+    return [seen.length, faint.map((one) => `${{one.tagName}} ${{one.className}}: ${{one.textContent.slice(0, 60)}}`)];
+}}"""
+# The names of rows stand at a canvas's left edge, on the page's paper: their strongest pixel is the letters' colour.
+ROW_NAMES = f"""(canvas) => {{ {COLOURS}
+    const data = canvas.getContext("2d").getImageData(0, 0, 60, canvas.height).data, paper = paperOf(canvas);
+    let most = 1;
+    for (let at = 0; at < data.length; at += 4)
+        if (data[at + 3] > 200) most = Math.max(most, contrast([data[at], data[at + 1], data[at + 2]], paper));
+    return most;
+}}"""
+OWN_PAPER = f"""(image) => {{ {COLOURS}
+    const style = getComputedStyle(image);
+    return [style.opacity, style.filter, light(parts(style.backgroundColor))];
+}}"""
+
+
+@pytest.fixture(scope="module")
+def notebook(open_cells):
+    with open_cells("dark", [*speed.CELLS, *speed.DEGREES]) as opened:
+        opened.run_all()
+        opened.page.locator(".distlab-picture img").nth(1).wait_for()
+        yield opened
+        assert opened.console == []
+
+
+@pytest.fixture(params=THEMES)
+def page(request, notebook):
+    change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
+    notebook.page.evaluate(change, request.param)
+    notebook.page.wait_for_function(f"() => document.body.dataset.jpThemeName === {request.param!r}")
+    notebook.page.wait_for_timeout(500)  # a theme's colours arrive after its name
+    return notebook.page
+
+
+def test_words_of_panels_and_timelines_have_contrast(page):
+    seen, faint = page.evaluate(FAINT_WORDS, [WORDS, LEAST_CONTRAST])
+    assert seen > 20
+    assert faint == []
+
+
+def test_row_names_on_canvases_have_contrast(page, notebook, shots):
+    canvases = page.locator(".distlab-timeline canvas")
+    assert canvases.count() == 2
+    for place, canvas in enumerate(canvases.all()):
+        canvas.scroll_into_view_if_needed()
+        sharp = "(canvas) => canvas.dataset.sharp === 'true'"
+        page.wait_for_function(sharp, arg=canvas.element_handle(), timeout=60_000)
+        dark = page.evaluate("document.body.dataset.jpThemeLight") == "false"
+        notebook.shoot(shots / f"timeline-{place}-{'dark' if dark else 'light'}.png")
+        strong = f"(canvas) => ({ROW_NAMES})(canvas) >= {LEAST_CONTRAST}"
+        page.wait_for_function(strong, arg=canvas.element_handle(), timeout=60_000)
+
+
+def test_a_panels_picture_keeps_its_white_paper(page, notebook, shots):
+    for image in page.locator(".distlab-picture img").all():
+        image.scroll_into_view_if_needed()
+        assert image.evaluate(OWN_PAPER) == ["1", "none", 1]
+    notebook.shoot(shots / f"panel-{page.evaluate('document.body.dataset.jpThemeLight')}.png")
+
+
+def test_the_measure_finds_faint_words(notebook):
+    late = notebook.page.add_style_tag(
+        content=".distlab-picture figcaption { color: #888 !important; background: #777 }"
+    )
+    try:
+        assert notebook.page.evaluate(FAINT_WORDS, [".distlab-picture", LEAST_CONTRAST])[1]
+    finally:
+        late.evaluate("(style) => style.remove()")
