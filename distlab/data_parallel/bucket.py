@@ -20,7 +20,7 @@ from distlab.flat import FlatBuffer
 from distlab.flat_gradients import GradientSlots, TimedWork
 from distlab.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
-from distlab.shared_memory.buffers import zeros
+from distlab.shared_memory.group_base import zeros
 from distlab.trace import SpanWriter
 
 CACHE_LINE_BYTES = 64

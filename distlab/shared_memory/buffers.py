@@ -13,7 +13,6 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from distlab.shared_memory.arena import PAGE, map_file
 from distlab.shared_memory.dense import bytes_of
@@ -74,18 +73,6 @@ class Buffers:
         stride, dtype, count = _stride(bytes_of(flat)), flat.dtype, flat.numel()
         starts = [rank * stride for rank in range(meeting.size)]
         return [torch.frombuffer(memory, dtype=dtype, count=count, offset=start) for start in starts]
-
-
-def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return zeros in one dimension, in a buffer where the group has such; every rank of it calls this alike."""
-    from distlab.shared_memory.group_base import GroupBase
-
-    meeting_place = dist.group.WORLD if group is None else group
-    if device.type == "cpu" and isinstance(meeting_place, GroupBase) and numel:
-        buffer = meeting_place.buffer(numel * dtype.itemsize)
-        if buffer is not None:
-            return buffer.view(dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _stride(num_bytes: int) -> int:

@@ -216,3 +216,13 @@ def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
 def _wait_for(works: Sequence[SharedWork]) -> None:
     for work in works:
         work.wait()
+
+
+def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return zeros in one dimension, in a buffer where the group has such; every rank of it calls this alike."""
+    meeting_place = dist.group.WORLD if group is None else group
+    if device.type == "cpu" and isinstance(meeting_place, GroupBase) and numel:
+        buffer = meeting_place.buffer(numel * dtype.itemsize)
+        if buffer is not None:
+            return buffer.view(dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)

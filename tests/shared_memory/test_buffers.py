@@ -14,6 +14,7 @@ from distlab.comm import Ranks, run
 from distlab.data_parallel import DataParallel
 from distlab.shared_memory import buffers
 from distlab.shared_memory.collectives import SMALL_BYTES, Collectives
+from distlab.shared_memory.group_base import zeros
 
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 
@@ -41,7 +42,7 @@ def differences():
     cpu, expected = torch.device("cpu"), 0
     for numel in (20_000, 100_003, 300_000):
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
-            buffer = buffers.zeros(numel, dtype=dtype, device=cpu, group=None)
+            buffer = zeros(numel, dtype=dtype, device=cpu, group=None)
             if buffer.dtype != dtype or buffer.any():
                 wrong.append(("zeros", numel, dtype))
             for turn, op in enumerate(OPS[: 1 if dtype == torch.int64 else 4]):
@@ -66,7 +67,7 @@ def test_an_all_reduce_of_buffers_gives_the_bits_of_any_other(shared_ranks, worl
 def mixed():
     """Some ranks pass their buffer, others a tensor, another buffer, or a part of one; return each sum and the ways."""
     (seen, real), me, cpu = count_in_place(), dist.get_rank(), torch.device("cpu")
-    one, two = (buffers.zeros(30_000, dtype=torch.float32, device=cpu, group=None) for _ in range(2))
+    one, two = (zeros(30_000, dtype=torch.float32, device=cpu, group=None) for _ in range(2))
     cases = {
         "all the first": [one, one, one],
         "one has a tensor": [one, torch.empty(30_000), one],
@@ -82,7 +83,7 @@ def mixed():
         found[name] = (x.unique().tolist(), len(seen) - before)
     part = dist.new_group([0, 2])
     if me != 1:
-        mine = buffers.zeros(30_000, dtype=torch.float32, device=cpu, group=part).fill_(me + 1.0)
+        mine = zeros(30_000, dtype=torch.float32, device=cpu, group=part).fill_(me + 1.0)
         dist.all_reduce(mine, group=part)
         dist.all_reduce(one.fill_(1.0), group=part)  # the world's, which is none of this group
         found["a group"] = (mine.unique().tolist() + one.unique().tolist(), seen[-1])
@@ -110,7 +111,7 @@ def mapped():
 def kept_and_left():
     """Return how many mappings a buffer adds, how many stay after it and after its views, and whether a file stays."""
     before, cpu = mapped(), torch.device("cpu")
-    buffer = buffers.zeros(50_000, dtype=torch.float32, device=cpu, group=None)
+    buffer = zeros(50_000, dtype=torch.float32, device=cpu, group=None)
     with_it, part = mapped() - before, buffer[10:20]
     del buffer
     gc.collect()
@@ -136,7 +137,7 @@ def without_room(limited):
         buffers.map_file = refuse
     if dist.get_rank() == limited == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    buffer = buffers.zeros(50_000, dtype=torch.float32, device=torch.device("cpu"), group=None)
+    buffer = zeros(50_000, dtype=torch.float32, device=torch.device("cpu"), group=None)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.all_reduce(buffer.fill_(1.0))
     return mapped(), buffer.unique().tolist()
