@@ -72,8 +72,8 @@ words = "One all-reduce after backward: first the wire waits for the GPU, then t
 show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
 # %% [markdown]
-# Guides repeat that 64 H100s for a week cost 20,000 to 40,000 dollars. A week has 168 hours, so that is 64 x 168 = 10,752
-# GPU-hours at 2 to 4 dollars each. Take 30,000.
+# Guides repeat that 64 H100s for a week cost 20,000 to 40,000 dollars. A week has 168 hours, so that is 64 x 168, or
+# 10,752 GPU-hours, at 2 to 4 dollars each. Take 30,000.
 # Speed-up is the work done in a second, compared with one GPU. What is missing to 64 was paid for and not used.
 #
 # The simplest way makes one all-reduce for each of the model's 290 parameter tensors. Before you look: what speed-up do
