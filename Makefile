@@ -20,7 +20,7 @@ SLOWEST := --durations 10 --durations-min 1
 # Cells are compared with what they printed when the notebook was built, and each picture is looked at. pyproject.toml
 # keeps nbval out of other runs: it takes two seconds to load in each process. SHORT cuts what is timed or checked anyway.
 SHORT := -p tests.lessons.short_kernels
-CELLS := -p tests.lessons.pictures_in_kernels -p nbval.plugin --nbval-lax --nbval-cell-timeout 120 --timeout 300
+CELLS := -p tests.lessons.pictures_in_kernels -p nbval.plugin --nbval-lax --nbval-cell-timeout 240 --timeout 300
 # A lesson's notebook is its solution's with stubs for functions; after a check it goes on with the reference. So the
 # solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and one lesson runs as it is given out.
 NOTEBOOKS := $(sort $(wildcard lessons/*/solution.ipynb)) lessons/START.ipynb lessons/01_ranks_and_messages/lesson.ipynb
