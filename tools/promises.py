@@ -1,6 +1,8 @@
 """Try what distlab promises, keep what came of each promise, and write benchmarks/PROMISES.md.
 
-    python tools/promises.py                # all; after an interrupt the same command goes on
+After an interrupt the same command goes on.
+
+    python tools/promises.py                # all
     python tools/promises.py --only R4 S2   # some of them anew
     python tools/promises.py --table        # the page alone
     python tools/promises.py --others       # options for pytest that leave these tests out

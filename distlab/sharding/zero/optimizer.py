@@ -128,9 +128,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         check_finite: bool = True,
         spans: SpanWriter | None = None,
     ) -> None:
-        self.module, self.group, self.stage, self.split = module, group, stage, split
+        self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
         self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
-        self._has_means = False
         agree_on_parameters(named := list(module.named_parameters()), group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
