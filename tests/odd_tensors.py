@@ -52,20 +52,26 @@ def expanded():
     return wrong
 
 
-def refused_before():
-    """Calls on tensors that no call can send or write; return which of them were not refused, or not before."""
-    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
-    shared, blocks = torch.zeros(1).expand(4), [torch.ones(4) for _ in range(n)]
-    whole, wide = torch.ones(4 * n), torch.zeros(1).expand(4 * n)
+def without_plain_memory(n):
+    """Return tensors that are quantized, nested, freed, a DTensor of n ranks, and fake."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantized tensors will leave torch
         small = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
         nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    cut = DTensor.from_local(blocks[0], init_device_mesh("cpu", (n,)), [Shard(0)], run_check=False)
+    cut = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (n,)), [Shard(0)], run_check=False)
     with FakeTensorMode():
         fake = torch.ones(4)
+    return small, nested, freed, cut, fake
+
+
+def refused_before():
+    """Calls on tensors that no call can send or write; return which of them were not refused, or not before."""
+    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
+    shared, blocks = torch.zeros(1).expand(4), [torch.ones(4) for _ in range(n)]
+    whole, wide = torch.ones(4 * n), torch.zeros(1).expand(4 * n)
+    small, nested, freed, cut, fake = without_plain_memory(n)
     group = dist.group.WORLD  # its own methods: torch refuses some of these by itself, for some backends
     options = dist.BroadcastOptions()
     calls = {
