@@ -15,7 +15,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 
 from distlab.tensor_parallel.attention import ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module
-from distlab.tensor_parallel.by_plan.plan import PLANS
+from distlab.tensor_parallel.by_plan.plan import PLANS, SEQUENCE
 from distlab.tensor_parallel.dropout import SplitDropout, own_random
 from distlab.tensor_parallel.functions import (
     add_once,
@@ -38,6 +38,7 @@ from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, voca
 
 __all__ = [
     "PLANS",
+    "SEQUENCE",
     "ColumnParallelLinear",
     "ParallelAttention",
     "ParallelGPT",

@@ -16,6 +16,7 @@ from zoo_techniques import UPDATES, adamw
 from distlab.comm import recorded, run
 from distlab.tensor_parallel import (
     PLANS,
+    SEQUENCE,
     clip_tensor_parallel_,
     full_state_dict,
     load_full_state_dict,
@@ -28,6 +29,11 @@ MODELS = {  # of one layer: the zoo trains three
     "GPT-2": partial(zoo_gpt.conv1d_gpt, depth=1),
     "Llama": partial(zoo_text.Llama, depth=1),
     "ViT, fused qkv": partial(zoo_images.fused_vit, depth=1),
+}
+ALONG_THE_SEQUENCE = {  # ViT has 5 positions: no number of ranks here divides them
+    "nanoGPT": SEQUENCE["nanoGPT"],
+    "GPT-2": SEQUENCE["GPT-2"],
+    "Llama": {"layers": "sequence", "layers.*.*_norm": "sequence"},
 }
 MAX_NORM = 0.1
 
@@ -80,12 +86,13 @@ def clip_alone(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
-def cut_and_train():
+def cut_and_train(more):
     zoo_text.KEY_HEADS = zoo_text.HEADS
     found = {}
-    for name, make in MODELS.items():
-        kind = KINDS[name]._replace(make=make)
-        model = parallelize_module(build(kind, dist.get_rank()), kind.plan, example=kind.batch(9)[:1])
+    for name in more:
+        kind = KINDS[name]._replace(make=MODELS[name])
+        plan = kind.plan | more[name]
+        model = parallelize_module(build(kind, dist.get_rank()), plan, example=kind.batch(9)[:1])
         found[name] = train(kind, model, partial(clip_tensor_parallel_, max_norm=MAX_NORM))
         again = kind.build(7)
         again.load_state_dict(found[name][-1])  # the plain model takes it
@@ -101,11 +108,20 @@ def close(got, expected):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [
+        (2, dict.fromkeys(MODELS, {})),
+        (2, ALONG_THE_SEQUENCE),
+        pytest.param(4, dict.fromkeys(MODELS, {}), marks=pytest.mark.soak),
+    ],
+    ids=["2", "2, sequence", "4"],
+)
+def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, more, monkeypatch):
     monkeypatch.setattr(zoo_text, "KEY_HEADS", zoo_text.HEADS)
-    said = run(cut_and_train, num_ranks, timeout_s=100)
-    for name, make in MODELS.items():
+    said = run(cut_and_train, num_ranks, args=(more,), timeout_s=100)
+    for name in more:
+        make = MODELS[name]
         kind = KINDS[name]._replace(make=make)
         norms, gradients, scores, state = train(kind, build(kind), clip_alone)
         assert max(norms) > MAX_NORM  # something was clipped
@@ -130,6 +146,25 @@ class Small(nn.Module):
 
     def forward(self, x):
         return dropout(self.norm(self.down(self.up(x).relu())), self.drop, self.training)
+
+
+class Normed(Small):
+    """A block with two norms before what is cut: of positions, and of the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return x + self.down(self.up(self.other(x)).relu().cumsum(-2))
+
+
+class Listed(Small):
+    """A block that returns neither a tensor nor a tuple."""
+
+    def forward(self, x):
+        return {"x": x + self.down(self.up(self.norm(x)).relu())}
 
 
 class Constant(nn.Module):
@@ -173,6 +208,12 @@ def message(function):
 def refusals():
     rank = dist.get_rank()
     both, x = {"up": "column", "down": "row"}, torch.ones(2, 4)
+    stream = {"0.*.up": "column", "0.*.down": "row", "0": "sequence"}
+    long = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3))
+
+    def blocks(one):
+        return nn.Sequential(nn.Sequential(one))
+
     cut = parallelize_module
     zoo_text.KEY_HEADS = 1
     hooked, inner = Small(), Small()
@@ -189,13 +230,19 @@ def refusals():
     cases = {
         "nothing": lambda: cut(Small(), {"*.up": "column", "down": "row"}),
         "unknown": lambda: cut(Small(), {"up": "columns"}),
-        "sequence": lambda: cut(Small(), both | {"norm": "sequence"}),
+        "no list": lambda: cut(Small(), both | {"norm": "sequence"}),
+        "no norm": lambda: cut(blocks(Small()), stream),
+        "no row": lambda: cut(blocks(Small()), {"0": "sequence", "0.*.norm": "sequence"}),
+        "a norm too few": lambda: cut(blocks(Normed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "norm behind": lambda: cut(blocks(Small()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "not a tensor": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "odd length": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"})(long[:, :3]),
         "twice": lambda: cut(Small(), {"up": "column", "u*": "row"}),
         "no linear": lambda: cut(Small(), both | {"norm": "column"}),
         "no embedding": lambda: cut(Small(), both | {"norm": "vocabulary"}),
         "hooks": lambda: cut(hooked, both),
         "sizes": lambda: cut(Small(5), both),
-        "no row": lambda: cut(Small(), {"up": "column"}),
+        "column alone": lambda: cut(Small(), {"up": "column"}),
         "no column": lambda: cut(Small(), {"down": "row"}),
         "heads": lambda: cut(Small(heads=3, inner=6), {"up": "heads", "down": "row"}),
         "no heads": lambda: cut(Small(heads=None), {"up": "heads", "down": "row"}),
@@ -247,13 +294,19 @@ class OfAllHeads(nn.Module):
 EXPECTED = {
     "nothing": r"'*.up' matches no module",
     "unknown": "style 'columns'; pass one of column, row, heads",
-    "sequence": "no style 'sequence'",
+    "no list": "norm has style 'sequence', but stands in no list of blocks",
+    "no norm": "0 has style 'sequence', but no norm of style 'sequence' in it",
+    "no row": "0 has style 'sequence', but no row layer in it",
+    "a norm too few": "'sequence' needs blocks that norm before attention and feed-forward",
+    "norm behind": "'sequence' needs blocks that norm before attention and feed-forward",
+    "not a tensor": "a block of 0 returned a dict; style 'sequence' joins a tensor",
+    "odd length": "got a sequence of 3 positions, which 2 ranks do not divide",
     "twice": "up has style 'column', and 'u*' gives it 'row'",
     "no linear": "norm is a LayerNorm; style 'column' cuts an nn.Linear or a Conv1D",
     "no embedding": "norm is a LayerNorm; style 'vocabulary' cuts an nn.Embedding",
     "hooks": "up has hooks",
     "sizes": "up (column) has 5 output features, which 2 ranks do not divide",
-    "no row": "up is cut by output features, but no layer after it",
+    "column alone": "up is cut by output features, but no layer after it",
     "no column": "down has style 'row', but no layer next to it",
     "heads": "up makes 3 heads of 2 features, which 2 ranks do not divide",
     "no heads": "no attribute with their number or size",
@@ -293,10 +346,10 @@ def test_wrong_plans_are_refused_in_words_on_every_rank():
     assert not wrong, "\n".join(wrong)
 
 
-def sent_by_llama():
+def sent_by_llama(more):
     """Return bytes that a cut Llama sends in steps 1 to 3, the number of whole parameters, and bytes of its parts."""
     kind, rank, sent = KINDS["Llama"], dist.get_rank(), []
-    model = parallelize_module(kind.build(), LLAMA)
+    model = parallelize_module(kind.build(), LLAMA | more)
     for step in range(3):
         with recorded() as seen:
             own_loss_by_name(model, *kind.batch(step)).backward()
@@ -309,15 +362,35 @@ def sent_by_llama():
     )
 
 
-def test_a_step_sends_what_the_docstring_says():
+@pytest.mark.parametrize("more", [{}, ALONG_THE_SEQUENCE["Llama"]], ids=["plain", "sequence"])
+def test_a_step_sends_what_the_docstring_says(more):
     t, layers = 2, 3
     tokens, width, padded = 12 * zoo_text.LENGTH, zoo_text.WIDTH, 12
     regions = layers * tokens * width * (2 + 5)  # o and down; q, k, v, gate and up backward
     ends = tokens * (width + width) + tokens * padded / 2  # words forward, the scores' input backward; scores forward
     step = 8 * 2 * (t - 1) / t * (regions + ends)
     forward = 8 * (t - 1) / t * (layers * tokens * width * 2 * 2 + 2 * tokens * width + tokens * padded)
-    for (first, second, third), num_whole, bytes_of_parts in run(sent_by_llama, t, timeout_s=60):
+    if more:  # backward o and down, and the blocks' input; forward their output; two norms
+        step += 8 * (t - 1) / t * (tokens * width * (2 * layers + 1 + 1) + 2 * 2 * layers * width)
+        forward += 8 * (t - 1) / t * tokens * width
+    for (first, second, third), num_whole, bytes_of_parts in run(sent_by_llama, t, args=(more,), timeout_s=60):
         assert third == step
         assert second == step + 16 * num_whole * (t - 1)  # whole parameters are compared
         agreed = 2 * 40 * (t - 1)  # on the shapes and values of the inputs
         assert first == step + agreed + forward + (bytes_of_parts + 8) * (t - 1)  # compared with the whole model
+
+
+def test_between_blocks_a_rank_holds_its_positions_and_one_new_token_stays_whole():
+    def positions():
+        model = parallelize_module(KINDS["Llama"].build(), LLAMA | ALONG_THE_SEQUENCE["Llama"])
+        seen = []
+        for block in model.layers:
+            block.post_norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        tokens = KINDS["Llama"].batch(0)[0]
+        length = model(tokens).logits.shape[1]
+        with torch.no_grad():
+            one = model(tokens[:, :1]).logits.shape[1]
+        return seen[-6:], length, one
+
+    length = zoo_text.LENGTH
+    assert run(positions, 2, timeout_s=60) == [([length // 2] * 3 + [1] * 3, length, 1)] * 2

@@ -78,9 +78,9 @@ def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
     if differ:
         raise ValueError(
             f"rank {group_rank(group)}: {', '.join(differ[:5])}{' and others' if differ[5:] else ''} differ between "
-            "ranks, and must be the same on all tensor ranks. A module that works on each rank's own heads or features "
-            "needs the style 'inside'. Clip with clip_tensor_parallel_, not with torch's clip_grad_norm_. Dropout "
-            "needs one seed on all ranks of the group"
+            "ranks, and must be the same on all tensor ranks. A module that works on each rank's own heads, features "
+            "or positions needs the style 'inside'. Clip with clip_tensor_parallel_, not with torch's "
+            "clip_grad_norm_. Dropout needs one seed on all ranks of the group"
         )
 
 

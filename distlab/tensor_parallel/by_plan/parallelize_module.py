@@ -35,6 +35,7 @@ from distlab.tensor_parallel.by_plan.plan import (
     find_styles,
     shapes_of,
 )
+from distlab.tensor_parallel.by_plan.sequence import check_sequences, cut_sequences
 from distlab.tensor_parallel.by_plan.whole import WholeModel
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, linear_sizes
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
@@ -92,6 +93,8 @@ def parallelize_module(
     whole = WholeModel(model, styles, group)
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
+    for norm in cut_sequences(model, styles, group):
+        _sum_gradients(norm, group)
     for names in ties:
         _tie(model, names)
     for attention in heads.values():
@@ -117,6 +120,7 @@ def _check(
         check_kinds(model, styles)
         check_sizes(model, styles, num_ranks)
         check_partners(styles)
+        check_sequences(model, styles)
         return styles, check_ties(model, styles), _find_heads(model, styles, num_ranks, head_counts)
     except ValueError as error:
         raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
@@ -165,6 +169,7 @@ def _cut(
         return
     if style == "narrow":
         _narrow(module, group)
+    if style in ("narrow", "sequence"):
         return
     if style == "row":
         made = RowParallelLinear.from_full(module, group)

@@ -13,9 +13,12 @@ one part at most. The first styles are those of layers:
 | `paired`     | a linear layer      | whole                  | the own features of each half               |
 | `vocabulary` | embedding, scores   | whole                  | whole                                       |
 
-Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of its
-heads from the shape of its input. `inside`: a module with parameters that works on the own features or heads, such as
-the norm of each head; its gradients are summed over the ranks.
+Three are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
+its heads from the shape of its input. `inside`: a module with parameters that works on the own features, heads or
+positions, such as the norm of each head; its gradients are summed over the ranks. `sequence`: the list of blocks, and
+the norms in them; between their cut layers each rank then works on its own positions: see `sequence.py`.
+
+    PLANS["Llama"] | SEQUENCE["Llama"]       # all of it
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 from distlab.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
-STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside")
+STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside", "sequence")
 COUNTS_HEADS = ("heads", "fused", "interleaved")
 BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
 _ALL = "If the model computes with all of them at once (a softmax or a norm of features), leave both layers out."
@@ -43,6 +46,8 @@ HINTS = {  # what may be wrong where the cut model computes something else, by t
     "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
     "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
     "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
+    "sequence": "'sequence' needs blocks that norm before attention and feed-forward, all these norms in the plan, and "
+    "nothing else in them that looks at other positions.",
 }
 
 PLANS: dict[str, dict[str, str]] = {
@@ -72,6 +77,13 @@ PLANS: dict[str, dict[str, str]] = {
 }
 PLANS["nanoGPT"] = PLANS["GPT-2"] | {"transformer.h.*.attn": "narrow"}
 
+SEQUENCE: dict[str, dict[str, str]] = {  # what may be added to the plans
+    "Llama": {"model.layers": "sequence", "model.layers.*.*_layernorm": "sequence"},
+    "GPT-2": {"transformer.h": "sequence", "transformer.h.*.ln_[12]": "sequence"},
+    "ViT": {"blocks": "sequence", "blocks.*.norm[12]": "sequence"},
+}
+SEQUENCE["nanoGPT"] = SEQUENCE["GPT-2"]
+
 
 def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Return the style of each module that the plan names.
@@ -82,12 +94,6 @@ def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style == "sequence":
-            raise ValueError(
-                f"{pattern!r}: there is no style 'sequence' for models that were not written for it: they take the "
-                "number of positions from the shape of activations. Leave these modules out (they stay whole), or use "
-                "parallelize(GPT(...), sequence_parallel=True)"
-            )
         if style not in STYLES:
             raise ValueError(f"{pattern!r} has style {style!r}; pass one of {', '.join(STYLES)}")
         matched = [name for name in names if matches(name, pattern)]
@@ -112,7 +118,7 @@ def check_kinds(model: nn.Module, styles: Mapping[str, str]) -> None:
     """
     for name, style in styles.items():
         module = model.get_submodule(name)
-        if style in ("narrow", "inside"):
+        if style in ("narrow", "inside", "sequence"):
             if style == "inside" and not any(True for _ in module.parameters()):
                 raise ValueError(f"{name} has no parameters; leave it out of the plan")
             continue
@@ -201,7 +207,7 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
     tied = []
     for group in names.values():
         cut = [styles.get(_parent(name), "whole") for name in group]
-        if len(group) == 1 or not set(cut) - {"whole", "inside"}:
+        if len(group) == 1 or not set(cut) - {"whole", "inside", "sequence"}:
             continue
         if set(cut) != {"vocabulary"}:
             what = " and ".join(f"{name} ({style})" for name, style in zip(group, cut, strict=True))

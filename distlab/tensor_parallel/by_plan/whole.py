@@ -121,7 +121,7 @@ class WholeModel:
             f"model and not in the whole one: {type(error).__name__}: {(str(error) or 'no words').splitlines()[0]}. "
             "Its forward takes a number of heads or features from a constant or a config. If it is an attribute of the "
             f"module, name that in head_counts=; else leave out of the plan what is cut here: {', '.join(near[:4])}, "
-            "with the row behind it"
+            f"with the row behind it.{self._of_sequence}"
         ) from error
 
     def _refuse_differences(
@@ -158,11 +158,16 @@ class WholeModel:
         if name == OUTPUT:
             return (
                 "what its row layers read is right, and the output is not. Does its forward use a constant number of "
-                "heads (see head_counts=), or a layer's weight without the layer? Leave those layers out of the plan"
+                "heads (see head_counts=), or a layer's weight without the layer? Leave those layers out of the plan."
+                f"{self._of_sequence}"
             )
         columns = columns_of(name, self._styles)
-        hints = dict.fromkeys(HINTS[self._styles[column]] for column in columns)
-        return f"first in what {name} (row) reads, which {', '.join(columns[:4])} begin. {' '.join(hints)}"
+        hints = " ".join(dict.fromkeys(HINTS[self._styles[column]] for column in columns)) + self._of_sequence
+        return f"first in what {name} (row) reads, which {', '.join(columns[:4])} begin. {hints}"
+
+    @property
+    def _of_sequence(self) -> str:
+        return f" {HINTS['sequence']}" if "sequence" in self._styles.values() else ""
 
 
 def _gather_when_read(

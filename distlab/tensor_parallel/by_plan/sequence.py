@@ -1,0 +1,133 @@
+"""Style "sequence": between the blocks' cut layers each rank holds some positions only.
+
+Outside of attention and feed-forward a block works on each position alone: norms, dropout, residual additions. There
+every rank would compute the same, and keep the same for backward. With this style it does so for S/t positions:
+
+    [S] -> split -> [S/t] -> norm, join -> [S] -> heads ... row, reduce-scatter -> [S/t] -> + -> ... -> join -> [S]
+
+The list of the blocks has the style: its first block splits what it gets, its last one joins what it returns. The norms
+that a cut layer reads have it, too: each normalises the own positions and joins them. So attention sees whole
+sequences, and what stands before and behind the blocks (positions, masks, scores) as well.
+
+Outside of attention and feed-forward a block then keeps 1/t for backward. Forward sends as much as without the style,
+and (t-1)/t of the blocks' output; backward sends (t-1)/t more for each row layer's output and for the blocks' input,
+and 2 (t-1)/t of the norms' gradients.
+
+Symbols: t ranks; S positions, H features.
+
+Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 4.2.2. There the
+column layers gather; here the norms do, since models that nobody wrote for it count positions before their queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.functions import join_sequence, split_sequence
+from distlab.tensor_parallel.linear import RowParallelLinear
+
+
+class Stream:
+    """The activations between a list's blocks, cut along the sequence.
+
+    Args:
+        name: the list's.
+        group: the ranks.
+
+    Attributes:
+        is_cut: whether they are in this forward. Without gradients a length that the ranks do not divide stays whole,
+            such as the single new token of `generate`.
+    """
+
+    def __init__(self, name: str, group: ProcessGroup | None) -> None:
+        self.name, self.group, self.is_cut = name, group, False
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before the first block: keep the own positions of its first tensor."""
+        place = next((at for at, one in enumerate(args) if isinstance(one, Tensor)), None)
+        key = next((key for key, one in kwargs.items() if isinstance(one, Tensor) and one.is_floating_point()), None)
+        if place is None and key is None:
+            raise ValueError(
+                f"rank {group_rank(self.group)}: the first block of {self.name} got no tensor to cut along the "
+                "sequence; leave style 'sequence' out of the plan"
+            )
+        x = kwargs[str(key)] if place is None else args[place]
+        divides = x.dim() >= 2 and x.shape[-2] % dist.get_world_size(self.group) == 0
+        self.is_cut = divides or torch.is_grad_enabled()
+        part = split_sequence(x, self.group) if self.is_cut else x
+        if place is None:
+            return args, kwargs | {str(key): part}
+        return (*args[:place], part, *args[place + 1 :]), kwargs
+
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Behind a norm or the last block: give every rank all positions of what it returns first."""
+        if not self.is_cut:
+            return output
+        if isinstance(output, Tensor):
+            return join_sequence(output, self.group)
+        if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+            return type(output)([join_sequence(output[0], self.group), *output[1:]])
+        raise ValueError(
+            f"rank {group_rank(self.group)}: a block of {self.name} returned a {type(output).__name__}; style "
+            "'sequence' joins a tensor, or the first of a tuple: leave it out of the plan"
+        )
+
+    def before_row(self, row: nn.Module, _: Any) -> None:
+        """Before a row layer: let it keep the own positions of its sum."""
+        assert isinstance(row, RowParallelLinear), "a plan's rows are cut before its lists"
+        row.sequence_parallel = self.is_cut
+
+
+def check_sequences(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse norms without a list of blocks around them, and lists without norms or row layers.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    lists = [name for name in _named(styles) if _is_list(model, name)]
+    for name in _named(styles):
+        if name in lists:
+            inside = {style for one, style in styles.items() if one.startswith(name + ".")}
+            if not {"row", "sequence"} <= inside:
+                lacks = "row layer" if "row" not in inside else "norm of style 'sequence'"
+                raise ValueError(
+                    f"{name} has style 'sequence', but no {lacks} in it: the blocks' row layers give each rank its "
+                    "positions, and the norms before their cut layers join them"
+                )
+        elif not any(name.startswith(place + ".") for place in lists):
+            raise ValueError(
+                f"{name} has style 'sequence', but stands in no list of blocks (nn.ModuleList, nn.Sequential) of that "
+                "style; give the list the style, too"
+            )
+
+
+def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGroup | None) -> list[nn.Module]:
+    """Put the hooks of style "sequence" on the model, whose layers are cut; return the norms."""
+    norms = []
+    for place in (name for name in _named(styles) if _is_list(model, name)):
+        stream, blocks = Stream(place, group), list(model.get_submodule(place).children())
+        blocks[0].register_forward_pre_hook(stream.enter, with_kwargs=True)
+        blocks[-1].register_forward_hook(stream.leave)
+        for name, style in styles.items():
+            module = model.get_submodule(name)
+            if name.startswith(place + ".") and style == "row":
+                module.register_forward_pre_hook(stream.before_row)
+            elif name.startswith(place + ".") and style == "sequence":
+                module.register_forward_hook(stream.leave)
+                norms.append(module)
+    return norms
+
+
+def _named(styles: Mapping[str, str]) -> list[str]:
+    return [name for name, style in styles.items() if style == "sequence"]
+
+
+def _is_list(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)
