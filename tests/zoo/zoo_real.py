@@ -5,7 +5,7 @@ import transformers
 from zoo_kinds import Kind, of_logits
 from zoo_text import LENGTH, VOCAB
 
-from distlab.tensor_parallel import PLANS
+from distlab.tensor_parallel import PLANS, SEQUENCE
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {"intermediate_size": 32, "num_key_value_heads": 2}
@@ -116,7 +116,7 @@ KINDS = {
         causal("Qwen3", **GROUPED, head_dim=8),
         "tokens",
         own_loss,
-        plan=PLANS["Llama"] | {"model.layers.*.self_attn.[qk]_norm": "inside"},
+        plan=PLANS["Llama"] | SEQUENCE["Llama"] | {"model.layers.*.self_attn.[qk]_norm": "inside"},
     ),
     "transformers OPT": Kind(opt, "tokens", own_loss, plan=OPT),
     "transformers BLOOM": Kind(bloom, "tokens", own_loss, plan=BLOOM),
