@@ -46,8 +46,8 @@ HINTS = {  # what may be wrong where the cut model computes something else, by t
     "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
     "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
     "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
-    "sequence": "'sequence' needs blocks that norm before attention and feed-forward: all these norms in the plan, a row "
-    "layer at the end of both, and nothing between that looks at other positions or reshapes them.",
+    "sequence": "'sequence' needs blocks that norm before attention and feed-forward: all these norms in the plan, a "
+    "row layer at the end of both, and nothing between that looks at other positions or reshapes them.",
 }
 
 PLANS: dict[str, dict[str, str]] = {
