@@ -321,7 +321,7 @@ show(draw_bars(bars, **words), describe_bars(bars, **words))
 # A rank of the flat ring sends 1.5 times the tensor (lesson 2). Where its neighbour is on the other node, all of that
 # goes over the slow wire. With two levels each rank first gets half of its node's sum, through memory. Only this half
 # goes between nodes. An all-reduce of two ranks sends what it is given once: so it is half a tensor, a third of 1.5.
-# The time is a little more than a third, because the steps in memory take their part.
+# On a quiet machine the time is a little more than a third, because the steps in memory take their part.
 #
 # ## How agents meet
 #
