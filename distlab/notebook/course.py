@@ -133,7 +133,7 @@ def _html_row(row: Row) -> str:
     cells = [link, html.escape(row.can), minutes, html.escape(", ".join(row.needs)), _bar(row)]
     grey = "" if row.ready else ' style="opacity:0.65"'
     # Beside JupyterLab's folders a window of 1024 pixels leaves some 550: names and goals wrap, numbers stay whole.
-    layouts = ["min-width:7em", "min-width:13em", "white-space:nowrap", "min-width:3em", "white-space:nowrap"]
+    layouts = ["min-width:7em", "min-width:13em", "white-space:nowrap", "min-width:4em", "white-space:nowrap"]
     columns = (f'<td style="text-align:left;{layout}">{cell}</td>' for layout, cell in zip(layouts, cells, strict=True))
     return f"<tr{grey}>{''.join(columns)}</tr>"
 
