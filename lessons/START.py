@@ -47,6 +47,8 @@ course_map()
 # hints one by one and counts them. After three failed checks and all hints, `solution("03.flat")` shows the solution,
 # and the map above then says "solution seen".
 #
+# Pictures need a wide window. Where one is cut at its right edge, scroll it, or hide the list of files (Ctrl-B).
+#
 # ## Ranks in a cell
 # A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their
 # variables. Try it: each rank has its own `rank`, and `dist.all_reduce` adds up the numbers of all four.

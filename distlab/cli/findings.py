@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from distlab.comm import Records
+from distlab.comm.command import runnable
 from distlab.comm.record.operations import ring_bytes
 from distlab.measure import Machine, RankReport, RunResult, Verdict, this_machine
 
@@ -74,8 +75,8 @@ class Findings:
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
         lines.insert(5, "")
-        again = f"Try again: distlab tour --ranks {self.ranks} --device {self.device}"
-        retry = [again] if self.step.holds is None else []
+        again = runnable(f"distlab tour --ranks {self.ranks} --device {self.device}")
+        retry = [f"Try again: {again}"] if self.step.holds is None else []
         return "\n".join([*lines, "", f"{self.parameters:,} parameters on {self.device}; {self.step}", *retry])
 
 

@@ -132,16 +132,17 @@ def _html_row(row: Row) -> str:
     minutes = f"{row.minutes} min" if row.minutes else ""
     cells = [link, html.escape(row.can), minutes, html.escape(", ".join(row.needs)), _bar(row)]
     grey = "" if row.ready else ' style="opacity:0.65"'
-    styles = ["text-align:left;white-space:nowrap", "text-align:left", *["text-align:left;white-space:nowrap"] * 3]
-    columns = (f'<td style="{style}">{cell}</td>' for style, cell in zip(styles, cells, strict=True))
+    # Beside JupyterLab's folders a window of 1024 pixels leaves some 550: names and goals wrap, numbers stay whole.
+    layouts = ["min-width:7em", "min-width:13em", "white-space:nowrap", "min-width:4em", "white-space:nowrap"]
+    columns = (f'<td style="text-align:left;{layout}">{cell}</td>' for layout, cell in zip(layouts, cells, strict=True))
     return f"<tr{grey}>{''.join(columns)}</tr>"
 
 
 def _bar(row: Row) -> str:
     if not row.exercises:
         return html.escape(row.progress)
-    bar = f'<progress max="{len(row.exercises)}" value="{row.passed}" style="width:5em" aria-hidden="true"></progress>'
-    return f"{bar} {html.escape(row.progress)}"
+    number, style = f'max="{len(row.exercises)}" value="{row.passed}"', "width:5em;display:block"
+    return f'<progress {number} style="{style}" aria-hidden="true"></progress>{html.escape(row.progress)}'
 
 
 def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) -> Row:

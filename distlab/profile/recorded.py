@@ -30,16 +30,17 @@ def trace_of(records: Records, rank: int, world_size: int, sections: Trace) -> T
         spans.append(Span(rank, lane, name, call.op, call.start_ns, end_ns, call.num_bytes))
         if call.wait_ns and call.end_ns:
             spans.append(Span(rank, "wait", name, "wait", call.wait_ns, call.end_ns))
-        elif call.op not in ("send", "recv") and not call.via and _is_backward(call.site):
+        elif call.op not in ("send", "recv") and not call.via and _is_backward(call.site, call.op):
             unwaited.append(spans[-1])
     spans += _waits_in_reducer(sections, unwaited)
     return Trace.from_spans(spans)
 
 
-def _is_backward(site: str) -> bool:
-    """Whether a call was made under a line that runs backward, not by Python code in a hook."""
-    file, _, line = site.rpartition(":")
-    return "backward" in linecache.getline(file, int(line) if line.isdigit() else 0)
+def _is_backward(site: str, op: str) -> bool:
+    """Whether a call was made in C++ under a line that runs backward, not by Python code in a hook or in that line."""
+    file, _, number = site.rpartition(":")
+    line = linecache.getline(file, int(number) if number.isdigit() else 0)
+    return "backward" in line and op not in line
 
 
 def _waits_in_reducer(sections: Trace, unwaited: Sequence[Span]) -> list[Span]:

@@ -607,8 +607,8 @@ words = "A gather: every message ends at one rank"
 show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
 
 # %% [markdown]
-# All messages end at one rank, and its wire carries them one after another. With your $\alpha$ and
-# $\beta$, for 1 MB from each rank:
+# All messages end at one rank, and its wire carries their bytes one after another. They start together, so their
+# latencies pass at the same time: $\alpha$ counts once. With your $\alpha$ and $\beta$, for 1 MB from each rank:
 
 # %%
 for num_ranks in (2, 8, 64, 512):
@@ -657,11 +657,12 @@ run(train, 3, args=(should_stop,))
 # %% [markdown]
 # ## In production
 #
-# A training program has no `isend` and `irecv` pairs written by hand, but every pipeline and every ring attention
-# does what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it
-# is the only safe form: there a send and a receive that start one after the other can block each other, since each is
-# a kernel on the same stream. (On gloo it has been seen to hang where a rank sent several messages; that is why
-# `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend), and why all lessons send through it.)
+# A training program has no `isend` and `irecv` pairs written by hand, but every pipeline and every ring attention does
+# what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it is
+# the only safe form: there a send and a receive that start one after the other can block each other, since each is a
+# kernel on the same stream, and a GPU runs the kernels of a stream one after another. (On gloo it has been seen to hang
+# where a rank sent several messages; that is why `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend),
+# and why all lessons send through it.)
 
 
 # %%

@@ -41,6 +41,8 @@
 # parallelism](../GLOSSARY.md#data-parallel)**. After each step all 64 must agree on one update, so they exchange
 # gradients. This lesson has four ways to do that. They give the same numbers. What do they cost?
 #
+# The next cell asks the simulator. `stack="best-case"` in it stands for the fastest software that was measured.
+#
 # The picture below shows one step of one of the 64 GPUs, with the second of the four ways. The upper row is what the
 # GPU does, the lower row what its wire carries. Grey means waiting. Look for the times when one of the two does
 # nothing: first the wire, then the GPU. Why can the wire not begin earlier? At the end of sitting one, it will.
@@ -270,7 +272,7 @@ print("all four equal after five steps:", all(torch.equal(together[0], weights) 
 #
 # This is the whole training program of this lesson. It takes `prepare`, which is given the model and returns what to
 # call between backward and the optimizer. Everything else stays the same on all rungs. `train_step` is the library's:
-# forward, backward, synchronize, optimizer, each marked as a span of time.
+# forward, backward, synchronize, optimizer, each marked as a span of time. Losses are in [nats](../GLOSSARY.md#nat).
 
 # %%
 from distlab.data_parallel import train_step
@@ -1149,9 +1151,9 @@ for weights_of in (mean_of_means, token_weights):
 # %% [markdown]
 # ## Popular claims, tested
 #
-# Guides repeat numbers about data parallelism. Derive the one that decides them all. With $P$ parameters and $T$
-# tokens a GPU, a step computes about $6PT$ floating-point operations at $F$ a second, and an all-reduce of 16-bit
-# gradients sends about $2 \cdot 2P$ bytes at $B$ a second:
+# Guides repeat numbers about data parallelism. Derive the one that decides them all. With $P$ parameters and $T$ tokens
+# a GPU, a step computes about $6PT$ floating-point operations (2 for each parameter and token forward, 4 backward) at
+# $F$ a second, and an all-reduce of 16-bit gradients sends about $2 \cdot 2P$ bytes at $B$ a second:
 #
 # $$\frac{t_\text{communication}}{t_\text{compute}} \approx \frac{4P/B}{6PT/F} = \frac{2F}{3BT}$$
 #

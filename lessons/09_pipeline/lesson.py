@@ -42,6 +42,11 @@
 guess_0 = predict("What part of the time does a GPU compute?", unit="%")
 guess_0
 
+# %% [markdown]
+# The next cell describes this model and these four GPUs to the simulator. `stack="best-case"` stands for the fastest
+# software that was measured. `recompute="selective"` means that attention's activations are computed a second time
+# instead of being kept (lesson 6). `bubble_fraction` is the part of the time in which a GPU waits.
+
 # %%
 from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
@@ -133,7 +138,8 @@ class Stage(torch.nn.Module):
 # %% [markdown]
 # The naive step: receive, forward, hand on; wait for the gradient, backward, hand it back. Two things are easy to
 # forget. A tensor that came by message has no history, so autograd stops there: `requires_grad_()` makes it keep the
-# gradient that goes back. And `detach()` hands over numbers, not the graph.
+# gradient that goes back. And `detach()` hands over numbers, not the graph. (There is no loss here: on the last rank a
+# gradient of ones stands for it.)
 
 
 # %%
@@ -239,13 +245,13 @@ show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
 # %% [markdown]
 # That idle time is called the **[bubble](../GLOSSARY.md#bubble)**. Look where it is. At the start rank 3 waits until
 # the first micro-batch has come through three stages; at the end it has nothing left to do. Rank 0 waits in the middle,
-# while the last micro-batch goes down and the first gradient comes back. In all, every rank is idle for $p - 1$ forward
-# passes and $p - 1$ backward passes.
+# while the last micro-batch goes down and the first gradient comes back. With $p$ ranks, each rank is idle for $p - 1$
+# forward passes and $p - 1$ backward passes in all.
 #
 # ### Exercise: the bubble
 #
-# Write it in closed form: idle time over *total* time. Several stages per rank come later in the lesson; a stage is
-# then that much smaller, and so is what one waits for.
+# Write it in closed form: idle time over *total* time. Several stages per rank ($v$ of them) come later in the lesson.
+# A stage is then $v$ times smaller, and so is what one waits for.
 
 # %% exercise="09.bubble"
 
@@ -273,8 +279,8 @@ show_bars(shown, "%", "More micro-batches, less bubble: idle time over total tim
 # time. Both are right; only never compare one with the other. This lesson means idle over total, everywhere.
 #
 # **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the
-# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %. On a month of
-# the question's GPUs, that is 1,400 dollars.
+# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %. The
+# question's GPUs cost 8,640 dollars a month, and 16 % of that are 1,400 dollars.
 
 # %% [markdown]
 # ### On real ranks
@@ -400,7 +406,7 @@ show_bars(shown, "ms", "A step gets shorter, and then longer again", "batch of 6
 # %% [markdown]
 # The bubble gets smaller all the way, and the step does not. Where the two meet depends on the model and the machine:
 # on a large model a single sample of 2,048 tokens keeps a GPU busy, and you run out of samples first. What you need is
-# the middle column, measured on *your* machine.
+# the time of one micro-batch (the "ms each" above), measured on *your* machine.
 
 # %% [markdown]
 # ## 1F1B: the same bubble, less memory
@@ -516,8 +522,9 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 #
 # Above, the prediction took the sleeps that we asked for. A real sleep is longer, messages take time, and autograd has
 # work of its own. So measure what F, I and W really take here, on another and shorter step: GPipe with four
-# micro-batches. Seven times F and B follow one another in it, $m + p - 1 = 7$, which are 21 units. This is a
-# calibration. A machine does not keep its speed, so take one before each few steps and one after.
+# micro-batches. It is as long as $m + p - 1 = 7$ forward passes and 7 backward passes. F takes one unit and B takes
+# two, so these are 21 units. This is a calibration. A machine does not keep its speed, so take one before each few
+# steps and one after.
 
 # %%
 GPIPE_4, ONE_F_ONE_B = make_schedule("gpipe", 4, 4), schedule_of([one_f_one_b_order(rank, 4, 8) for rank in range(4)])
@@ -658,8 +665,8 @@ for words, machine in (("one machine", MACHINE), ("10 Gb/s", SLOW)):
 # other. So 1F1B crosses the wire once on the way forward, from stage 1 to stage 2. With two stages per rank a
 # micro-batch goes round twice and crosses three times: from stage 1 to 2, from 3 to 4 and from 5 to 6.
 #
-# A stage works five times as long now: 20 ms forward. A micro-batch is 51 kB. That takes 1.3 ms on a wire of 40 MB/s,
-# and 51 ms on one of 1 MB/s.
+# A stage works five times as long now: 20 ms forward. A micro-batch is one sample of 1,600 x 8 numbers, each of 4
+# bytes: 51 kB. That takes 1.3 ms on a wire of 40 MB/s, and 51 ms on one of 1 MB/s.
 
 # %%
 guess_4 = predict("On 1 MB/s, how many times longer is the interleaved step than the step of 1F1B?", unit="x")
@@ -799,8 +806,11 @@ for name, family in SCHEDULES.items():
 #   for each other between steps*: rank 0 starts the next step while rank 3 ends this one. The papers count each rank
 #   from its own start to its own end. A global norm of gradients would make all ranks meet, so they update first and
 #   check afterwards.
+# - **Looped BFS** (breadth-first) has the smaller stages of interleaving, in GPipe's order: a rank runs all
+#   micro-batches through one of its stages, then through the next. So it holds all of them.
 # - The **V** shapes put the first and the last stage on one rank. ZB-V has the smaller stages of interleaving and the
-#   memory of 1F1B.
+#   memory of 1F1B. **DualPipeV** lays a forward pass beside a backward pass, so that on GPUs each hides the messages of
+#   the other.
 # - **V-Half** and **V-Min** go the other way: about half of 1F1B's memory and a third of it if there are many ranks,
 #   for a larger bubble than ZB-V's. Four ranks are few: V-Half has not come near a half yet, and V-Min beats it. Memory
 #   can be traded for time, and here is the rate.

@@ -72,10 +72,14 @@ for gpus in (8, 1024, 4096, 16384):
     print(f"{gpus:6,} {mean:16,.1f}               {mean * math.expm1(24 / mean) / 24:12,.1f} days")
 
 # %% [markdown]
-# One GPU fails once in six years. 16,384 of them fail every three hours. The last column is what happens without
-# [checkpoints](../GLOSSARY.md#checkpoint): a run that needs a day without a failure waits for such a day. The mean
-# time between failures is $M$; failures come at random, so a stretch of $T$ without one takes $M (e^{T/M} - 1)$ on
-# average. On eight GPUs nobody notices. On 16,384 a single day takes most of a year.
+# Where do the hours come from? 54 days are 1,296 hours, and 1,296 / 419 = 3.1 hours between two failures of 16,384
+# GPUs. 1,024 GPUs are a sixteenth of them, so they fail a sixteenth as often: every 49.5 hours. One GPU fails once in
+# six years.
+#
+# The last column is what happens without [checkpoints](../GLOSSARY.md#checkpoint): a run that needs a day without a
+# failure waits for such a day. The mean time between failures is $M$; failures come at random, so a stretch of $T$ has
+# none with the chance $e^{-T/M}$. On average it takes $e^{T/M}$ tries, all but the last cut short: together
+# $M (e^{T/M} - 1)$ of time. On eight GPUs nobody notices. On 16,384 a single day takes most of a year.
 #
 # So a run saves, and goes on from there. This lesson asks four things about it. Is what was saved whole, whenever the
 # kill comes? Is the run that goes on the same run? What if some machines do not come back? And how often is often
@@ -251,7 +255,7 @@ def train(run, first, last):
 # %% [markdown]
 # Train 40 steps without a failure. Then once more: save after step 20, and go on in a run that was built anew, with
 # only some of the state restored. Predict: after 20 more steps, by how much does the loss differ if the weights alone
-# were saved?
+# were saved? (Its unit is the *nat*: cross-entropy takes the natural logarithm.)
 
 # %%
 guess_2 = predict("Weights alone restored: the loss differs after 20 more steps by?", unit="nats")
@@ -333,7 +337,8 @@ print("losses equal to the last bit:", train(again, position // 16, 40) == witho
 #
 # Now two ranks train together, with the library's `ElasticRun`. It saves every 3 steps, and rank 1 is killed (SIGKILL)
 # in step 7. `run_elastic` starts both ranks anew, as `torchrun --max-restarts` does, and they go on from step 6. The
-# same without a kill: are the weights equal to the last bit?
+# same without a kill: are the weights equal to the last bit? In the code `BatchRule(12)` is a batch of 12 samples, the
+# 120 are all samples of the run, `Saves(3)` is a save every 3 steps, and `Fault("kill", 7, 1)` kills rank 1 in step 7.
 
 # %%
 from distlab.data_parallel import DataParallel
@@ -486,8 +491,9 @@ with tempfile.TemporaryDirectory() as name:
 # samples, and the batch.
 #
 # *Shards.* A row of parameters was cut into 1,024 pieces and is now needed in 1,016. The simple way is to put the whole
-# row together on each rank, and cut it again. A 405B model's states are 5.7 TB. But a new shard overlaps only one or
-# two of the old ones. Here with 4 and 3 ranks: the colour says who saved it.
+# row together on each rank, and cut it again. A 405B model's states are 5.7 TB: 14 bytes per parameter, which are
+# lesson 6's 16 without the gradients, since nobody saves these. But a new shard overlaps only one or two of the old
+# ones. Here with 4 and 3 ranks: the colour says who saved it.
 
 
 # %%

@@ -31,7 +31,8 @@
 #
 # You train on 64 H100s, for some 2.50 dollars an hour each: 115,200 dollars a month. You have predicted the step
 # (lesson 3): so much computing, so much communication. The measured step is **1.3 times** as long. Nothing is broken:
-# losses fall, no line is red. But 26,600 dollars a month buy nothing. Whose fault is it?
+# losses fall, no line is red. But 0.3 of every 1.3 hours buy nothing: 23 %, or 26,600 dollars a month. Whose fault is
+# it?
 #
 # Below are four ranks in the same situation. Their layers *sleep* where a GPU would compute, so that four processes do
 # not fight for the few cores of this machine. Their gradients are real and really travel, over a wire that is slowed
@@ -115,6 +116,10 @@ print(guess_0.compare(well_ms))
 print(f"with the fault {sick_ms:.0f} ms: {sick_ms / well_ms:.2f} times as long")
 
 # %% [markdown]
+# On paper: 1 ms of loading, 20 ms forward, 40 ms backward and 5 ms in the optimizer are 66 ms. Three of the four
+# all-reduces travel while the next layer's backward computes. The last one cannot: its layer is the last of backward.
+# That adds 10 ms: 76 ms. Measured, it is some ms more: a sleep lasts longer than asked, and the norm is a message too.
+#
 # ## What each rank says of itself
 #
 # Most people look at the profile of rank 0 and stop there. So let each rank say how long it was in its section "sync",
@@ -202,9 +207,10 @@ shown = {f"rank {rank}": {"healthy": exposed_ms(well, rank), "sick": exposed_ms(
 show_bars(shown, "ms", "Exposed communication of the middle step, by rank")
 
 # %% [markdown]
-# In the sick run most of it is *waiting* for a rank that has not come yet. A call is under way from the moment that
-# the first rank makes it. On a GPU that looks even worse: a kernel that waits for other ranks keeps its GPU "100 %
-# busy". **Waiting is not working**, and one rank's profile cannot tell them apart. Several ranks' can.
+# Three all-reduces that were hidden are not hidden any more: 3 x 10 ms. That is the difference between the two healthy
+# runs. In the sick run most of what is exposed is *waiting* for a rank that has not come yet. A call is under way from
+# the moment that the first rank makes it. On a GPU that looks even worse: a kernel that waits for other ranks keeps its
+# GPU "100 % busy". **Waiting is not working**, and one rank's profile cannot tell them apart. Several ranks' can.
 #
 # ## Who is late?
 #
@@ -249,7 +255,8 @@ print(f"without its lateness a step would take {sick_ms - max(costs_ms):.0f} ms;
 # %% [markdown]
 # The rank with the *shortest* all-reduce is the slow one, the [straggler](../GLOSSARY.md#straggler). The others wait
 # in theirs for it. The library says the same of the same trace (`distlab profile` does it for files), and it knows the
-# sections:
+# sections. In its table `sync` is the time in which a rank waits for bytes, and `idle` the time in which it waits for a
+# rank that has not come yet. `sent` is how long bytes travelled, and `hidden` the part of it under computing:
 
 # %%
 from distlab.profile import report

@@ -15,7 +15,7 @@
 #
 # 85 minutes. Comes after lesson 1 (ranks), lesson 2 (collectives), lesson 10 (meshes and nodes) and lesson 12
 # (checkpoints and failures). You need one machine: it plays all of them. Whatever starts here stays on its loopback
-# interface.
+# interface (`lo`, address 127.0.0.1), which no other machine can reach.
 #
 # Afterwards you can
 #
@@ -70,8 +70,13 @@ print(guess_0.compare(2 * 24 * 10 / 60, how="counted"))
 # torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --rdzv-id job7 train.py
 # ```
 #
+# Read it from left to right: two machines, eight ranks on each. `rdzv` is short for rendezvous, which means a place to
+# meet. This place is a *store*, a small dictionary that all agents can reach over the network. `c10d` means that it is
+# torch's own store. HEAD stands for the name of the machine that holds it, and 29500 is a port of that machine. Agents
+# with the same `--rdzv-id` belong to one job.
+#
 # Here two agents run on this machine, and each believes that it has a machine of its own. `Agents` starts real
-# torchruns; the place to meet is a store of this notebook. First a script that only says what it was told. The two
+# torchruns; this notebook holds the store in which they meet. First a script that only says what it was told. The two
 # machines need not be equal: `a` starts two ranks, `b` one.
 
 # %%
@@ -123,7 +128,7 @@ for agent in both:
 # | `GROUP_WORLD_SIZE` | machines | |
 # | `MASTER_ADDR`, `MASTER_PORT` | where the store is in which *ranks* meet | `init_process_group` |
 # | `TORCHELASTIC_RUN_ID` | the `--rdzv-id` | names of logs and checkpoints |
-# | `TORCHELASTIC_RESTART_COUNT` | failures so far | keys in the store that may not be mixed |
+# | `TORCHELASTIC_RESTART_COUNT` | how often *this* agent started its ranks again | log: is it the first start? |
 # | `TORCHELASTIC_MAX_RESTARTS` | failures that are allowed | |
 #
 # Two mistakes come up again and again. `cuda.set_device(RANK)` works on one machine, and asks for GPU 8 on the second.
@@ -143,8 +148,9 @@ show(mesh_figure(equal, devices_per_node=4, rank=5), describe_mesh(equal, device
 # %% [markdown]
 # ## Slurm
 #
-# Most clusters have a scheduler that starts processes itself. Slurm gives its tasks numbers too, under other names, and
-# no MASTER_ADDR at all. It says which hosts the job has, in a short form: `node[01-03,07]`.
+# Most clusters have a scheduler that starts processes itself. Slurm calls a process a *task*. It gives tasks numbers
+# too, under other names, and no MASTER_ADDR at all. It says which hosts the job has, in a short form:
+# `node[01-03,07]`.
 #
 # ### Exercise: the hosts of a job
 #
@@ -312,11 +318,16 @@ words = {"unit": "ms", "title": "Two levels send a third of the bytes over the s
 show(draw_bars(bars, **words), describe_bars(bars, **words))
 
 # %% [markdown]
+# A rank of the flat ring sends 1.5 times the tensor (lesson 2). Where its neighbour is on the other node, all of that
+# goes over the slow wire. With two levels each rank first gets half of its node's sum, through memory. Only this half
+# goes between nodes. An all-reduce of two ranks sends what it is given once: so it is half a tensor, a third of 1.5.
+# On a quiet machine the time is a little more than a third, because the steps in memory take their part.
+#
 # ## How agents meet
 #
 # Back to the agents. None of them knows how many ranks the others start, or who else has come. They know one address.
-# There stands a *store*, a dictionary that all can reach: `set` a key, `get` one (which waits until it is there), `add`
-# to a number. That is all, and it is enough. Finding each other like this is called a
+# There stands the *store*, the dictionary that all can reach: `set` a key, `get` one (which waits until it is there),
+# `add` to a number. That is all, and it is enough. Finding each other like this is called a
 # **[rendezvous](../GLOSSARY.md#rendezvous)**.
 #
 # ### Exercise: a rendezvous
@@ -355,7 +366,8 @@ for me, (first, again) in enumerate(found):
 # ## One is missing, late, or somewhere else
 #
 # Now the failures of the question, with real agents, and a limit of 3 seconds instead of ten minutes
-# (`--rdzv-conf join_timeout=3`). Each job has its own `--rdzv-id`, so they do not meet each other.
+# (`--rdzv-conf join_timeout=3`). `is_host=0` tells an agent that somebody else holds the store: here the notebook.
+# Each job has its own `--rdzv-id`, so they do not meet each other.
 #
 # 1. *missing*: two machines are wanted, and one comes;
 # 2. *elsewhere*: a machine looks at a port where no store is.
@@ -419,6 +431,8 @@ show(draw_bars(took, subtitle="the start of Python included", **words), describe
 #
 # `train.py` in this lesson's folder trains a small GPT in this way, by lesson 12's `ElasticRun`. It writes down each
 # update. The cell kills agent `b` with its rank, as soon as there are 6 updates, and starts it again a second later.
+# (`-m distlab.comm.standby` keeps a process at hand that has torch loaded: without it each start takes three seconds
+# more.)
 
 # %%
 from distlab.grading import load_lesson
@@ -474,7 +488,8 @@ show(draw_bars(waited, **words), describe_bars(waited, **words))
 # So far all went over loopback. A real machine has several interfaces: `lo`, one or two Ethernet cards, InfiniBand, and
 # what docker made. Linux can give processes a network of their own, a *network namespace*. Two of them with a cable
 # between are two small machines. In the next cell everything happens inside a private namespace, which vanishes with
-# the process. Where a system does not allow it, the cell says so.
+# the process. Where a system does not allow it, the cell says so. You need not read the shell's commands: they make
+# networks `a` and `b`, give them the addresses 10.0.0.1 and 10.0.0.2, and let `b` call `a` in five ways.
 
 # %%
 WIRES = """
@@ -525,8 +540,8 @@ show(draw_bars(tried, subtitle="limit 1.5 s", **words), describe_bars(tried, **w
 # Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
 # listens on this port (or on *this* machine's localhost: the classic of `MASTER_ADDR=localhost`). **No route, at
 # once**: this machine knows no way. **Silence until the limit**: packets vanish, by a firewall or a cable. torch's
-# limit is a minute for the store and ten to thirty for a collective, so "it hangs" and "a firewall drops it" look
-# alike.
+# limit is a minute for the store. For a collective it is ten minutes (nccl) or thirty (gloo). So "it hangs" and "a
+# firewall drops it" look alike.
 #
 # ### The wrong interface
 #

@@ -6,6 +6,7 @@ import pytest
 
 from distlab.cli import main, tour
 from distlab.cli.findings import Findings
+from distlab.comm.command import runnable
 from distlab.measure import Window, judge, this_machine
 from distlab.trace import read_chrome
 
@@ -68,11 +69,12 @@ def test_tour_prints_a_table(short, tmp_path, capsys):
         assert words in table
 
 
-def test_a_tour_that_is_not_judged_says_what_it_saw_and_how_to_try_again():
+def test_a_tour_that_is_not_judged_says_what_it_saw_and_a_command_that_runs_here(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # as in a shell that has not activated .venv
     few, enough = ([Window(0.1, 0.11, 0.11, 0.11)] * count for count in (9, 10))
     said, judged = (_findings(judge(windows, bar=0.15)).table().splitlines() for windows in (few, enough))
-    assert "and of 9 windows 9 were calm; over all 9 the median step took 100 ms" in said[-2]
-    assert said[-1] == "Try again: distlab tour --ranks 2 --device cpu"
+    assert "of 9 windows (some steps between two calibrations) 9 were calm, and 10 are needed. Over all 9" in said[-2]
+    assert said[-1] == f"Try again: {runnable('distlab tour --ranks 2 --device cpu')}"
     assert judged[-1].endswith(": holds")
 
 

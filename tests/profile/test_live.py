@@ -1,6 +1,7 @@
 """Profiles of real ranks: what they did is in its section; `test_findings` puts faults into such runs."""
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from distlab.comm import recorded
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import make_schedule
-from distlab.profile import Profiler, read_files, report
+from distlab.profile import Profile, Profiler, read_files, report
 from distlab.sharding import FullyShard
 
 MODEL = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, tied=False)
@@ -108,6 +109,39 @@ def test_waiting_for_another_rank_is_idle_and_waiting_for_bytes_is_sync(ranks):
     healthy, slow = (profile.mean_s()[rank] for rank in (0, 1))
     assert healthy["idle"] > 0.3 * (1.5 - 1) * 3 * FORWARD_S
     assert slow["idle"] < healthy["idle"] / 2
+
+
+def backward(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Hand on gradients as a backward pass of layers that sleep makes them."""
+    for gradient in gradients:
+        time.sleep(0.01)
+        yield gradient
+
+
+def profile_sends_in_backward() -> Profile:
+    """Run on each rank: backward starts a call for each gradient, in a line of Python, and waits for none."""
+    profiler, gradients = Profiler(skip=1), [torch.ones(10) for _ in range(4)]
+    for _ in profiler.steps([1, 2, 3]):
+        with profiler.section("backward"):
+            works = [dist.all_reduce(one, async_op=True) for one in backward(gradients)]
+        with profiler.section("sync"):
+            [work.wait() for work in works]
+    return profiler.profile()
+
+
+def test_a_line_that_makes_calls_while_backward_runs_is_not_taken_for_ddp_which_waits_in_it(ranks):
+    profile = ranks(2).run(profile_sends_in_backward)[0]
+    for rank in (0, 1):
+        own = profile.trace.select(profile.trace.rank == rank)
+        backwards, waits = own.select(own.is_word("kind", "B")), own.select(own.is_word("lane", "wait"))
+        assert len(backwards) == 2
+        inside = [
+            (wait.name, span.name)
+            for span in backwards
+            for wait in waits
+            if span.start_ns <= wait.start_ns < span.end_ns
+        ]
+        assert inside == []
 
 
 def profile_nothing() -> str:

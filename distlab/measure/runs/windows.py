@@ -87,11 +87,11 @@ class Verdict:
         if self.holds is None:
             num_windows = self.num_kept + self.num_dropped
             return (
-                f"not judged: {MIN_WINDOWS} calm windows (some steps between two calibrations) are needed, and of "
-                f"{num_windows} windows {self.num_kept} were calm; "
-                f"over all {num_windows} the median step took {self.measured_s * 1e3:.3g} ms, the median error is "
-                f"{self.median_error:.1%} and the repeat spread {self.repeat_spread:.1%} (bar {self.bar:.0%}); "
-                "end other programs and run the same command again"
+                f"not judged: of {num_windows} windows (some steps between two calibrations) {self.num_kept} were "
+                f"calm, and {MIN_WINDOWS} are needed. Over all {num_windows} the median step took "
+                f"{self.measured_s * 1e3:.3g} ms. The prediction is off by {self.median_error:.1%} (the bar is "
+                f"{self.bar:.0%}); windows differ among themselves by {self.repeat_spread:.1%}. "
+                "End other programs and run the same command again."
             )
         judged = "holds" if self.holds else "falls short"
         return (

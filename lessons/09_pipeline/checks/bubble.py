@@ -154,6 +154,12 @@ def _named(fault: Fault, got: Any, sizes: tuple[int, int, int], what: str) -> Fa
             grad = grad * slope(activations[k], activations[k + 1]) @ (weights[k].T if is_turned else weights[k])
         if _same(got, grad):
             return Fault(code, f"{what}: the input's gradient {words}")
+    weights, activations, grad = split_stage(*sizes)
+    for k in reversed(range(len(weights))):
+        grad = grad @ weights[k].T * (1 - activations[k + 1].square())
+    if _same(got, grad):
+        text = f"{what}: the input's gradient goes back through x @ w and then through tanh"
+        return Fault("product first", f"{text}; a layer ends with tanh, so the way back begins with it")
     return fault
 
 
@@ -226,6 +232,9 @@ WRONG_SPLITS = (
     Mutant("before tanh", "before tanh", "went through tanh; keep it after", 1).edit(
         f"{_THROUGH_TANH}\n{_KEEP}", f"{_KEEP}\n{_THROUGH_TANH}"
     ),
+    Mutant("product first", "product first", "the way back begins with it", 1)
+    .edit(f"{_THROUGH_TANH}\n{_KEEP}", _KEEP)
+    .edit("grad = grad @ weights[k].T", "grad = grad @ weights[k].T * (1 - activations[k + 1].square())"),
     Mutant("twice", "chain twice", "3 products now and 6 later", 1)
     .edit("later = []", "later, last = [], grad")
     .without(_KEEP)

@@ -92,10 +92,13 @@ def judge_meeting(evidence: Evidence) -> Iterator[Fault]:
 def judge_attempt(what: str, asked: Sequence[Asked], answers: Sequence[tuple[str, Any]]) -> Iterator[Fault]:
     """Judge what the agents of one attempt were told; they may have come in any order."""
     n, total = len(asked), sum(size for size, _ in asked)
+    counts = "; store.add returns 1 to the first that comes, and agents are numbered from 0"
     anew = "" if what.endswith("0") else ": nothing of a former attempt may count; give each attempt keys of its own"
     for (_, address), (kind, said) in zip(asked, answers, strict=True):
         if kind == "raised":
-            yield Fault("attempts mixed" if anew else "raised", f"{what}, {n} agents: {address} was told {said}{anew}")
+            why = anew or counts * said.startswith("RuntimeError")
+            text = f"{what}, {n} agent{'s' * (n > 1)}: {address} was told {said}{why}"
+            yield Fault("attempts mixed" if anew else "raised", text)
         if not isinstance(said, list | tuple) or len(said) != 4:
             yield Fault("returned", f"{what}: expected number, first rank, world size and master, got {describe(said)}")
     told = [tuple(said) for _, said in answers]
@@ -171,5 +174,6 @@ WRONG_MEETINGS = (
     Mutant("own included", "first rank", "expected 0", 3).edit("sizes[:number]", "sizes[: number + 1]"),
     Mutant("own address", "master", "its own; all agents name", 3).edit("agents[0][1]", "address"),
     Mutant("last agent's", "master", "that of agent 0", 3).edit("agents[0][1]", "agents[-1][1]"),
+    Mutant("refused itself", "raised", "agents are numbered from 0", 1).edit('agents", 1) - 1', 'agents", 1)'),
     Mutant("counted from 1", "numbers", "each of 0 to 2 once", 3).edit("return number,", "return number + 1,"),
 )

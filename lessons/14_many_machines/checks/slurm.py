@@ -22,6 +22,12 @@ KNOWN_LISTS = (  # the list, what a usual mistake makes of it, its name and word
     (_FIRST, ["node1", "node2", "node3", "node7", "login"], "zeros", "keep the zeros: as many digits as the range has"),
     (_SECOND, ["gpu08", "gpu09", "gpu10", "gpu11"], "zeros", "this range has no zeros: its first number has one digit"),
     (_FIRST, ["node01", "node02", "node07", "login"], "end left out", "a range includes its last number"),
+    (
+        _FIRST,
+        ["node01", "node02", "login"],
+        "end left out",
+        "a range includes its last number; one number is a range too",
+    ),
     (_FIRST, ["node01", "node03", "node07", "login"], "ends only", "a range has the numbers between its ends too"),
     (_FIRST, ["node01", "node02", "node03", "login"], "first part only", "brackets hold several parts, with commas"),
     (_FIRST, ["node01", "node02", "node03", "node07"], "brackets only", "a name without brackets is a host as well"),
@@ -75,6 +81,9 @@ WRONG_LISTS = (
     ),
     Mutant("Python's range", "end left out", "includes its last", 1).edit(
         _RANGE, "range(int(first), max(int(last or first), int(first) + 1))"
+    ),
+    Mutant("Python's range, of one too", "end left out", "one number is a range too", 1).edit(
+        _RANGE, "range(int(first), int(last or first))"
     ),
     Mutant("two ends", "ends only", "the numbers between", 1).edit(_RANGE, "dict.fromkeys((first, last or first))"),
     Mutant("one range", "first part only", "several parts", 1).edit('inside.split(",")', 'inside.split(",")[:1]'),
@@ -133,7 +142,7 @@ def judge_variables(evidence: Evidence) -> Iterator[Fault]:
                 yield Fault("names", f"{what}: expected {', '.join(sorted(want))}, got {names}")
             for name, value in want.items():
                 if not isinstance(got[name], str):
-                    text = f"{what}: {name} is {describe(got[name])}, a {type(got[name]).__name__}"
+                    text = f"{what}: {name} is {describe(got[name])}, of type {type(got[name]).__name__}"
                     yield Fault("not text", f"{text}: variables of the environment are text")
                 if got[name] != value:
                     text = f"{what}: {name} is {got[name]!r}, expected {value!r}"
