@@ -78,7 +78,7 @@ soak: setup
 
 # All other long tests, and every cell of each notebook as it is.
 proofs: setup
-	$(BIN)/python -m pytest -m soak --timeout 3600 $$($(BIN)/python tools/promises.py --others)
+	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3700 $$($(BIN)/python tools/promises.py --others)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(NOTEBOOKS) $(wildcard lessons/*/lesson.ipynb))
 
 # Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
