@@ -2,6 +2,6 @@
 
 Read `gpt`, then `mixture_of_experts` and `llama`; `attention_products` has a Llama's products of attention, and `ends`
 its first and last layer. `attention_kernel` puts flash attention in place of the plain one. `by_name` has the published
-sizes of known models. `config` reads a Hugging Face configuration by `config_fields`, and `families` says what each
-family means by them. `description` is what a command line or a plan file says of a model.
+sizes of known models, and `hugging_face` reads configurations. `description` is what a command line or a plan file says
+of a model.
 """

@@ -2,7 +2,7 @@
 
 Each family has its names for a few sizes. A field that neither says a size nor is known to leave sizes alone is
 refused: what it changes would be missing in the prediction. Windows of attention are not modelled.
-`simulator.models.families` has the families that Llama's layers describe.
+`simulator.models.hugging_face.families` has the families that Llama's layers describe.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
-from simulator.models.config_fields import Fields
-from simulator.models.families import LLAMAS
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
+from simulator.models.hugging_face.families import LLAMAS
+from simulator.models.hugging_face.fields import Fields
 from simulator.models.llama import llama_workload
 
 MOST_TOKENS = 4096  # of a sequence where nobody says how long they are

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from simulator.models.attention_products import LatentSizes
-from simulator.models.config_fields import Fields
+from simulator.models.hugging_face.fields import Fields
 from simulator.models.llama import LlamaSizes
 from simulator.models.mixture_of_experts import Mixture
 
