@@ -39,9 +39,9 @@ from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_sta
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.attention_products import LatentSizes
 from simulator.models.by_name import model_by_name
-from simulator.models.config import workload_from_config
 from simulator.models.description import ModelDescription
 from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
+from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture, mix_experts
 from simulator.pipeline.compiled import CompiledSchedule

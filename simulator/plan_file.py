@@ -42,6 +42,7 @@ from distlab.plan import AXES, Cluster, Plan, Protocol
 from distlab.plan.axes import check_order
 from simulator.hardware import presets
 from simulator.models.description import ModelDescription
+from simulator.models.sizes import shown
 from simulator.runs.money import Run
 from simulator.step.simulate import Step, simulate
 
@@ -161,9 +162,9 @@ class PlanFile:
         wanted, ranks = self.cluster.num_devices, self.plan.world_size
         if wanted is not None and wanted != ranks:
             degrees = " x ".join(f"{getattr(self.plan, axis)} ({axis})" for axis in AXES)
-            rest = ranks // self.plan.data
-            fix = f"for example data = {wanted // rest}" if wanted % rest == 0 else f"or use a multiple of {rest}"
-            differs = f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {wanted}"
+            more = shown(wanted // (rest := ranks // self.plan.data))
+            fix = f"for example data = {more}" if wanted % rest == 0 < wanted else f"or use a multiple of {rest}"
+            differs = f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {shown(wanted)}"
             raise ValueError(f"{differs}: make them equal, {fix}")
         check_order(self.order)
 

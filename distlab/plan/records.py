@@ -151,10 +151,10 @@ class Cluster:
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
-        splits_messages: tensor ranks send a part each of a message between stages, and gather the whole behind it
-            (2104.04473, section 4.1).
-        num_cores: where ranks are processes of one machine, the cores that they share; None: each has a device of its
-            own. More ranks than cores take turns, and `device` says how fast they are when all of them compute.
+        splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
+        stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
+        num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
+            they are when all of them compute. None: each has a device of its own.
     """
 
     name: str
@@ -174,6 +174,7 @@ class Cluster:
     fused_sums: bool = False
     slice_s: float = 0.0
     live_elements: float | None = None
+    stops_early: bool = False
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"

@@ -42,6 +42,9 @@ class Stack:
         splits_messages: whether tensor ranks send a part each of such a message.
         slice_s: of stage 3 tensor by tensor: time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
+        stops_early: whether a layer that is recomputed stops before its last product.
+        warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
+            Hopper's of warp groups.
         source: where the numbers come from, with a date.
     """
 
@@ -61,18 +64,22 @@ class Stack:
     fused_sums: bool = False
     slice_s: float = 0.0
     live_elements: float | None = None
+    stops_early: bool = False
+    warp_attention: bool = False
     source: str = ""
 
     def on_device(self, device: Device) -> Device:
         """Return the device as this stack drives it: products of real shapes, where the preset says on what."""
+        row = _presets()["devices"].get(device.name, {})
+        kernels = row.get("warp_fraction", 1.0) if self.warp_attention else 1.0
         return replace(
             device,
-            matmul_flops_per_s=device.matmul_flops_per_s * self.matmul_fraction,
-            attention_flops_per_s=device.matmul_flops_per_s * self.attention_fraction,
+            matmul_flops_per_s=device.matmul_flops_per_s * row.get("sustained_fraction", 1.0) * self.matmul_fraction,
+            attention_flops_per_s=device.matmul_flops_per_s * kernels * self.attention_fraction,
             memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
             kernel_s=device.kernel_s + self.kernel_s,
             launch_s=device.launch_s + self.launch_s,
-            multiprocessors=_presets()["devices"].get(device.name, {}).get("multiprocessors"),
+            multiprocessors=row.get("multiprocessors"),
             source=f"{device.source}; stack {self.name}: {self.source}",
         )
 
@@ -95,6 +102,7 @@ class Stack:
             fused_sums=self.fused_sums,
             slice_s=self.slice_s,
             live_elements=self.live_elements,
+            stops_early=self.stops_early,
         )
 
 

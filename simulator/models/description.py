@@ -8,8 +8,8 @@ from typing import Any
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.by_name import model_by_name
-from simulator.models.config import workload_from_config
 from simulator.models.gpt import gpt_workload
+from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture, mix_experts
 

@@ -1,8 +1,8 @@
 """Llama and its relatives: the work, parameters and activations of decoders with gated feed-forward parts.
 
 Symbols: B micro-batch, s sequence, h hidden, f feed-forward width, l layers, a heads, V vocabulary. No dropout. The
-relatives: fewer heads of keys and values (Llama), biases (Qwen 2), queries and keys that are normed head by head
-(Qwen 3) or over all heads (OLMo 2), experts, latent attention.
+relatives: fewer heads of keys and values (Llama), biases (Qwen 2, Phi), queries and keys that are normed head by head
+(Qwen 3) or over all heads (OLMo 2), one norm or four in a block (Falcon, Gemma 2), experts, latent attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.models.attention_products import AttentionProducts, LatentSizes
-from simulator.models.gpt import LOSS_BYTES, PASSES, adam_work
+from simulator.models.ends import embedding_layer, head_layer, parameters
+from simulator.models.gpt import PASSES, adam_work
 from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
 from simulator.models.sizes import require_sizes
 
@@ -32,6 +33,12 @@ class LlamaSizes:
         head_size: elements of a head; None: h / a.
         is_gated: the feed-forward part has a gate: three products, not two.
         attention_biases: queries, keys and values have biases.
+        output_bias: the product behind the heads has one.
+        feed_forward_biases: the products of the feed-forward part have them; an expert's are not counted.
+        head_bias: the head has one.
+        num_norms: of a block: 1 where attention and feed-forward part read the same, 4 where their outputs are normed.
+        norm_parameters: of an element of a norm: 2 with a bias, 0 without any; norms of queries and keys have one.
+        num_positions: that are learned; 0: they are rotary, or have no parameters.
         head_norms: queries and keys are normed head by head.
         wide_norms: queries and keys are normed over all heads, by a weight for each element.
         latent: latent attention, or None.
@@ -52,6 +59,12 @@ class LlamaSizes:
     head_size: int | None = None
     is_gated: bool = True
     attention_biases: bool = False
+    output_bias: bool = False
+    feed_forward_biases: bool = False
+    head_bias: bool = False
+    num_norms: int = 2
+    norm_parameters: int = 1
+    num_positions: int = 0
     head_norms: bool = False
     wide_norms: bool = False
     latent: LatentSizes | None = None
@@ -103,7 +116,11 @@ def llama_workload(
         kinds += [_mixed(sizes, *length, mixture)] * (sizes.num_layers - mixture.dense_layers)
     blocks = tuple(replace(block, name=f"block {index}") for index, block in enumerate(kinds))
     tokens = sequence_length * microbatch_size
-    layers = (_embedding(sizes, tokens), *blocks, _head(sizes, tokens))
+    width, vocabulary = sizes.hidden_size, sizes.vocab_size
+    head = head_layer(
+        (tokens, vocabulary, width), sizes.norm_parameters, is_tied=sizes.ties_embedding, has_bias=sizes.head_bias
+    )
+    layers = (embedding_layer((tokens, vocabulary, width), sizes.num_positions), *blocks, head)
     return Workload(
         name=name or f"Llama {sum(layer.num_parameters for layer in layers) / 1e9:.3g}B",
         layers=layers,
@@ -121,59 +138,6 @@ def _products(sizes: LlamaSizes) -> AttentionProducts:
     return AttentionProducts.of(sizes.hidden_size, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
 
 
-def _embedding(sizes: LlamaSizes, tokens: int) -> Layer:
-    output = tokens * sizes.hidden_size * 2
-    elements = sizes.vocab_size * sizes.hidden_size
-    return Layer(
-        name="embedding",
-        parameter_sizes=(elements,),
-        parameter_shapes=((sizes.vocab_size, sizes.hidden_size),),
-        forward=Work(memory_bytes=2 * output, num_kernels=1),
-        input_gradient=Work(),
-        weight_gradient=Work(memory_bytes=2 * output, num_kernels=1),
-        activation_bytes=tokens * 8,  # token numbers
-        output_bytes=output,
-        tensor_parameters=elements,
-        parameter_axes=("tensor",),
-        regions=(Region("embedding", output_bytes=output),),
-        splits_positions=True,
-    )
-
-
-def _head(sizes: LlamaSizes, tokens: int) -> Layer:
-    h, flops, logits = sizes.hidden_size, 2.0 * tokens * sizes.hidden_size * sizes.vocab_size, tokens * sizes.vocab_size
-    forward, weights = Work(flops, 8 * logits, 4), Work(flops, 0, 1)
-    sums = (LOSS_BYTES * tokens, 2 * LOSS_BYTES * tokens)
-    own = 0 if sizes.ties_embedding else sizes.vocab_size * h
-    return Layer(
-        name="head and loss",
-        parameter_sizes=(h, own) if own else (h,),
-        parameter_shapes=((h,), (sizes.vocab_size, h)) if own else ((h,),),
-        forward=forward,
-        input_gradient=forward,
-        weight_gradient=weights,
-        parameter_axes=("", "tensor") if own else ("",),
-        regions=(
-            Region(
-                "head",
-                forward,
-                forward,
-                weights,
-                2 * tokens * h,
-                beside=weights,
-                sums_bytes=sums,
-                products=(Product(tokens, sizes.vocab_size, h, "columns"),),
-            ),
-        ),
-        splits_positions=True,
-        sequence_calls=(("all_reduce", h),),
-        activation_bytes=4 * tokens * h + 4 * logits,
-        logits_bytes=4 * logits,
-        output_bytes=0,
-        tensor_parameters=own,
-    )
-
-
 def _mixed(sizes: LlamaSizes, sequence: int, batch: int, mixture: Mixture) -> Layer:
     width = mixture.expert_size or sizes.feed_forward_size
     block = _block(sizes, sequence, batch, mixture.shared_size)
@@ -189,41 +153,46 @@ def _wide(sizes: LlamaSizes, width: int) -> Shapes:
 def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
     h, tokens, own = sizes.hidden_size, sequence * batch, _products(sizes)
-    biases = [(rows,) for rows, _ in own.heads] if sizes.attention_biases else []
-    norms = [*own.norms, *_norms_of_heads(sizes, own), h]
-    parts = [((h,), ""), *((shape, "") for shape in own.narrow)]
-    parts += [(shape, "tensor") for shape in (*own.heads, own.output, *biases)] + [((size,), "") for size in norms]
-    shapes, axes = zip(*parts, *((shape, "tensor") for shape in _wide(sizes, width)), strict=True)
-    elements = tuple(math.prod(shape) for shape in shapes)
+    count = sizes.norm_parameters
+    first, others = (count, (sizes.num_norms - 1) * count) if count else (0, 0)
+    parts: list[tuple[tuple[int, ...], str]] = [((h,), "")] * first + [(shape, "") for shape in own.narrow]
+    parts += [(shape, "tensor") for shape in (*own.heads, own.output, *_biases(sizes, own))]
+    parts += [((size,), "") for size in (*own.norms, *_norms_of_heads(sizes, own), *(h,) * others)]
+    parts += [((h,), "")] * sizes.output_bias + [(shape, "tensor") for shape in _wide(sizes, width)]
+    if sizes.feed_forward_biases and width:
+        parts += [((width,), "tensor")] * (2 if sizes.is_gated else 1) + [((h,), "")]
     regions = [_attention(sizes, own, sequence, tokens)]
     if width:
         regions.append(_feed_forward(sizes, tokens, width))
     inside = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
     latent = 2.0 * tokens * sum(rows * columns for rows, columns in own.narrow)
-    outside = Work(latent, 16 * tokens * h + 16 * tokens * sum(own.norms), 4 + 2 * len(own.narrow))  # norms and sums
+    norms = sizes.num_norms  # each is read and written, and so are two sums
+    outside = Work(latent, (4 * norms + 8) * tokens * h + 16 * tokens * sum(own.norms), norms + 2 + 2 * len(own.narrow))
     narrow = Work(latent, 0, len(own.narrow))
     scores, score_bytes = _scores(sizes, own, sequence, tokens), 2 * sizes.num_heads * sequence * tokens
     divided = 2 * tokens * (own.queries + own.keys_and_values + own.output[1] + _normed(sizes, own)) + score_bytes
     divided += (8 if sizes.is_gated else 4) * tokens * width
     return Layer(
         name="block",
-        parameter_sizes=elements,
-        parameter_shapes=shapes,
+        **parameters(parts),
         forward=inside[0] + outside,
         input_gradient=inside[1] + outside,
         weight_gradient=inside[2] + narrow,
-        activation_bytes=divided + 8 * tokens * h + 4 * tokens * sum(own.norms),
+        activation_bytes=divided + (4 + 2 * norms) * tokens * h + 4 * tokens * sum(own.norms),
         output_bytes=2 * tokens * h,
         tensor_activation_bytes=divided,
         score_bytes=score_bytes,
         score_forward=scores,
         input_bytes=2 * tokens * h,
-        tensor_parameters=sum(size for size, axis in zip(elements, axes, strict=True) if axis),
         regions=tuple(regions),
         splits_positions=True,
-        parameter_axes=axes,
-        sequence_calls=(("all_reduce", h), ("all_reduce", h)),
+        sequence_calls=(("all_reduce", h * count),) * norms if count else (),
     )
+
+
+def _biases(sizes: LlamaSizes, own: AttentionProducts) -> tuple[tuple[int, ...], ...]:
+    """Return the biases of queries, keys and values."""
+    return tuple((rows,) for rows, _ in own.heads) if sizes.attention_biases else ()
 
 
 def _norms_of_heads(sizes: LlamaSizes, own: AttentionProducts) -> tuple[int, ...]:

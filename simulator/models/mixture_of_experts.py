@@ -122,12 +122,12 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     """Return the block with experts behind its regions.
 
     Args:
-        block: with a first norm of the hidden size, and without the part that the experts replace.
+        block: with a first parameter that ends in the hidden size, and without the part that the experts replace.
         expert: the work of one expert on all tokens; half of the bytes that its forward streams are kept.
         shapes: of one expert's parameters.
         mixture: how many there are.
     """
-    h = block.parameter_shapes[0][0]  # of the first norm
+    h = block.parameter_shapes[0][-1]  # of the first norm, or of the products of queries
     tokens = block.output_bytes // (2 * h)
     rows, count = mixture.rows_per_token, mixture.num_experts
     experts = _experts(expert, mixture, round(2 * rows * tokens * h))

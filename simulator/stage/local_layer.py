@@ -11,7 +11,7 @@ from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import Widths, widths_of
-from simulator.stage.parallel_passes import Shares, backward_of, forward_of
+from simulator.stage.parallel_passes import Shares, backward_of, forward_of, without_last_product
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
 from simulator.stage.shaped import with_shapes
 from simulator.units import to_ns
@@ -76,7 +76,8 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     if is_shared(plan):
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
         cluster = layout.cluster
-        costs = CallCosts(cluster.device, cluster.contention, groups, plan, widths.reduce, widths.activations)
+        own = (plan, widths.reduce, widths.activations, cluster.stops_early)
+        costs = CallCosts(cluster.device, cluster.contention, groups, *own)
 
         def one(layer: Layer) -> LayerTimes:
             return _shared(layer, costs, splits=splits)
@@ -112,16 +113,17 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
 def _whole(layer: Layer, layout: Layout) -> LayerTimes:
     device = layout.cluster.device
     forward = to_ns(compute_s(layer.forward, device))
-    backward = to_ns(compute_s(_backward(layer, layout.plan.recompute), device))
+    again = without_last_product(layer) if layout.cluster.stops_early else layer
+    backward = to_ns(compute_s(_backward(layer, layout.plan.recompute, again.forward), device))
     weights = min(backward, to_ns(compute_s(layer.weight_gradient, device)))
     return LayerTimes((forward, backward, backward - weights, weights))
 
 
-def _backward(layer: Layer, recompute: str) -> Work:
+def _backward(layer: Layer, recompute: str, again: Work) -> Work:
     """Return the work of a backward, with the part of forward that runs again before it."""
     work = layer.input_gradient + layer.weight_gradient
     if recompute == "full" and layer.input_bytes:
-        return work + layer.forward
+        return work + again
     return work + layer.score_forward if recompute == "selective" else work
 
 

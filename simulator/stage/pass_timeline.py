@@ -60,6 +60,7 @@ class CallCosts:
         plan: the degrees.
         gradient_bytes: of an element of a gradient.
         width: how much wider than the workload's the activations are.
+        stops_early: a layer that is recomputed stops before its last product.
     """
 
     device: Device
@@ -68,6 +69,7 @@ class CallCosts:
     plan: Plan
     gradient_bytes: int
     width: float = 1.0
+    stops_early: bool = False
 
     def cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
         """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""

@@ -108,6 +108,12 @@ def test_figures_of_ones_own_replace_the_presets():
     ("before", "after", "text"),
     [
         ("num_devices = 16", "num_devices = 32", r"= 16 ranks and \[cluster\] num_devices = 32: .* data = 4"),
+        ("num_devices = 16", "num_devices = -16", r"num_devices = -16: make them equal, or use a multiple of 8"),
+        (
+            "num_devices = 16",
+            "num_devices = 1e308",
+            r"num_devices = a number of 309 digits: make them equal, for example",
+        ),
         ("num_devices = 16", "num_devices = 20", r"num_devices = 20: make them equal, or use a multiple of 8"),
         ("data = 2", "data = 0", r"\[plan\] Plan: data is 0; pass a whole number of at least 1"),
         ("data = 2", 'data = "two"', r'\[plan\] data is "two"; write a whole number'),

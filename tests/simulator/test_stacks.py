@@ -13,6 +13,7 @@ from simulator import (
     device,
     gpt_workload,
     memory_of,
+    mix_experts,
     names,
     simulate,
     simulate_schedule,
@@ -167,3 +168,49 @@ def test_zb_2p_holds_what_its_paper_counts():
     assert step.steady_s < one.steady_s
     assert step.memory.stages[1].until_weights.sum() < step.memory.stages[1].kept.sum()
     assert (one.memory.stages[1].until_weights == one.memory.stages[1].kept).all()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
+    """Of a block's 24 B s h^2 operations in forward the last product has 8: they, and its call, are not run again."""
+    early = replace(MACHINE, stops_early=True)
+    whole, less, none = (
+        simulate(WORKLOAD, machine, Plan(tensor=tensor, recompute=recompute))
+        for machine, recompute in ((MACHINE, "full"), (early, "full"), (early, "none"))
+    )
+    product_s = 8 * 2 * 512 * 1024**2 * 8 / tensor / 1e14
+    saved = whole.duration_s - less.duration_s
+    assert less.duration_s > none.duration_s
+    if tensor == 1:
+        assert saved == pytest.approx(product_s, rel=1e-3)
+    else:
+        calls = (step.sent_bytes_by_axis["tensor"] for step in (whole, less, none))
+        sent, sent_early, sent_once = calls
+        assert sent_early - sent_once == pytest.approx((sent - sent_once) / 2)  # one of a block's two sums
+        assert saved > product_s
+
+
+def test_a_layer_of_experts_is_recomputed_whole():
+    mixed = mix_experts(WORKLOAD, 4)
+    early, late = (
+        simulate(mixed, replace(MACHINE, stops_early=stops), Plan(recompute="full")).duration_s
+        for stops in (True, False)
+    )
+    assert early == late
+
+
+def test_attention_of_single_warps_is_slower_on_hopper_alone():
+    warps, groups = Stack("warps", warp_attention=True), Stack("groups")
+    for name, part in (("dgx-h100", 0.629), ("dgx-h200", 0.629), ("dgx-a100", 1.0)):
+        slow, fast = (cluster(name, stack=each).device.attention_flops_per_s for each in (warps, groups))
+        assert slow == pytest.approx(part * fast)
+    assert stack("fsdp").warp_attention
+    assert not stack("transformer-engine").warp_attention
+
+
+def test_a_device_holds_less_than_its_best_product_through_a_step():
+    best, held = (cluster("dgx-h100", stack=each).device for each in ("best-case", Stack("mine")))
+    assert held.matmul_flops_per_s == pytest.approx(0.835 * best.matmul_flops_per_s)
+    assert held.peak_flops_per_s == best.peak_flops_per_s == 989.4e12
+    same = [cluster("dgx-a100", stack=each).device.matmul_flops_per_s for each in ("best-case", Stack("mine"))]
+    assert same[0] == same[1]

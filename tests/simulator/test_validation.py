@@ -156,7 +156,7 @@ def test_published_days_and_checkpoints_are_derived_again():
         ("Korthikanti", 0.04, 0.03),
         ("zero-bubble", 0.035, 0.02),
         ("BLOOM", 0.05, 0.03),
-        ("MosaicML", 0.05, 0.03),
+        ("MosaicML", 0.03, 0.02),
         ("Megatron-Core", 0.10, 0.05),
         ("Llama 3", 0.05, 0.05),
         ("nanotron", 0.08, 0.04),

@@ -1,0 +1,1 @@
+"""Workloads from Hugging Face configurations: `config`, its `fields` one by one, and `families` that resemble Llama."""

@@ -1,0 +1,118 @@
+"""Workloads from a Hugging Face `config.json`, field by field.
+
+Each family has its names for a few sizes. A field that neither says a size nor is known to leave sizes alone is
+refused: what it changes would be missing in the prediction. Windows of attention are not modelled.
+`simulator.models.hugging_face.families` has the families that Llama's layers describe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from distlab.plan import Workload
+from simulator.models.attention_kernel import with_kernel
+from simulator.models.gpt import as_released, gpt_workload, with_own_head
+from simulator.models.hugging_face.families import LLAMAS
+from simulator.models.hugging_face.fields import Fields
+from simulator.models.llama import llama_workload
+
+MOST_TOKENS = 4096  # of a sequence where nobody says how long they are
+
+
+def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:
+    """Return the sizes of a GPT, and how many positions it learned."""
+    if family == "gpt_neox":
+        return _neox(fields), 0
+    long, short = ("hidden_size", "num_hidden_layers", "num_attention_heads"), ("n_embd", "n_layer", "n_head")
+    if family == "bloom":  # it was saved with names of either kind
+        short = ("n_embed", *short[1:])
+    names = [one if one in fields.values else other for one, other in zip(long, short, strict=True)]
+    hidden, layers, heads = map(fields.count, long if family == "opt" else names)
+    fields.only("ffn_dim" if family == "opt" else "n_inner", 4 * hidden, None)
+    fields.only("tie_word_embeddings", True)
+    positions = 0
+    if family == "gpt2":
+        positions = fields.count("n_positions")
+    if family == "opt":
+        fields.only("word_embed_proj_dim", hidden)
+        for name in ("do_layer_norm_before", "enable_bias"):
+            fields.only(name, True)
+        fields.only("_remove_final_layer_norm", False)
+        positions = fields.count("max_position_embeddings") + 2  # two more, for padding
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": fields.count("vocab_size")}
+    return sizes, positions
+
+
+def _neox(fields: Fields) -> dict[str, int]:
+    """Return the sizes of a GPT-NeoX or Pythia: rotary positions, biases, and a head that is not tied."""
+    hidden = fields.count("hidden_size")
+    fields.only("intermediate_size", 4 * hidden)
+    fields.only("attention_bias", True)
+    fields.only("tie_word_embeddings", False)
+    layers, heads, vocabulary = map(fields.count, ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    return {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": vocabulary}
+
+
+FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
+
+
+def workload_from_config(
+    config: Mapping[str, object] | Path | str,
+    *,
+    microbatch_size: int = 1,
+    sequence_length: int | None = None,
+    bytes_per_parameter: int = 2,
+    attention: str | None = None,
+) -> Workload:
+    """Return the workload of a Hugging Face configuration: a mapping, or the path of a `config.json`.
+
+    Args:
+        config: what `transformers` saves beside a model.
+        microbatch_size: samples in a micro-batch.
+        sequence_length: tokens; None: the model's most positions, but at most MOST_TOKENS.
+        bytes_per_parameter: of parameters.
+        attention: "plain" or "flash"; None: plain for GPT-2, OPT, BLOOM and GPT-NeoX, else flash.
+
+    Raises:
+        ValueError: the file is no JSON object; the family or a field is not known, or a value makes no sense.
+        OSError: the file cannot be read.
+    """
+    where = "config" if isinstance(config, Mapping) else str(config)
+    values = config if isinstance(config, Mapping) else _read(Path(config))
+    fields, family = Fields(values, where), values.get("model_type")
+    if family not in FAMILIES and isinstance(values.get("text_config"), dict):
+        raise ValueError(
+            f"{where}: a {family} model has its language model in text_config, beside parts that are not modelled; "
+            "write text_config to a file of its own, and pass that"
+        )
+    if family not in FAMILIES:
+        raise ValueError(f"{where}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
+    name = values.get("_name_or_path") or None
+    learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
+    if family in LLAMAS:
+        sizes = LLAMAS[family](fields)
+    else:
+        gpt, learned = _gpt(fields, str(family))
+    most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
+    fields.finish()
+    length = min(most, MOST_TOKENS) if sequence_length is None else sequence_length
+    if learned and length > learned:
+        raise ValueError(f"{where}: the model has {learned} positions; sequences of {length} do not fit: use fewer")
+    if family in LLAMAS:
+        workload = llama_workload(sizes, sequence_length=length, **own, name=str(name) if name else None)
+        return with_kernel(workload, attention or "flash")
+    plain = gpt_workload(**gpt, sequence_length=length, **own)
+    released = with_own_head(plain) if family == "gpt_neox" else as_released(plain, learned)
+    return with_kernel(released, attention or "plain")
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not JSON ({error}); pass the config.json of a model") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object of fields, got {type(values).__name__}; pass a config.json")
+    return values

@@ -1,0 +1,122 @@
+"""The fields of a Hugging Face `config.json`, taken one by one, so that those that nobody took can be refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from simulator.models.sizes import MOST, shown
+
+# Fields that change neither sizes nor work: numerics, tokens, generation, what a file says of itself.
+_HARMLESS = """
+_attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern activation_dropout
+activation_function add_bos_token add_cross_attention alpha apply_query_key_layer_scaling
+apply_residual_connection_post_layernorm architectures attention_dropout attention_layers attention_multiplier
+attention_probs_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attention_types attn_implementation
+attn_logit_softcapping attn_output_multiplier attn_pdrop auto_map aux_loss_alpha bias_dropout_fusion bos_token_id
+cache_implementation chunk_size_feed_forward classifier_dropout clip_qkv decoder_start_token_id dropout dtype
+emb_pdrop embd_pdrop embedding_dropout embedding_initializer_range embedding_multiplier embedding_multiplier_scale
+enable_bias eos_token_id ep_size experts_per_token final_logit_softcapping fp32_residual_connection full_attn_mod
+gradient_checkpointing hidden_act hidden_activation hidden_dropout hidden_dropout_prob id2label init_config
+init_device init_std initial_context_length initializer_range input_jitter_noise interpolate_factor is_encoder_decoder
+label2id layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_switch layer_types layerdrop
+logit_scale logits_scaling masked_softmax_fusion max_attn_value max_window_layers model_max_length model_type
+moe_layer_start_index n_ctx n_group no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob
+num_nextn_predict_layers offset_alibi order_of_interleaved_layers original_max_position_embeddings original_rope
+output_attentions output_hidden_states output_multiplier_scale output_router_logits pad_token_id partial_rotary_factor
+position_embedding_type prefix pretraining_tp problem_type qk_head_dim quantization_config query_pre_attn_scalar
+reorder_and_upcast_attn resid_dropout resid_pdrop residual_dropout residual_multiplier return_dict rms_norm_eps
+rope_freq_constant_scaling rope_interleave rope_local_base_freq rope_parameters rope_ratio rope_scaling rope_theta
+rope_type rotary rotary_dim rotary_emb_base rotary_pct routed_scaling_factor router_aux_loss_coef router_jitter_noise
+router_z_loss_coef scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx scale_attn_weights scoring_func
+seq_aux seq_length skip_bias_add skip_bias_add_qkv sliding_window sliding_window_pattern sliding_window_size
+slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+swiglu_limit task_specific_params temperature tokenizer_class topk_group torch_dtype torchscript transformers_version
+unk_index unk_token_id use_bidirectional_attention use_cache use_mrope use_parallel_residual use_sliding_window
+verbose window_size z_loss_coef z_loss_weight
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+
+
+class Fields:
+    """The fields of a configuration, taken one by one; `rest` are those that nobody took."""
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.values, self.where, self.rest = values, where, set(values) - HARMLESS
+        self.names: dict[str, str] = {}
+
+    def call(self, **names: str) -> None:
+        """Say which names this family has for fields."""
+        self.names |= names
+
+    def assume(self, **defaults: int) -> None:
+        """Say what fields are that the file leaves out, or null."""
+        for name, value in defaults.items():
+            if self.values.get(own := self.names.get(name, name)) is None:
+                self.values = {**self.values, own: value}
+
+    def inner(self, name: str) -> Fields:
+        """Return the fields of a table inside of this one; there are none where it is missing.
+
+        Raises:
+            ValueError: it is no table.
+        """
+        self.rest.discard(name)
+        table = self.values.get(name) or {}
+        if not isinstance(table, dict):
+            raise ValueError(f"{self.where}: {name} is {table!r}; write a table of fields")
+        return Fields(table, f"{self.where}: {name}")
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number; without a default the field must be there.
+
+        Raises:
+            ValueError: it is not there, or no whole number of at least `least`.
+        """
+        name = self.names.get(name, name)
+        self.rest.discard(name)
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if name not in self.values:
+            raise ValueError(f"{self.where}: {name} is missing; write a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{self.where}: {name} is {value!r}; write a whole number of at least {least}")
+        if value > MOST:
+            raise ValueError(f"{self.where}: {name} is {shown(value)}; write at most {MOST:,}")
+        return value
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a field that is true or false.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        self.rest.discard(name)
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {name} is {value!r}; write true or false")
+        return value
+
+    def only(self, name: str, *known: object) -> None:
+        """Refuse a field with a value that is not modelled; the first is the default.
+
+        Raises:
+            ValueError: it has another value.
+        """
+        self.rest.discard(name)
+        if (value := self.values.get(name, known[0])) not in known:
+            shown = " or ".join(json.dumps(each) for each in known)
+            raise ValueError(f"{self.where}: {name} is {json.dumps(value)}; only {shown} is modelled: change it")
+
+    def finish(self) -> None:
+        """Refuse fields that were not taken.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if self.rest:
+            raise ValueError(
+                f"{self.where}: unknown field {min(self.rest)!r} in a {self.values['model_type']} configuration; take "
+                "it out if it changes neither sizes nor work"
+            )

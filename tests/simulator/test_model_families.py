@@ -1,0 +1,135 @@
+"""Families of Hugging Face configurations beside Llama: parameters as their makers or transformers count them."""
+
+from math import prod
+
+import pytest
+
+from distlab.plan import Plan
+from simulator import cluster, simulate, workload_from_config
+
+SAME = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def sizes(family, hidden, layers, heads, shared, width, vocabulary, **others):
+    values = dict(zip(SAME, (hidden, layers, heads, shared, width), strict=True))
+    return {"model_type": family, "vocab_size": vocabulary, **values, **others}
+
+
+WINDOW = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256, "attention_bias": False}
+OLD_FALCON = {
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+    "bias": False,
+    "alibi": False,
+}
+NO_TIES = {"tie_word_embeddings": False}
+# Billions of parameters: of model cards; where these count a tied head twice (Falcon), as transformers counts.
+MODELS = {
+    "gemma-2-9b": (sizes("gemma2", 3584, 42, 16, 8, 14336, 256000, head_dim=256, **WINDOW), 9.242),
+    "gemma-2-27b": (sizes("gemma2", 4608, 46, 32, 16, 36864, 256000, head_dim=128, **WINDOW), 27.227),
+    "gemma-3-1b": (sizes("gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256, sliding_window_pattern=6), 1.000),
+    "olmo-7b": (sizes("olmo", 4096, 32, 32, 32, 11008, 50304, clip_qkv=None, **NO_TIES), 6.888),
+    "olmoe": (sizes("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8, **NO_TIES), 6.919),
+    "stablelm-2-1.6b": (sizes("stablelm", 2048, 24, 32, 32, 5632, 100352, use_qkv_bias=True), 1.645),
+    "phi-2": (sizes("phi", 2560, 32, 32, None, 10240, 51200, partial_rotary_factor=0.4, qk_layernorm=False), 2.780),
+    "phi-4-mini": (sizes("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True, lm_head_bias=False), 3.836),
+    "command-r": (sizes("cohere", 8192, 40, 64, 64, 22528, 256000, logit_scale=0.0625, use_qk_norm=False), 34.98),
+    "command-r-plus": (sizes("cohere", 12288, 64, 96, 8, 33792, 256000, use_qk_norm=True), 103.8),
+    "starcoder2-7b": (sizes("starcoder2", 4608, 32, 36, 4, 18432, 49152, use_bias=True, norm_epsilon=1e-5), 7.174),
+    "nemotron-4-15b": (sizes("nemotron", 6144, 32, 48, 8, 24576, 256000, hidden_act="relu2", **NO_TIES), 15.65),
+    "glm-4-9b": (sizes("glm4", 4096, 40, 32, 2, 13696, 151552, head_dim=128, attention_bias=False), 9.40),
+    "qwen1.5-moe-a2.7b": (
+        sizes("qwen2_moe", 2048, 24, 16, 16, 5632, 151936, num_experts=60, num_experts_per_tok=4)
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        14.32,
+    ),
+    "gpt-oss-20b": (
+        sizes("gpt_oss", 2880, 24, 64, 8, 2880, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4)
+        | {"attention_bias": True, "sliding_window": 128, "quantization_config": {"quant_method": "mxfp4"}},
+        20.91,
+    ),
+    "falcon-7b": (
+        {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
+        | {"vocab_size": 65024, **OLD_FALCON},
+        6.922,
+    ),
+    "falcon-40b": (
+        {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
+        | {"num_kv_heads": 8, "vocab_size": 65024, **OLD_FALCON, "new_decoder_architecture": True},
+        41.30,
+    ),
+    "mpt-7b": (
+        {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4}
+        | {"vocab_size": 50432, "max_seq_len": 2048, "attn_config": {"alibi": True}, "no_bias": True},
+        6.649,
+    ),
+    "starcoder": (
+        {
+            "model_type": "gpt_bigcode",
+            "n_embd": 6144,
+            "n_head": 48,
+            "n_layer": 40,
+            "n_positions": 8192,
+            "n_inner": 24576,
+        }
+        | {"vocab_size": 49152, "multi_query": True},
+        15.52,
+    ),
+    "gpt-j-6b": (
+        {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_layer": 28, "n_positions": 2048, "n_inner": None}
+        | {"vocab_size": 50400, "rotary_dim": 64, **NO_TIES},
+        6.051,
+    ),
+    "gpt-neo-2.7b": (
+        {"model_type": "gpt_neo", "hidden_size": 2560, "num_heads": 20, "num_layers": 32, "vocab_size": 50257}
+        | {"max_position_embeddings": 2048, "intermediate_size": None, "window_size": 256},
+        2.651,
+    ),
+    "dbrx": (
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768}
+        | {"vocab_size": 100352, "attn_config": {"clip_qkv": 8, "kv_n_heads": 8}}
+        | {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
+        131.6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_has_its_published_parameters(name):
+    config, billions = MODELS[name]
+    workload = workload_from_config(config, sequence_length=256)
+    assert workload.num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    layers = workload.layers
+    assert all(sum(map(prod, layer.parameter_shapes)) == layer.num_parameters for layer in layers)
+    step = simulate(workload, cluster("dgx-h100"), Plan(data=4, pipeline=2, num_microbatches=4))
+    assert 0 < step.mfu < 1
+
+
+def test_norms_and_biases_of_a_block():
+    """A norm more is 4 B s h bytes streamed, 2 kept and its weights; a bias is parameters alone."""
+    plain = workload_from_config(sizes("llama", 64, 2, 4, 4, 128, 100), sequence_length=32).layers[1]
+    normed = workload_from_config(sizes("gemma2", 64, 2, 4, 4, 128, 100, head_dim=16), sequence_length=32).layers[1]
+    tokens, h = 32, 64
+    assert normed.num_parameters - plain.num_parameters == 2 * h
+    assert normed.forward.memory_bytes - plain.forward.memory_bytes == 2 * 4 * tokens * h
+    assert normed.activation_bytes - plain.activation_bytes == 2 * 2 * tokens * h
+    bare = workload_from_config(sizes("olmo", 64, 2, 4, 4, 128, 100), sequence_length=32).layers[1]
+    assert plain.num_parameters - bare.num_parameters == 2 * h
+    assert bare.sequence_calls == ()
+    biased = sizes("llama", 64, 2, 4, 4, 128, 100, attention_bias=True, mlp_bias=True)
+    added = workload_from_config(biased, sequence_length=32).layers[1]
+    assert added.num_parameters - plain.num_parameters == 4 * h + 2 * 128 + h
+    assert added.forward == plain.forward
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "whisper", "vit", "mamba", "jamba", "rwkv", None, 3])
+def test_what_is_no_decoder_of_this_kind_is_refused_in_one_line(family):
+    with pytest.raises(ValueError, match=r"^config: model_type is .*; known are llama, ") as refused:
+        workload_from_config(sizes(family, 64, 2, 4, 4, 128, 100))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_table_inside_of_a_configuration_must_be_one():
+    with pytest.raises(ValueError, match="attn_config is 3; write a table of fields"):
+        workload_from_config(MODELS["mpt-7b"][0] | {"attn_config": 3})
