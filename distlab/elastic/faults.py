@@ -216,8 +216,8 @@ def flip_bit(found: Mapping[str, Tensor], chance: random.Random) -> str:
     names = [name for name, tensor in found.items() if tensor.numel() and tensor.layout == torch.strided]
     if not names:
         raise ValueError(
-            "there is no weight, gradient or moment to flip a bit of among the run's parts; leave that kind of flip out "
-            "of the plan, or pass the model and its optimizer as parts of their own"
+            "there is no weight, gradient or moment to flip a bit of among the run's parts; leave that kind of flip "
+            "out of the plan, or pass the model and its optimizer as parts of their own"
         )
     name = chance.choice(names)
     tensor = found[name]
